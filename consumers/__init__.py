@@ -1,0 +1,1 @@
+"""The trainer: it pulls version-filtered batches, checks them, trains and commits."""

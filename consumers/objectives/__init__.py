@@ -1,0 +1,1 @@
+"""What a batch is turned into: advantages and losses."""

@@ -1,0 +1,1 @@
+"""The training back-ends, each imported only where it is used."""

@@ -1,0 +1,1 @@
+"""The log: one small port and its implementations, which decide nothing about what they carry."""

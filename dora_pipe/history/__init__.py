@@ -1,0 +1,1 @@
+"""What a finished or living log proves: audit, replay, why, export, archive."""

@@ -1,0 +1,1 @@
+"""Policies and checkpoints on disk, stored under the digest of their bytes."""

@@ -1,0 +1,1 @@
+"""The deterministic simulation: production machines under simulated time and faults."""

@@ -1,0 +1,1 @@
+"""The one brain: it folds the log, admits groups, places requests and takes batches."""

@@ -1,0 +1,1 @@
+"""The rollout workers: they generate trajectories under one policy version each."""

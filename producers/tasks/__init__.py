@@ -1,0 +1,1 @@
+"""Data sources, environments and rewards."""

@@ -1,0 +1,1 @@
+"""Everything that dora-pipe promises, as programs that can fail."""

@@ -1,0 +1,1 @@
+"""Several parts together on this machine."""

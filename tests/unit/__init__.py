@@ -1,0 +1,1 @@
+"""One part at a time, no network, no sleeping."""

@@ -1,6 +1,19 @@
-"""Decides which tests run where: markers, tiers, and one fixed course of chance."""
+"""Decides which tests run where: the broker, the accelerator, and one fixed course of chance.
 
+`slow` tests run when the command line asks for them (`make test-full`: `-m ""`); a `gpu` test
+is skipped where there is no accelerator; a `kafka` test is skipped with one line where Java or
+Maven is missing, except with CI=true, where that is a failure.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.kafka_broker import KafkaBroker, missing_tools
 
 settings.register_profile(
     "house",
@@ -10,3 +23,35 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("house")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse or skip what this machine cannot run, each with its reason."""
+    if item.get_closest_marker("gpu") and not _has_accelerator():
+        pytest.skip("no accelerator on this machine")
+    if item.get_closest_marker("kafka"):
+        require_broker_tools()
+
+
+def require_broker_tools() -> None:
+    """Skip the running test where a real broker cannot be started; fail it in CI."""
+    missing = missing_tools()
+    if not missing:
+        return
+    line = f"a real broker needs {' and '.join(missing)}, not found on this machine"
+    if os.environ.get("CI") == "true":
+        pytest.fail(line, pytrace=False)
+    pytest.skip(line)
+
+
+def _has_accelerator() -> bool:
+    # Asking torch would cost seconds in every worker; the driver's tool is enough to know.
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+
+
+@pytest.fixture(scope="session")
+def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
+    """A real broker, started on first use and kept for the session; use topics of your own."""
+    require_broker_tools()
+    with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker

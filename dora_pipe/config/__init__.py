@@ -1,0 +1,1 @@
+"""One configuration tree, decoded strictly from one TOML file, resolved once."""

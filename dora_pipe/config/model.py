@@ -1,0 +1,253 @@
+"""The configuration tree: every key of a run, with its default and what it means.
+
+Keys are `frozen` (a resumed run must have the same), `logged` (may change; in force from the next
+step, recorded in the log) or `free` (addresses, sizes, timing). `FROZEN` and `LOGGED` name the
+first two; everything else is free.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+RunName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: an unknown key is an error."""
+
+
+class Run(Section, frozen=True, kw_only=True):
+    """[run]"""
+
+    name: RunName
+    steps: Positive
+    """The run ends when this many steps are committed."""
+    seed: NonNegative = 0
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """[model]"""
+
+    path: str
+    """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
+    dtype: Literal["float32"] = "float32"
+
+
+class Task(Section, frozen=True, kw_only=True):
+    """[task]"""
+
+    kind: str
+    """`arithmetic`, `calculator`, `jsonl`, or `module:attribute` of a user's Task."""
+    data: str = ""
+    """Training data file; empty where the task makes its own rows."""
+    eval_data: str = ""
+    reward: str = ""
+    """`module:function`, for `jsonl`."""
+    options: dict[str, Any] = {}
+    """Given to the task as keyword arguments."""
+    processes: Positive = 1
+    """Processes per worker that run rewards and environments."""
+    reward_timeout_s: PositiveFloat = 10.0
+    environment_timeout_s: PositiveFloat = 10.0
+    turns_max: Positive = 8
+
+
+class Sampling(Section, frozen=True, kw_only=True):
+    """[sampling], and [evaluation.sampling]"""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    """0 keeps every token."""
+    min_p: Share = 0.0
+    max_tokens: Positive = 256
+    """Sampled tokens per trajectory, over all its turns."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, beside the tokenizer's end-of-sequence token."""
+
+
+class Groups(Section, frozen=True, kw_only=True):
+    """[groups]"""
+
+    size: Positive = 8
+    """Siblings per group."""
+    per_step: Positive = 32
+    """Groups per training step (B)."""
+    min_valid_siblings: Positive = 2
+    """A group with fewer valid trajectories fails."""
+    filter_zero_advantage: bool = False
+    """End groups whose valid rewards are all equal as `filtered`, and replace them."""
+    attempts_max: Positive = 5
+    """Placements of one request before it counts as failed."""
+
+
+class Staleness(Section, frozen=True, kw_only=True):
+    """[staleness]"""
+
+    max_staleness: NonNegative = 2
+    """eta: a group of version w is trained at a step <= w + eta."""
+    in_flight_batches: PositiveFloat | None = None
+    """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1)."""
+
+
+class Evaluation(Section, frozen=True, kw_only=True):
+    """[evaluation]"""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates only the first and the last policy."""
+    prompts: NonNegative = 64
+    """Rows of the evaluation data, from the first; 0 switches evaluation off."""
+    siblings: Positive = 1
+    sampling: Sampling = Sampling()
+
+
+class Objective(Section, frozen=True, kw_only=True):
+    """[objective]"""
+
+    kind: Literal["grpo"] = "grpo"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    loss: Literal["token-mean", "sequence-mean"] = "token-mean"
+    advantage_std: bool = True
+    """Divide the group's advantages by their standard deviation."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the k3 estimate of KL to the reference policy (version 0)."""
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    """[trainer]"""
+
+    kind: Literal["torch"] = "torch"
+    learning_rate: PositiveFloat = 1e-5
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    grad_norm_max: PositiveFloat = 1.0
+    minibatches: Positive = 1
+    """Optimizer updates per step."""
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens of one forward and backward pass."""
+    checkpoint_every: Positive = 10
+    """Steps between checkpoints of the optimizer state."""
+    threads: Positive = 1
+
+
+class Workers(Section, frozen=True, kw_only=True):
+    """[workers]"""
+
+    count: NonNegative = 2
+    """Started by `run`; others may join."""
+    engine: Literal["torch"] = "torch"
+    slots: Positive = 64
+    prefetch: NonNegative = 16
+    """Placed requests a worker holds ahead of its slots."""
+    context_tokens: Positive = 1024
+    """Longest sequence a slot holds."""
+    checkpoint_tokens: Positive = 128
+    """A progress record every so many sampled tokens."""
+    threads: Positive = 1
+
+
+class Bus(Section, frozen=True, kw_only=True):
+    """[bus]"""
+
+    url: str = ""
+    """`sqlite:PATH` or `kafka://host:port,...`; empty is log.sqlite in the run directory."""
+    partitions: Positive = 4
+    """Of the trajectories and progress topics. Frozen once the topics exist."""
+
+
+class Timing(Section, frozen=True, kw_only=True):
+    """[timing]"""
+
+    heartbeat_s: PositiveFloat = 0.5
+    lease_s: PositiveFloat = 10.0
+    plan_period_s: PositiveFloat = 30.0
+    restarts_max: NonNegative = 5
+    """Restarts of one role within `restart_window_s` before `run` gives up."""
+    restart_window_s: PositiveFloat = 60.0
+    stop_timeout_s: PositiveFloat = 30.0
+
+
+class Store(Section, frozen=True, kw_only=True):
+    """[store]"""
+
+    path: str = ""
+    """Policies and checkpoints; empty is `policies` in the run directory."""
+    keep_every: NonNegative = 0
+    """Keep the optimizer state of every so many checkpoints for ever; 0 keeps all."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole configuration of a run."""
+
+    run: Run
+    model: Model
+    task: Task
+    sampling: Sampling = Sampling()
+    groups: Groups = Groups()
+    staleness: Staleness = Staleness()
+    evaluation: Evaluation = Evaluation()
+    objective: Objective = Objective()
+    trainer: Trainer = Trainer()
+    workers: Workers = Workers()
+    bus: Bus = Bus()
+    timing: Timing = Timing()
+    store: Store = Store()
+
+
+LOGGED = frozenset(
+    {
+        "run.steps",
+        "staleness.max_staleness",
+        "staleness.in_flight_batches",
+        "trainer.learning_rate",
+        "trainer.grad_norm_max",
+        "trainer.minibatches",
+        "objective.clip_low",
+        "objective.clip_high",
+        "objective.loss",
+        "objective.advantage_std",
+        "objective.kl",
+    }
+)
+"""May change between steps; a change is a `set` command in the control topic."""
+
+FROZEN = frozenset(
+    {
+        "run.name",
+        "run.seed",
+        "model.path",
+        "model.dtype",
+        "task.kind",
+        "task.data",
+        "task.eval_data",
+        "task.reward",
+        "task.options",
+        "task.turns_max",
+        "sampling",
+        "groups",
+        "evaluation",
+        "objective.kind",
+        "trainer.kind",
+        "trainer.betas",
+        "trainer.weight_decay",
+        "bus.partitions",
+    }
+)
+"""A resumed run must have the same; a name stands for its whole section."""
+
+
+def in_flight_batches(staleness: Staleness) -> float:
+    """C in force: as configured, else min(2, eta + 1)."""
+    if staleness.in_flight_batches is not None:
+        return staleness.in_flight_batches
+    return min(2.0, staleness.max_staleness + 1.0)

@@ -1,0 +1,268 @@
+"""Control records: the facts of a run, one JSON object each, tagged by `kind`.
+
+A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the writer's wall clock
+(ns since 1970) when the fact happened; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.wire import Unknown, decode_tagged, kebab, kinds_of
+
+ExclusiveRole = Literal["orchestrator", "trainer"]
+FinishReason = Literal["stop", "length", "environment", "error"]
+"""Why a trajectory ended: stop token or string, token limit, its environment said done, an error."""
+
+
+class Control(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab, omit_defaults=True
+):
+    """Base of the control records."""
+
+    at_ns: int
+
+
+class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run's initial weights came from: `run --from RUN@STEP`."""
+
+    run: str
+    step: int
+    digest: str
+
+
+class RunStarted(Control, frozen=True, kw_only=True):
+    """The first record of a run: everything that stays the same while it lasts."""
+
+    run: str
+    schema_version: int
+    config: dict[str, Any]
+    """The resolved configuration (`dora_pipe.config.Config` as plain values)."""
+    config_digest: str
+    dataset_digest: str
+    dataset_rows: int
+    eval_digest: str
+    eval_rows: int
+    seed: int
+    policy: Manifest
+    """Version 0."""
+    assets_digest: str
+    """sha256 over config and tokenizer files of the model directory."""
+    planner: str
+    package: str
+    lineage: Lineage | None = None
+
+
+class RoleStarted(Control, frozen=True, kw_only=True):
+    """An exclusive role has fenced its predecessor and takes this role epoch."""
+
+    role: ExclusiveRole
+    role_epoch: int
+    instance: str
+    host: str
+    pid: int
+    package: str
+
+
+class WorkerJoined(Control, frozen=True, kw_only=True):
+    """A worker is there and hosts nothing yet. Its role epoch is the offset of this record."""
+
+    worker: str
+    instance: str
+    host: str
+    pid: int
+    slots: int
+    prefetch: int
+    kv_tokens: int
+    engine: str
+    engine_version: str
+    dtype: str
+    device: str
+    declares: tuple[str, ...]
+    assets_digest: str
+    reward_digest: str
+    package: str
+
+
+class WorkerReady(Control, frozen=True, kw_only=True):
+    """A worker has loaded the weights it was assigned; their digest was checked."""
+
+    worker: str
+    epoch: int
+    version: int
+    digest: str
+    load_ms: float
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where a request's newest progress record lies, and how many sampled tokens it reaches."""
+
+    tokens: int
+    partition: int
+    offset: int
+
+
+class WorkerLeft(Control, frozen=True, kw_only=True):
+    """A worker stops in order; its open requests go on elsewhere from their progress records."""
+
+    worker: str
+    epoch: int
+    reason: str
+    progress: dict[str, Resume] = {}
+    """Trajectory id to its newest progress record."""
+
+
+class TrajectoryLogged(Control, frozen=True, kw_only=True):
+    """A trajectory lies in the log at (partition, offset); its value bytes have this sha256."""
+
+    worker: str
+    epoch: int
+    group: str
+    trajectory: str
+    attempt: int
+    version: int
+    digest: str
+    """Weights digest (hex)."""
+    partition: int
+    offset: int
+    sha256: str
+    bytes: int
+    tokens: int
+    """Sampled tokens."""
+    reward: float | None
+    """None exactly when not `valid`."""
+    valid: bool
+    finish: FinishReason
+
+
+class RequestFailed(Control, frozen=True, kw_only=True):
+    """A request ended without a trajectory; a retryable one is placed again, boundedly often."""
+
+    worker: str
+    epoch: int
+    trajectory: str
+    attempt: int
+    error: str
+    message: str
+    retryable: bool
+
+
+class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One trajectory of a batch: which record of the log, down to its bytes."""
+
+    trajectory: str
+    attempt: int
+    epoch: int
+    partition: int
+    offset: int
+    sha256: str
+
+
+class TakenGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of a batch, with all its logged siblings in order."""
+
+    group: str
+    version: int
+    deadline: int
+    trajectories: tuple[TakenTrajectory, ...]
+
+
+class StepCommitted(Control, frozen=True, kw_only=True):
+    """Training step `step` is done: version `step` became version `step + 1`. This is the commit."""
+
+    step: int
+    attempt: int
+    role_epoch: int
+    groups: tuple[TakenGroup, ...]
+    batch_digest: str
+    digest_before: str
+    digest_after: str
+    policy: Manifest
+    contributions: Blob
+    """Arrow file: per trajectory its staleness, advantage, ratio figures, clipped share."""
+    figures: dict[str, float]
+    """loss, grad_norm, tokens, kl, ...; all finite."""
+    settings: dict[str, float | int | str | bool]
+    """The logged configuration keys that were in force (see `TakeBatch.settings`)."""
+    numerics: dict[str, str]
+    """Fingerprint: equal bits are promised under an equal one."""
+    decisions_next: int
+    """Position in the decisions topic from which a restarted trainer goes on."""
+    compute_s: float
+    checkpoint: Blob | None = None
+    """Optimizer state after this step, where one was kept."""
+    adopted: bool = False
+    """The weights before this step were adopted, not replayed (`--adopt`)."""
+
+
+class Offender(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a group of a batch cannot be accepted."""
+
+    group: str
+    trajectory: str
+    why: str
+
+
+class BatchRefused(Control, frozen=True, kw_only=True):
+    """The trainer refuses a batch decision; the offenders fail, the other groups return to U."""
+
+    step: int
+    attempt: int
+    role_epoch: int
+    offenders: tuple[Offender, ...]
+
+
+class Command(Control, frozen=True, kw_only=True):
+    """What a user asks of a running run. Verbs: set, pause, resume, drain, stop, fail-batch."""
+
+    user: str
+    verb: str
+    args: dict[str, Any] = {}
+
+
+class WeightsAdopted(Control, frozen=True, kw_only=True):
+    """A restarted trainer could not reproduce `step` bit for bit and took its committed weights."""
+
+    step: int
+    role_epoch: int
+    digest_committed: str
+    digest_replayed: str
+    why: str
+
+
+AnyControl = (
+    RunStarted
+    | RoleStarted
+    | WorkerJoined
+    | WorkerReady
+    | WorkerLeft
+    | TrajectoryLogged
+    | RequestFailed
+    | StepCommitted
+    | BatchRefused
+    | Command
+    | WeightsAdopted
+)
+
+_DECODER = msgspec.json.Decoder(AnyControl)
+KINDS = kinds_of(
+    RunStarted,
+    RoleStarted,
+    WorkerJoined,
+    WorkerReady,
+    WorkerLeft,
+    TrajectoryLogged,
+    RequestFailed,
+    StepCommitted,
+    BatchRefused,
+    Command,
+    WeightsAdopted,
+)
+
+
+def decode_control(data: bytes) -> AnyControl | Unknown:
+    """A control record; `Unknown` for a kind of a later version. Raises SchemaError."""
+    return decode_tagged(data, _DECODER, KINDS)

@@ -1,0 +1,99 @@
+"""Identity without chance: ids, partitions, seeds and the order of prompts are functions of ordinals.
+
+A group's id is its zero-padded dispatch ordinal behind the letter of its purpose (`g` train, `e`
+evaluation: two counters, so that evaluations never change the prompts that training sees). A
+trajectory's id adds the sibling. Neither the attempt nor the worker enters a seed, so a trajectory
+that is generated again is the same trajectory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Literal
+
+from dora_pipe.errors import SchemaError
+
+Purpose = Literal["train", "eval"]
+"""What a group is for; evaluation groups never enter a batch."""
+
+ORDINAL_DIGITS = 10
+SIBLING_DIGITS = 3
+_LETTERS: dict[Purpose, str] = {"train": "g", "eval": "e"}
+_PURPOSES: dict[str, Purpose] = {"g": "train", "e": "eval"}
+_TRAJECTORY = re.compile(r"^(?P<letter>[ge])(?P<ordinal>\d{10})-(?P<sibling>\d{3})$")
+_FEISTEL_ROUNDS = 6
+
+
+def group_id(purpose: Purpose, ordinal: int) -> str:
+    """``group_id("train", 42) == "g0000000042"``."""
+    return f"{_LETTERS[purpose]}{ordinal:0{ORDINAL_DIGITS}d}"
+
+
+def trajectory_id(group: str, sibling: int) -> str:
+    """``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
+    return f"{group}-{sibling:0{SIBLING_DIGITS}d}"
+
+
+def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
+    """Purpose, ordinal and sibling of a trajectory id. Raises SchemaError."""
+    found = _TRAJECTORY.match(trajectory)
+    if found is None:
+        raise SchemaError(f"not a trajectory id: {trajectory[:60]!r}", path="$.trajectory")
+    return _PURPOSES[found["letter"]], int(found["ordinal"]), int(found["sibling"])
+
+
+def group_of(trajectory: str) -> str:
+    """The group id of a trajectory id."""
+    return trajectory.rpartition("-")[0]
+
+
+def partition_of(ordinal: int, partitions: int) -> int:
+    """The trajectories (and progress) partition of a group."""
+    return ordinal % partitions
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from parts; equal parts give equal seeds on every machine."""
+    text = "\x1f".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def group_seed(run_seed: int, purpose: Purpose, ordinal: int) -> int:
+    """The seed that a dispatch carries.
+
+    For evaluation groups `ordinal` is the row of the evaluation data, so that every evaluation of
+    a run draws the same random streams.
+    """
+    return derive_seed("group", run_seed, purpose, ordinal)
+
+
+def trajectory_seed(seed: int, sibling: int) -> int:
+    """The seed of one sibling, from its group's seed."""
+    return derive_seed("trajectory", seed, sibling)
+
+
+def prompt_index(run_seed: int, ordinal: int, rows: int) -> tuple[int, int]:
+    """(data epoch, row) of the prompt that the group with this ordinal gets.
+
+    Each data epoch is a keyed permutation of the rows: every row once per epoch, no state but the
+    ordinal. Raises ValueError for an empty data set.
+    """
+    if rows < 1:
+        raise ValueError("the data set has no rows")
+    epoch, place = divmod(ordinal, rows)
+    return epoch, _permute(place, rows, derive_seed("order", run_seed, epoch))
+
+
+def _permute(place: int, rows: int, key: int) -> int:
+    """A keyed permutation of range(rows): a Feistel network, walked until it lands inside."""
+    half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    value = place
+    while True:
+        left, right = value >> half_bits, value & mask
+        for turn in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (derive_seed(key, turn, right) & mask)
+        value = (left << half_bits) | right
+        if value < rows:
+            return value

@@ -1,0 +1,42 @@
+"""What identifies a policy: the digest of its weights, independent of files and sharding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One tensor of a policy; `sha256` (hex) covers its row-major little-endian bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy's weights: what they are, not where they lie. Tied tensors stand once."""
+
+    digest: str
+    """Weights digest (hex): `weights_digest` of `tensors`."""
+    bytes: int
+    tensors: tuple[Tensor, ...]
+
+
+class Blob(msgspec.Struct, frozen=True, kw_only=True):
+    """A content-addressed file of the policy store."""
+
+    sha256: str
+    bytes: int
+
+
+def weights_digest(tensors: Iterable[Tensor]) -> str:
+    """sha256 over the sorted (name, dtype, shape, sha256 of bytes); hex."""
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        shape = ",".join(str(size) for size in tensor.shape)
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.sha256}\n".encode())
+    return digest.hexdigest()

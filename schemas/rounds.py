@@ -1,0 +1,198 @@
+"""Rounds: what the orchestrator had read, what it observed, what it decided; one JSON object each.
+
+State is a fold of rounds: apply the control records with offset < `control_next`, then the
+observations, then the decisions. Decisions are self-contained, so that workers and trainer need no
+fold.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dora_pipe.schemas.control import Resume, TakenGroup
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
+
+Fate = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
+"""How a group ends; until then it is open. `trained` comes from the commit, not from a decision."""
+
+GENESIS_CHAIN = "0" * 64
+"""The chain before the first round."""
+
+STATE_DIGEST_EVERY = 64
+"""Every so many rounds (and at the last one) a round carries the digest of the state."""
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
+    """Base of what enters state from outside control: metrics and time."""
+
+
+class LeaseExpired(Observation, frozen=True, kw_only=True):
+    """Nothing was heard of this incarnation for the length of its lease."""
+
+    worker: str
+    epoch: int
+
+
+class Progressed(Observation, frozen=True, kw_only=True):
+    """How far a request had come when it lost its worker."""
+
+    trajectory: str
+    resume: Resume
+
+
+class KvPressure(Observation, frozen=True, kw_only=True):
+    """A worker's KV cache is fuller than the threshold."""
+
+    worker: str
+    epoch: int
+    used_tokens: int
+
+
+class PlanPeriod(Observation, frozen=True, kw_only=True):
+    """The planning period has passed."""
+
+
+AnyObservation = LeaseExpired | Progressed | KvPressure | PlanPeriod
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dispatch stamps on a group; it never changes afterwards."""
+
+    group: str
+    ordinal: int
+    purpose: Purpose
+    version: int
+    digest: str
+    """Weights digest of `version` (hex)."""
+    deadline: int
+    """Last step that may train it: version + max_staleness at dispatch. -1 for evaluation."""
+    partition: int
+    dataset_digest: str
+    index: int
+    """Row of the data set."""
+    data_epoch: int
+    seed: int
+    size: int
+    """Siblings."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
+    """Base of the decisions; each can say why."""
+
+    reason: str
+
+
+class Dispatch(Decision, frozen=True, kw_only=True):
+    """A group is admitted and stamped."""
+
+    spec: GroupSpec
+
+
+class Place(Decision, frozen=True, kw_only=True):
+    """A request goes to a worker, under an attempt number."""
+
+    spec: GroupSpec
+    trajectory: str
+    sibling: int
+    attempt: int
+    worker: str
+    epoch: int
+    resume: Resume | None = None
+
+
+class Cancel(Decision, frozen=True, kw_only=True):
+    """A running request is not needed any more."""
+
+    trajectory: str
+    attempt: int
+    worker: str
+    epoch: int
+
+
+class Assign(Decision, frozen=True, kw_only=True):
+    """A worker shall host a version; it finishes what it has first."""
+
+    worker: str
+    epoch: int
+    version: int
+    digest: str
+
+
+class Drain(Decision, frozen=True, kw_only=True):
+    """A worker shall finish what it has, take nothing more, and leave."""
+
+    worker: str
+    epoch: int
+
+
+class Fence(Decision, frozen=True, kw_only=True):
+    """An incarnation of a worker is out: nothing it logs from now on counts."""
+
+    worker: str
+    epoch: int
+
+
+class TakeBatch(Decision, frozen=True, kw_only=True):
+    """The batch of a step, keyed (step, attempt): these groups, and no others."""
+
+    step: int
+    attempt: int
+    groups: tuple[TakenGroup, ...]
+    settings: dict[str, float | int | str | bool]
+    """Logged configuration keys in force for this step, e.g. {"trainer.learning_rate": 3e-4}."""
+
+
+class End(Decision, frozen=True, kw_only=True):
+    """A group's fate, for every fate but `trained`."""
+
+    group: str
+    fate: Fate
+
+
+class StopRun(Decision, frozen=True, kw_only=True):
+    """No group is open and no step is left (or a user stopped the run): every role may go."""
+
+
+AnyDecision = Dispatch | Place | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One atomic turn of the orchestrator."""
+
+    ordinal: int
+    role_epoch: int
+    now_ns: int
+    """The orchestrator's clock; never decreases over the rounds of a run."""
+    control_next: int
+    """Control records with a smaller offset are folded, each in exactly one round."""
+    observations: tuple[AnyObservation, ...] = ()
+    decisions: tuple[AnyDecision, ...] = ()
+    state_digest: str | None = None
+    """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th round and the last."""
+    chain: str = ""
+    """See `chain_of`."""
+
+
+_DECODER = msgspec.json.Decoder(Round)
+
+
+def decode_round(data: bytes) -> Round:
+    """A round. Raises SchemaError; an unknown decision is one too: a fold must not skip it."""
+    return decode(data, _DECODER)
+
+
+def fold_bytes(offset: int, value: bytes) -> bytes:
+    """What one control record contributes to the chain: its offset, its length, its bytes."""
+    return offset.to_bytes(8, "big") + len(value).to_bytes(8, "big") + value
+
+
+def chain_of(previous: str, folded: bytes, round_: Round) -> str:
+    """sha256(previous chain, control bytes folded, this round without its chain); hex.
+
+    `folded` is the concatenation of `fold_bytes` of the control records this round folds.
+    """
+    bare = encode(msgspec.structs.replace(round_, chain=""))
+    return sha256_hex(bytes.fromhex(previous), folded, bare)

@@ -1,0 +1,95 @@
+"""How JSON records become bytes and come back: one canonical form, decoded in two stages.
+
+Stage one reads only the tag, stage two the record. A kind that this version does not know becomes
+`Unknown` and is kept and counted; a known kind with wrong content is a `SchemaError` with its path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from dora_pipe.errors import SchemaError
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+"""Written into `run started` and every trajectory; grows only by additive changes."""
+
+RECORD_BYTES_MAX = 8 * 1024 * 1024
+"""JSON records above this are refused before they are parsed."""
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+class _Tag(msgspec.Struct, frozen=True):
+    kind: str
+
+
+class Unknown(msgspec.Struct, frozen=True, kw_only=True):
+    """A record of a kind that this version does not know; kept as it came, and counted."""
+
+    kind: str
+    raw: bytes
+
+
+_TAG = msgspec.json.Decoder(_Tag)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Canonical JSON: keys of maps sorted, fields of records in their declared order."""
+    return _ENCODER.encode(record)
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON of any plain value; equal values give equal bytes."""
+    return _ENCODER.encode(value)
+
+
+def sha256_hex(*parts: bytes) -> str:
+    """Hex sha256 of the parts, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """One record of a fixed type. Raises SchemaError with the path inside the record."""
+    if len(data) > RECORD_BYTES_MAX:
+        raise SchemaError(f"record of {len(data)} bytes is above {RECORD_BYTES_MAX}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise schema_error(error) from None
+
+
+def decode_tagged(
+    data: bytes, decoder: msgspec.json.Decoder[T], kinds: frozenset[str]
+) -> T | Unknown:
+    """A record of a tagged union, or `Unknown`. Raises SchemaError."""
+    kind = decode(data, _TAG).kind
+    if kind not in kinds:
+        return Unknown(kind=kind, raw=data)
+    return decode(data, decoder)
+
+
+def schema_error(error: Exception) -> SchemaError:
+    """Our error for one of msgspec's, with its path kept."""
+    found = _PATH.match(str(error))
+    assert found is not None
+    return SchemaError(found["what"] or type(error).__name__, path=found["path"] or "$")
+
+
+def kebab(name: str) -> str:
+    """The tag of a record class: ``WorkerJoined`` is ``worker-joined``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+
+
+def kinds_of(*records: type[msgspec.Struct]) -> frozenset[str]:
+    """The tags of record classes."""
+    return frozenset(kebab(record.__name__) for record in records)

@@ -1,0 +1,71 @@
+# Recipes of the house. The line behind `##` is what `make` shows.
+# Every recipe sets the environment up first; that takes no time when nothing changed.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup install demo test test-full lint types bench kafka lock clean
+
+PYTHON ?= python3.11
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+STAMP := $(VENV)/.stamp
+LOCKS := requirements/base.txt requirements/dev.txt
+WANTED = $$(cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
+
+# One thread per process: more than one collapses on a loaded machine, and bits depend on it.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+help: ## List the recipes
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: ## Make .venv from the hashed locks (5 GB with torch; nothing to do when it is current)
+	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi
+
+install:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found" >&2; \
+	  echo "hint: name another Python 3.11 or newer: make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "setup: $(VENV) with $$($(PYTHON) --version), packages of requirements/dev.txt checked by their hashes" >&2
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@[ -x $(UV) ] || $(BIN)/python -m pip install -q --require-hashes --only-binary :all: -r requirements/base.txt
+	@$(UV) pip install -q -p $(BIN)/python --require-hashes -r requirements/dev.txt
+	@$(UV) pip install -q -p $(BIN)/python --no-deps --no-build-isolation -e .
+	@echo "$(WANTED)" > $(STAMP)
+	@echo "setup: done in $${SECONDS}s of this step; $$(du -sh $(VENV) | cut -f1) on disk" >&2
+
+demo: setup ## A policy that learns, a killed worker, an audit and a replay, without Kafka or GPU
+	@$(BIN)/dora-pipe demo $(ARGS)
+
+test: setup ## The fast tier of the tests, below ten minutes
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
+	@$(BIN)/pytest -q -m slow $(ARGS)
+
+lint: setup ## Style, format, floors and house rules
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pytest -q tests/unit/test_tidy.py tests/unit/test_floors.py
+
+types: setup ## mypy, strict
+	@$(BIN)/mypy
+
+bench: setup ## Measure engine, bus and codec on this machine
+	@for part in engine bus codec; do $(BIN)/dora-pipe bench $$part $(ARGS); done
+
+kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
+	@$(BIN)/python -m tests.support.kafka_broker $(ARGS)
+
+LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
+
+lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
+	$(LOCK) requirements/base.in -o requirements/base.txt
+	$(LOCK) pyproject.toml -o requirements/slim.txt
+	$(LOCK) pyproject.toml --extra torch --group dev -o requirements/dev.txt
+
+clean: ## Remove caches and build outputs; runs and .venv stay
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -64,7 +64,7 @@ LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
-	$(LOCK) pyproject.toml --extra torch --group dev -o requirements/dev.txt
+	$(LOCK) pyproject.toml --extra torch --group dev -c requirements/constraints.in -o requirements/dev.txt
 
 clean: ## Remove caches and build outputs; runs and .venv stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,289 @@
+"""The one loop: poll, react, append, run the effects. It decides nothing about the run.
+
+Every role is a `Machine`: it reacts to inputs with outputs and touches no IO, no clock, no chance.
+`Runtime.tick` connects it to the bus and to its ports. Production calls `tick` for ever, the
+simulator once per event.
+
+Order inside a tick (later steps rely on earlier ones):
+
+1. collect what ports and the last append have to say, and records of the bus;
+2. `react`, only if there is an input or the machine asked to be woken;
+3. append everything in one durable call; acknowledgements are inputs of the next tick;
+4. start the effects. Effects never block the loop: what is slow runs in its port's own thread or
+   process, so that heartbeats go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
+from dora_pipe.clock import Clock
+from dora_pipe.errors import BusError, BusFull, OutcomeUnknown
+from dora_pipe.schemas.metrics import Cost
+
+T = TypeVar("T")
+
+LOG = logging.getLogger(__name__)
+
+POLL_EVERY_NS: Final = 10_000_000
+"""A busy loop looks at the bus this often, ns: decisions wait at most so long."""
+
+IDLE_POLL_S: Final = 0.02
+"""An idle loop waits this long for a record, so that ports with threads are heard."""
+
+DELIVERY_TIMEOUT_S: Final = 120.0
+"""Appending and polling are tried again for so long while the bus is away or full."""
+
+RETRY_PAUSE_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """The time handed to a machine: monotonic ns to decide by, wall clock ns to write down."""
+
+    mono_ns: int
+    wall_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """A record to append; with a tag, its acknowledgement comes back as `Published`."""
+
+    record: Append
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A tagged record is durable at (topic, partition, offset)."""
+
+    tag: str
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """Everything that was in the log when this role started has been read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The process was asked to stop (SIGTERM, Ctrl-C); the machine ends in order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outputs:
+    """What a reaction wants done: records first, then effects, each in order."""
+
+    publish: list[Publish] = field(default_factory=list)
+    effects: list[Any] = field(default_factory=list)
+
+
+class Machine(Protocol):
+    """A role without IO. Inputs are bus records and typed events; one call at a time."""
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """The partitions to read, and from where."""
+        ...
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """Take inputs in order; say what to append and which effects to start."""
+        ...
+
+    def wake_at(self) -> int:
+        """Monotonic ns at which `react` is due even without inputs."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the loop may end."""
+        ...
+
+
+class Port(Protocol):
+    """Runs effects of some types and reports events."""
+
+    effects: tuple[type, ...]
+
+    def start(self, effect: Any) -> None:
+        """Begin an effect; returns at once."""
+        ...
+
+    def poll(self) -> list[Any]:
+        """Events since the last call; for a port that computes in the loop, a bounded bit of it."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has work to do right now, so that the loop must not wait."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever runs; idempotent."""
+        ...
+
+
+class Meter:
+    """Where the CPU time of this role went; `codec` may be spent inside the others' time.
+
+    Example: ``with meter.spend("codec"): encode(...)``.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = time.process_time()
+        self._spent_s = {"bus": 0.0, "control": 0.0, "codec": 0.0}
+        self._open: list[str] = []
+        self._last_s = 0.0
+
+    @contextmanager
+    def spend(self, name: str) -> Iterator[None]:
+        """Book the CPU time of this thread to `name`; an inner block is not booked to the outer."""
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Book CPU time that another thread of this role measured."""
+        self._spent_s[name] += seconds
+
+    def cost(self) -> Cost:
+        """The books as a metrics field."""
+        return Cost(
+            total_s=time.process_time() - self._start_s,
+            bus_s=self._spent_s["bus"],
+            control_s=self._spent_s["control"],
+            codec_s=self._spent_s["codec"],
+            rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def _turn(self) -> None:
+        now_s = time.thread_time()
+        if self._open:
+            self._spent_s[self._open[-1]] += now_s - self._last_s
+        self._last_s = now_s
+
+
+class Runtime:
+    """Connects one machine to the bus, its ports and the clock."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        bus: Bus,
+        writer: Writer,
+        ports: Sequence[Port],
+        clock: Clock,
+        meter: Meter,
+        exclusive: bool,
+    ) -> None:
+        self._machine = machine
+        self._writer = writer
+        self._ports = ports
+        self._clock = clock
+        self._meter = meter
+        self._exclusive = exclusive
+        positions = machine.positions()
+        self._reader: Reader = bus.reader(positions)
+        self._ends = {tp: bus.end(tp) for tp in positions}
+        self._events: list[Any] = []
+        self._polled_ns = -POLL_EVERY_NS
+        self._port_of = {kind: port for port in ports for kind in port.effects}
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Tick until the machine is finished. Raises whatever ends a role."""
+        asked = False
+        while not self._machine.finished:
+            if stop() and not asked:
+                asked = True
+                self._events.append(StopAsked())
+            self.tick()
+
+    def tick(self) -> bool:
+        """One turn; whether anything happened."""
+        inputs = self._collect()
+        now = Now(mono_ns=self._clock.now_ns(), wall_ns=self._clock.wall_ns())
+        if not inputs and now.mono_ns < self._machine.wake_at():
+            return False
+        with self._meter.spend("control"):
+            outputs = self._machine.react(inputs, now)
+        if outputs.publish:
+            self._append(outputs.publish)
+        for effect in outputs.effects:
+            self._port_of[type(effect)].start(effect)
+        return True
+
+    def close(self) -> None:
+        """Close the ports and the reader."""
+        for port in self._ports:
+            port.close()
+        self._reader.close()
+
+    def _collect(self) -> list[Any]:
+        inputs, self._events = self._events, []
+        for port in self._ports:
+            inputs.extend(port.poll())
+        now_ns = self._clock.now_ns()
+        busy = bool(inputs) or any(port.busy for port in self._ports)
+        if busy and now_ns - self._polled_ns < POLL_EVERY_NS:
+            return inputs
+        wait_s = 0.0 if busy else self._idle_s(now_ns)
+        with self._meter.spend("bus"):
+            inputs.extend(self._patiently("reading", lambda: self._reader.poll(timeout_s=wait_s)))
+        self._polled_ns = self._clock.now_ns()
+        if self._ends and all(self._reader.position(tp) >= end for tp, end in self._ends.items()):
+            self._ends = {}
+            inputs.append(CaughtUp())
+        return inputs
+
+    def _idle_s(self, now_ns: int) -> float:
+        due_s = (self._machine.wake_at() - now_ns) / 1e9
+        return min(max(due_s, 0.0), IDLE_POLL_S)
+
+    def _append(self, publish: Sequence[Publish]) -> None:
+        records = [one.record for one in publish]
+        with self._meter.spend("bus"):
+            offsets = self._patiently("appending", lambda: self._writer.append(records))
+        for one, offset in zip(publish, offsets, strict=True):
+            if one.tag:
+                at = one.record
+                event = Published(
+                    tag=one.tag, topic=at.topic, partition=at.partition, offset=offset
+                )
+                self._events.append(event)
+
+    def _patiently(self, what: str, call: Callable[[], T]) -> T:
+        """Try again while the bus is away or full; give up with one clear error.
+
+        A plain writer appends again after an unknown outcome: identity makes that harmless. An
+        exclusive one must not: its role starts again under a new role epoch.
+        """
+        give_up_ns = self._clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
+        while True:
+            try:
+                return call()
+            except BusFull as error:
+                self._pause_or_raise(what, error, give_up_ns)
+            except OutcomeUnknown as error:
+                if self._exclusive:
+                    raise
+                self._pause_or_raise(what, error, give_up_ns)
+
+    def _pause_or_raise(self, what: str, error: BusError, give_up_ns: int) -> None:
+        if self._clock.now_ns() >= give_up_ns:
+            raise error
+        LOG.warning("%s: %s; trying again", what, error.message)
+        self._clock.sleep(RETRY_PAUSE_S)

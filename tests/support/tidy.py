@@ -1,0 +1,217 @@
+"""The house rules as functions from a file to complaints; tests/unit/test_tidy.py applies them."""
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("cli", "consumers", "orchestrator", "producers", "schemas")
+"""Top folders that install as `dora_pipe.<folder>`."""
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 400
+MAX_LINE_CHARACTERS = 100
+MAX_FILE_BYTES = 2_000_000
+
+_SKIPPED = {"build", "dist", "runs", "__pycache__", "node_modules"}
+_PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+_PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor"}
+_HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
+_HEAVY_HOMES = re.compile(
+    r"(producers/engines|consumers/trainers|cli)/(\w+/)*\w*(torch|vllm|deepspeed|sft)\w*(/|\.py$)"
+)
+_CATCH_ALL_HOMES = re.compile(r"(cli/|dora_pipe/runtime)")
+
+# Put together from parts, so that this file does not break the rules it states.
+_UNFINISHED = re.compile(
+    r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b"
+)
+_MACHINE = re.compile(r"(^|[^\w.])/(" + "|".join(("work", "farm", "root", "home")) + r")/")
+_REGISTRY = re.compile(
+    "|".join(
+        (
+            r"pypi\." + "org",
+            "pythonhosted" + r"\.org",
+            r"repo1?\." + r"maven",
+            "maven" + r"\.org",
+            r"npmjs\." + "org",
+            r"crates\." + "io",
+            "index" + "-url",
+            "find" + "-links",
+            r"registry\s*=\s*." + "http",
+            "<url>" + r"\s*http",
+        )
+    )
+)
+
+
+def files(*suffixes: str) -> list[Path]:
+    """Every file of the tree that a commit could hold, relative to the root, sorted."""
+    found: list[Path] = []
+    for folder, names, leaves in os.walk(ROOT):
+        here = Path(folder)
+        names[:] = [n for n in names if not _ignored(n) and not (here / n).is_symlink()]
+        found += [(here / leaf).relative_to(ROOT) for leaf in leaves]
+    return sorted(p for p in found if not suffixes or p.suffix in suffixes)
+
+
+def _ignored(name: str) -> bool:
+    hidden = name.startswith(".") and name != ".ci"
+    return hidden or name in _SKIPPED or name.endswith(".egg-info")
+
+
+def sizes(path: str, text: str) -> Iterator[str]:
+    """Functions, files and lines stay short enough to be read at once."""
+    lines = text.splitlines()
+    if len(lines) > MAX_FILE_LINES:
+        yield f"{path}: {len(lines)} lines ({MAX_FILE_LINES})"
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_CHARACTERS:
+            yield f"{path}:{number}: {len(line)} characters ({MAX_LINE_CHARACTERS})"
+    for node in _functions(ast.parse(text)):
+        count = (node.end_lineno or node.lineno) - node.lineno + 1
+        if count > MAX_FUNCTION_LINES:
+            yield f"{path}:{node.lineno}: {node.name} has {count} lines ({MAX_FUNCTION_LINES})"
+
+
+def docstrings(path: str, text: str) -> Iterator[str]:
+    """Every module says what it decides; so does every package."""
+    if len((ast.get_docstring(ast.parse(text)) or "").split()) < 3:
+        yield f"{path}: no sentence at its head that says what it decides"
+
+
+def annotations(path: str, text: str) -> Iterator[str]:
+    """Every function says what it takes and what it returns."""
+    for node in _functions(ast.parse(text)):
+        takes = node.args
+        named = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]
+        named += [a for a in (takes.vararg, takes.kwarg) if a]
+        bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
+        if bare:
+            yield f"{path}:{node.lineno}: {node.name} takes {', '.join(bare)} without a type"
+        if node.returns is None:
+            yield f"{path}:{node.lineno}: {node.name} does not say what it returns"
+
+
+def catching(path: str, text: str) -> Iterator[str]:
+    """Only the runtime and the command line may catch everything."""
+    if _CATCH_ALL_HOMES.match(path):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if any(k is None or ast.unparse(k) in ("Exception", "BaseException") for k in kinds):
+            yield f"{path}:{node.lineno}: catches everything"
+
+
+def imports(path: str, text: str) -> Iterator[str]:
+    """No pickler, no top folder under its bare name, and torch only where it is needed."""
+    tree = ast.parse(text)
+    for node, names in _imports(tree):
+        roots = {name.split(".")[0] for name in names}
+        if roots & _PICKLERS:
+            yield f"{path}:{node.lineno}: imports a pickler"
+        if roots & set(FOLDERS):
+            yield f"{path}:{node.lineno}: write dora_pipe.{min(roots & set(FOLDERS))}"
+    if path.startswith("tests/"):
+        return
+    for node, names in _imports(tree, only_at_import=True):
+        heavy = {n for n in names if n.split(".")[0] in _HEAVY or n.startswith("safetensors.torch")}
+        if heavy and (path.endswith("__init__.py") or not _HEAVY_HOMES.match(path)):
+            yield f"{path}:{node.lineno}: imports {min(heavy)} when it is imported itself"
+
+
+def pickling(path: str, text: str) -> Iterator[str]:
+    """What pickles without saying so: process queues and pools, torch's own files, numpy's."""
+    tree = ast.parse(text)
+    roots = {name.split(".")[0] for _, names in _imports(tree) for name in names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        if "multiprocessing" in roots and name in _PICKLING and owner != "queue":
+            yield f"{path}:{node.lineno}: {called} pickles what it carries"
+        if "multiprocessing" in roots and name in ("send", "recv") and "sock" not in owner:
+            yield f"{path}:{node.lineno}: {called} pickles; send_bytes and recv_bytes do not"
+        if name == "ProcessPoolExecutor" or called in ("torch.save", "torch.load"):
+            yield f"{path}:{node.lineno}: {called} pickles"
+        if any(k.arg == "allow_pickle" and ast.unparse(k.value) == "True" for k in node.keywords):
+            yield f"{path}:{node.lineno}: {called} is allowed to pickle"
+
+
+def assertions(path: str, text: str) -> Iterator[str]:
+    """Every test asserts something that a reader can see."""
+    for node in _functions(ast.parse(text)):
+        if node.name.startswith("test_") and not any(map(_asserts, ast.walk(node))):
+            yield f"{path}:{node.lineno}: {node.name} asserts nothing"
+
+
+def sleeping(path: str, text: str) -> Iterator[str]:
+    """Unit tests run on virtual time."""
+    if not path.startswith("tests/unit/"):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep"):
+            yield f"{path}:{node.lineno}: sleeps"
+
+
+def words(path: str, text: str) -> Iterator[str]:
+    """Nothing unfinished, nothing of one machine, no address of a registry."""
+    for pattern, what in (
+        (_UNFINISHED, "unfinished"),
+        (_MACHINE, "a path of one machine"),
+        (_REGISTRY, "an address of a registry"),
+    ):
+        for number, line in enumerate(text.splitlines(), 1):
+            if pattern.search(line):
+                yield f"{path}:{number}: {what}: {line.strip()[:80]}"
+
+
+PYTHON_RULES: tuple[Callable[[str, str], Iterator[str]], ...] = (
+    sizes,
+    docstrings,
+    annotations,
+    catching,
+    imports,
+    pickling,
+    assertions,
+    sleeping,
+)
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _asserts(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr in ("raises", "warns", "fail"):
+        return True
+    if isinstance(node, ast.Call):
+        return re.search("assert|check|expect|verify", ast.unparse(node.func)) is not None
+    return isinstance(node, ast.Assert)
+
+
+def _imports(
+    tree: ast.AST, *, only_at_import: bool = False
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str]]]:
+    """Import statements with the full names they bring; without those inside functions if asked."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield node, [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if not node.level:
+                yield node, [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        elif not (only_at_import and _runs_later(node)):
+            yield from _imports(node, only_at_import=only_at_import)
+
+
+def _runs_later(node: ast.AST) -> bool:
+    guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return guarded or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)

@@ -1,0 +1,118 @@
+"""Every house rule refuses what it is there to refuse, and the tree breaks none of them."""
+
+import ast
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support import tidy
+
+Rule = Callable[[str, str], Iterator[str]]
+
+HEAD = '"""Says what this decides."""\n'
+LONG = "def long() -> None:\n" + "    pass\n" * 60
+FUNCTION = "def f() -> None:\n    "
+
+BROKEN: list[tuple[Rule, str, str, str]] = [
+    (tidy.sizes, "schemas/a.py", LONG, "long has 61 lines"),
+    (tidy.sizes, "schemas/a.py", "x = 1\n" * 401, "401 lines"),
+    (tidy.sizes, "schemas/a.py", "x = '" + "y" * 100 + "'\n", "106 characters"),
+    (tidy.docstrings, "schemas/a.py", "x = 1\n", "no sentence"),
+    (tidy.docstrings, "schemas/__init__.py", "", "no sentence"),
+    (tidy.annotations, "schemas/a.py", "def f(x) -> None: ...\n", "takes x without a type"),
+    (tidy.annotations, "schemas/a.py", "def f(*a, **k) -> None: ...\n", "takes a, k without"),
+    (tidy.annotations, "schemas/a.py", "def f(x: int): ...\n", "what it returns"),
+    (tidy.catching, "schemas/a.py", "try: ...\nexcept Exception: ...\n", "catches everything"),
+    (tidy.catching, "schemas/a.py", "try: ...\nexcept: ...\n", "catches everything"),
+    (tidy.catching, "tests/a.py", "try: ...\nexcept (OSError, BaseException): ...\n", "catches"),
+    (tidy.imports, "schemas/a.py", "import pick" + "le\n", "imports a pickler"),
+    (tidy.imports, "schemas/a.py", FUNCTION + "from marshal import dumps\n", "a pickler"),
+    (tidy.imports, "cli/a.py", "import schemas.control\n", "write dora_pipe.schemas"),
+    (tidy.imports, "cli/a.py", "from orchestrator import state\n", "dora_pipe.orchestrator"),
+    (tidy.imports, "orchestrator/a.py", "import torch\n", "imports torch"),
+    (tidy.imports, "dora_pipe/a.py", "from safetensors import torch\n", "safetensors.torch"),
+    (tidy.imports, "producers/engines/torch/__init__.py", "import torch\n", "imports torch"),
+    (tidy.pickling, "a.py", "import multiprocessing as m\nq = m.Queue()\n", "m.Queue pickles"),
+    (tidy.pickling, "a.py", "import multiprocessing\npipe.send(1)\n", "pipe.send pickles"),
+    (tidy.pickling, "a.py", "torch.save(x, f)\n", "torch.save pickles"),
+    (tidy.pickling, "a.py", "numpy.load(f, allow_pickle=True)\n", "allowed to pickle"),
+    (tidy.assertions, "tests/a.py", "def test_a() -> None:\n    f()\n", "asserts nothing"),
+    (tidy.sleeping, "tests/unit/a.py", "time.sleep(1)\n", "sleeps"),
+    (tidy.words, "README.md", "# TO" + "DO later\n", "unfinished"),
+    (tidy.words, "README.md", "see /ro" + "ot/notes\n", "a path of one machine"),
+    (tidy.words, "r.txt", "--index" + "-url x\n", "an address of a registry"),
+    (tidy.words, "r.txt", "from pypi" + ".org\n", "an address of a registry"),
+]
+
+SOUND: list[tuple[Rule, str, str]] = [
+    (tidy.sizes, "schemas/a.py", LONG.removesuffix("    pass\n")),
+    (tidy.docstrings, "schemas/a.py", HEAD),
+    (tidy.annotations, "schemas/a.py", "class C:\n    def f(self, *, x: int) -> None: ...\n"),
+    (tidy.catching, "cli/a.py", "try: ...\nexcept Exception: ...\n"),
+    (tidy.catching, "dora_pipe/runtime.py", "try: ...\nexcept Exception: ...\n"),
+    (tidy.catching, "schemas/a.py", "try: ...\nexcept OSError: ...\n"),
+    (tidy.imports, "cli/a.py", "from dora_pipe.schemas import control\n"),
+    (tidy.imports, "producers/engines/torch_engine.py", "import torch\n"),
+    (tidy.imports, "consumers/trainers/torch/step.py", "from transformers import AutoConfig\n"),
+    (tidy.imports, "dora_pipe/policies/a.py", FUNCTION + "import torch\n"),
+    (tidy.imports, "dora_pipe/a.py", "if TYPE_CHECKING:\n    import torch\n"),
+    (tidy.pickling, "a.py", "import multiprocessing\nimport queue\nqueue.Queue()\n"),
+    (tidy.pickling, "a.py", "import multiprocessing\npipe.send_bytes(b'')\n"),
+    (tidy.assertions, "tests/a.py", "def test_a() -> None:\n    assert f()\n"),
+    (
+        tidy.assertions,
+        "tests/a.py",
+        "def test_a() -> None:\n    with raises(E): f()\n    check()\n",
+    ),
+    (tidy.sleeping, "tests/slow/a.py", "time.sleep(1)\n"),
+    (tidy.words, "README.md", "the work/root of a run\n"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text", "expected"), BROKEN)
+def test_rule_refuses_and_says_why(rule: Rule, path: str, text: str, expected: str) -> None:
+    complaints = list(rule(path, text))
+    assert len(complaints) == 1, complaints
+    assert expected in complaints[0]
+    assert complaints[0].startswith(path)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), SOUND)
+def test_rule_lets_sound_code_pass(rule: Rule, path: str, text: str) -> None:
+    assert list(rule(path, text)) == []
+
+
+@pytest.mark.parametrize("rule", tidy.PYTHON_RULES, ids=lambda rule: rule.__name__)
+def test_no_python_file_breaks_the_rule(rule: Rule) -> None:
+    read = [(str(p), (tidy.ROOT / p).read_text()) for p in tidy.files(".py")]
+    assert len(read) > 20, "the walk over the tree found too little to mean anything"
+    complaints = [line for path, text in read for line in rule(path, text)]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_no_file_holds_a_word_that_has_no_place_here() -> None:
+    complaints: list[str] = []
+    for path in tidy.files():
+        try:
+            text = (tidy.ROOT / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # golden bytes
+        complaints += tidy.words(str(path), text)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_no_file_is_too_big_for_a_repository() -> None:
+    sizes = {str(p): (tidy.ROOT / p).stat().st_size for p in tidy.files()}
+    assert "pyproject.toml" in sizes
+    assert {p: s for p, s in sizes.items() if s > tidy.MAX_FILE_BYTES} == {}
+
+
+def test_every_test_file_is_named_so_that_pytest_finds_it() -> None:
+    lost: list[str] = []
+    for path in tidy.files(".py"):
+        if path.parts[0] != "tests" or path.name.startswith("test_"):
+            continue
+        tree = ast.parse((tidy.ROOT / path).read_text())
+        names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        lost += [f"{path}: {name}" for name in names if name.startswith("test_")]
+    assert not lost, "\n".join(lost)

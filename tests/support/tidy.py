@@ -19,9 +19,10 @@ _SKIPPED = {"build", "dist", "runs", "__pycache__", "node_modules"}
 _PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 _PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor"}
 _HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
-_HEAVY_HOMES = re.compile(
+HEAVY_HOMES = re.compile(
     r"(producers/engines|consumers/trainers|cli)/(\w+/)*\w*(torch|vllm|deepspeed|sft)\w*(/|\.py$)"
 )
+"""Files that may import torch and its like when they are imported themselves."""
 _CATCH_ALL_HOMES = re.compile(r"(cli/|dora_pipe/runtime)")
 
 # Put together from parts, so that this file does not break the rules it states.
@@ -120,7 +121,7 @@ def imports(path: str, text: str) -> Iterator[str]:
         return
     for node, names in _imports(tree, only_at_import=True):
         heavy = {n for n in names if n.split(".")[0] in _HEAVY or n.startswith("safetensors.torch")}
-        if heavy and (path.endswith("__init__.py") or not _HEAVY_HOMES.match(path)):
+        if heavy and (path.endswith("__init__.py") or not HEAVY_HOMES.match(path)):
             yield f"{path}:{node.lineno}: imports {min(heavy)} when it is imported itself"
 
 

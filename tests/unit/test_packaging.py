@@ -1,0 +1,89 @@
+"""What is installed is what is in the tree: packages, links, locks."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.support.tidy import FOLDERS, ROOT, files
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCKS = ("base", "slim", "dev")
+TORCH = {"torch", "transformers", "safetensors", "vllm", "deepspeed"}
+
+
+def _packages() -> list[str]:
+    names: list[str] = []
+    for path in files(".py"):
+        if path.name == "__init__.py" and path.parts[0] in (*FOLDERS, "dora_pipe"):
+            parts = path.parent.parts
+            names.append(".".join(parts if parts[0] == "dora_pipe" else ("dora_pipe", *parts)))
+    return sorted(names)
+
+
+def _pins(lock: str) -> dict[str, set[str]]:
+    pins: dict[str, set[str]] = {}
+    for line in (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines():
+        if found := re.match(r"([a-z0-9._-]+)==(\S+)", line):
+            pins.setdefault(found[1], set()).add(found[2])
+    return pins
+
+
+def test_list_of_packages_equals_the_tree() -> None:
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    assert listed == _packages(), "pyproject.toml should list:\n" + "\n".join(
+        f'  "{name}",' for name in _packages()
+    )
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    modules = [p for p in files(".py") if p.parts[0] in (*FOLDERS, "dora_pipe")]
+    bare = {str(p.parent) for p in modules if not (ROOT / p.parent / "__init__.py").exists()}
+    assert modules
+    assert bare == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_link_for_type_checkers_leads_to_its_folder(folder: str) -> None:
+    link = ROOT / "dora_pipe" / folder
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / folder
+    assert PROJECT["tool"]["setuptools"]["package-dir"][f"dora_pipe.{folder}"] == folder
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_pins_every_package_by_version_and_hash(lock: str) -> None:
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    entries = [e for e in re.split(r"\n(?=\S)", text) if not e.startswith("#")]
+    assert entries
+    loose = [e for e in entries if "==" not in e or "--hash=sha256:" not in e]
+    assert not loose, loose
+
+
+def test_locks_satisfy_what_the_project_asks_for() -> None:
+    project = PROJECT["project"]
+    slim: list[str] = project["dependencies"]
+    dev = slim + project["optional-dependencies"]["torch"] + PROJECT["dependency-groups"]["dev"]
+    for lock, asked in (("slim", slim), ("dev", dev)):
+        pins = _pins(lock)
+        for requirement in map(Requirement, asked):
+            versions = pins.get(requirement.name, set())
+            fitting = [v for v in versions if requirement.specifier.contains(Version(v))]
+            assert fitting, f"{lock}.txt lacks {requirement}: run `make lock`"
+
+
+def test_slim_lock_holds_no_torch_and_agrees_with_the_developers_lock() -> None:
+    slim, dev = _pins("slim"), _pins("dev")
+    assert not TORCH & set(slim)
+    assert set(dev) >= TORCH & set(dev) | {"torch"}
+    assert {name: pins for name, pins in slim.items() if dev.get(name) != pins} == {}
+
+
+def test_extra_all_holds_every_other_extra() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    (everything,) = map(Requirement, extras["all"])
+    assert everything.extras == set(extras) - {"all"}

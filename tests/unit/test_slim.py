@@ -1,0 +1,64 @@
+"""Without torch: the package, the orchestrator, the readers of the log and the command line run."""
+
+import os
+import subprocess
+import sys
+
+from tests.support.tidy import FOLDERS, HEAVY_HOMES, ROOT, files
+
+LIMIT_S = 60
+
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "transformers", "vllm", "deepspeed", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
+        return None
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error::ImportWarning", "-c", BLOCK + code],
+        cwd=ROOT,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_the_block_holds() -> None:
+    done = _run("import torch")
+    assert done.returncode != 0
+    assert "(blocked)" in done.stderr
+
+
+def _modules() -> list[str]:
+    """Every module that stands outside the few files where torch is at home."""
+    names: list[str] = []
+    for path in files(".py"):
+        if path.parts[0] not in (*FOLDERS, "dora_pipe") or HEAVY_HOMES.match(str(path)):
+            continue
+        parts = path.with_suffix("").parts
+        parts = parts if parts[0] == "dora_pipe" else ("dora_pipe", *parts)
+        names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+def test_every_module_outside_the_homes_of_torch_imports_without_it() -> None:
+    modules = _modules()
+    assert {"dora_pipe", "dora_pipe.orchestrator", "dora_pipe.history"} <= set(modules)
+    done = _run(f"import importlib\nfor m in {modules!r}: importlib.import_module(m); print(m)")
+    assert done.stdout.split() == modules, done.stderr
+
+
+def test_command_line_shows_its_help_without_torch() -> None:
+    done = _run("sys.argv = ['dora-pipe', '--help']\nfrom dora_pipe.cli.main import app\napp()")
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout

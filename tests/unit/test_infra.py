@@ -37,7 +37,7 @@ def _jar_settings() -> dict[str, str]:
 
 def test_top_compose_file_includes_the_one_of_infra() -> None:
     top = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    assert top == {"include": ["infra/docker-compose.yml"]}
+    assert top == {"name": _compose()["name"], "include": ["infra/docker-compose.yml"]}
     assert "kafka" in _compose()["services"]
 
 

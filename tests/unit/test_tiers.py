@@ -1,0 +1,50 @@
+"""A test that cannot run here says so in one line, and in CI it fails instead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tidy import ROOT, files
+
+BROKER_TESTS = "tests/integration/test_kafka_broker.py"
+LIMIT_S = 60
+
+
+def _pytest(*arguments: str, path: str, ci: bool) -> tuple[int, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "CI"))}
+    environment |= {"PATH": path, "NO_COLOR": "1"} | ({"CI": "true"} if ci else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_broker_tests_are_skipped_with_one_line_where_java_is_missing(tmp_path: Path) -> None:
+    status, output = _pytest(BROKER_TESTS, path=str(tmp_path), ci=False)
+    assert status == 0, output
+    assert "a real broker needs java and mvn" in output
+    assert "skipped" in output.splitlines()[-1]
+    assert "failed" not in output.splitlines()[-1]
+
+
+def test_broker_tests_fail_in_ci_where_java_is_missing(tmp_path: Path) -> None:
+    status, output = _pytest(BROKER_TESTS, path=str(tmp_path), ci=True)
+    assert status == 1, output
+    assert "a real broker needs java and mvn" in output
+    assert "skipped" not in output.splitlines()[-1]
+
+
+def test_every_test_of_the_slow_folder_carries_the_slow_marker() -> None:
+    assert any(str(p).startswith("tests/slow/test_") for p in files(".py"))
+    arguments = ("tests/slow", "--collect-only", "-m", "not slow")
+    status, output = _pytest(*arguments, path=os.environ["PATH"], ci=False)
+    assert status == pytest.ExitCode.NO_TESTS_COLLECTED, output

@@ -51,6 +51,8 @@ class Task(Section, frozen=True, kw_only=True):
     eval_data: str = ""
     reward: str = ""
     """`module:function`, for `jsonl`."""
+    directory: str = ""
+    """Where modules of `kind` and `reward` are imported from; empty is the configuration's folder."""
     options: dict[str, Any] = {}
     """Given to the task as keyword arguments."""
     processes: Positive = 1

@@ -3,6 +3,9 @@
 A `Task` runs in its own process (see `pool`), away from the engine: what raises, hangs or dies
 there makes an invalid trajectory with its error, never a reward of 0. Users write this class.
 
+Texts of the model are decoded without special tokens, so a turn that ended at the tokenizer's
+end-of-sequence token does not show it; what an environment says is encoded without them.
+
 Example::
 
     class Square(Task):
@@ -25,7 +28,10 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A score with its parts. A plain number is taken as `Reward(value=number)`."""
+    """A score with its parts. A plain number is taken as `Reward(value=number)`.
+
+    Example: ``Reward(value=0.9, raw=1.0, parts={"exact": 1.0, "length": -0.1})``.
+    """
 
     value: float
     raw: float | None = None
@@ -35,7 +41,10 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment answers to a model's turn: text for the context, and whether it is done."""
+    """What an environment answers to a model's turn: text for the context, and whether it is done.
+
+    Example: ``Observation(text="result 42", done=False, tool="calculator")``.
+    """
 
     text: str
     done: bool
@@ -45,7 +54,7 @@ class Observation:
 
 
 class Environment:
-    """One episode: `reset` once, then `step` after every turn of the model."""
+    """One episode: `reset` once, then `step` after every turn of the model, then `close`."""
 
     def reset(self, row: Row) -> str:
         """The first prompt of the episode."""
@@ -54,6 +63,13 @@ class Environment:
     def step(self, text: str) -> Observation:
         """Answer the model's turn `text`."""
         raise NotImplementedError
+
+    def reward(self, text: str, turns: Sequence[str]) -> float | Reward | None:
+        """Score the finished episode from its state; None (the default) leaves it to the task."""
+        return None
+
+    def close(self) -> None:
+        """Let go of what the episode holds. Not called when its process is killed."""
 
 
 class Task:
@@ -72,9 +88,19 @@ class Task:
         return None
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float | Reward:
-        """Score a finished trajectory: `text` is the last model turn, `turns` every segment's text."""
+        """Score a finished trajectory: `text` is the last model turn, `turns` every segment's text.
+
+        `turns` has no prompt in it: model turn, observation, model turn, ... in order.
+        """
         raise NotImplementedError
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
-        """(prompt, answer) pairs for a supervised warm start; only where the task can make them."""
+        """(prompt, answer) pairs for a supervised warm start; only where the task can make them.
+
+        The end-of-sequence token is not part of an answer; who trains on it adds it.
+        """
         raise NotImplementedError
+
+    def reward_sources(self) -> Sequence[Any]:
+        """Classes and functions whose modules decide the reward; their source is digested."""
+        return (type(self),)

@@ -34,7 +34,7 @@ install:
 	@$(UV) pip install -q -p $(BIN)/python --require-hashes -r requirements/dev.txt
 	@$(UV) pip install -q -p $(BIN)/python --no-deps --no-build-isolation -e .
 	@echo "$(WANTED)" > $(STAMP)
-	@echo "setup: done in $${SECONDS}s of this step; $$(du -sh $(VENV) | cut -f1) on disk" >&2
+	@echo "setup: done, $$(du -sh $(VENV) | cut -f1) on disk" >&2
 
 demo: setup ## A policy that learns, a killed worker, an audit and a replay, without Kafka or GPU
 	@$(BIN)/dora-pipe demo $(ARGS)

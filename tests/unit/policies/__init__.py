@@ -1,0 +1,1 @@
+"""Tests of the policy store and of safetensors files."""

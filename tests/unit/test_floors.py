@@ -55,6 +55,8 @@ def test_imports_go_down_only() -> None:
         ("dora_pipe/planted.py", "x = 1", "floors"),
         ("schemas/planted.py", "import random", "pure core"),
         ("schemas/planted.py", "from asyncio import sleep", "pure core"),
+        ("orchestrator/planted.py", "import dora_pipe.clock", "pure core"),
+        ("orchestrator/planted.py", "import time", "pure core"),
     ],
 )
 def test_planted_import_is_found(copy: Path, module: str, line: str, contract: str) -> None:

@@ -15,7 +15,7 @@ from dora_pipe.schemas.wire import Unknown, decode_tagged, kebab, kinds_of
 
 ExclusiveRole = Literal["orchestrator", "trainer"]
 FinishReason = Literal["stop", "length", "environment", "error"]
-"""Why a trajectory ended: stop token or string, token limit, its environment said done, an error."""
+"""Why a trajectory ended: stop token or string, token limit, environment done, an error."""
 
 
 class Control(
@@ -171,7 +171,7 @@ class TakenGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCommitted(Control, frozen=True, kw_only=True):
-    """Training step `step` is done: version `step` became version `step + 1`. This is the commit."""
+    """The commit: training step `step` is done, version `step` became version `step + 1`."""
 
     step: int
     attempt: int

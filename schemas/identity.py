@@ -1,4 +1,4 @@
-"""Identity without chance: ids, partitions, seeds and the order of prompts are functions of ordinals.
+"""Identity without chance: ids, partitions, seeds and prompt order are functions of ordinals.
 
 A group's id is its zero-padded dispatch ordinal behind the letter of its purpose (`g` train, `e`
 evaluation: two counters, so that evaluations never change the prompts that training sees). A

@@ -1,4 +1,4 @@
-"""Metrics records: the periodic status of each role. Lossy; they never enter state by themselves."""
+"""Metrics records: the periodic status of each role; lossy, never state by themselves."""
 
 from __future__ import annotations
 

@@ -1,21 +1,25 @@
-"""A trajectory: its fields, what must hold between them, and what its headers say.
+"""A trajectory: its fields, and what must hold between them.
 
-The bytes are made in `trajectory_codec`. `Trajectory` is what the worker knows when it publishes
-and what a reader gets back; both ends call `check`.
+The bytes are made in `trajectory_codec`, the headers in `headers`. `Trajectory` is what the worker
+knows when it publishes and what a reader gets back; both ends check it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
-from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 SegmentKind = Literal["prompt", "model", "tool", "environment"]
 
@@ -89,7 +93,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 class Trajectory:
     """One sibling's record.
 
-    Arrays have one entry per token of the sequence, prompt first. `logprobs` are the model's own
+    Arrays have one entry per token of the sequence, prompt first; a writer may give lists, tuples
+    or numpy arrays (NaN is None there), a reader gets lists. `logprobs` are the model's own
     (log-softmax of its logits); `sampler_logprobs` are of the distribution that was sampled from
     (temperature, top-k, top-p, min-p applied). Both are None exactly where `loss_mask` is 0.
     """
@@ -116,12 +121,15 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens the policy sampled."""
-        return sum(self.loss_mask)
+        return int(sum(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """What a reader may filter by without opening the value; ASCII on the wire."""
+    """What a reader may filter by without opening the value; ASCII on the wire (see `headers`).
+
+    Example: ``parse_headers(record.headers).version == 3``.
+    """
 
     run: str
     group: str
@@ -129,64 +137,112 @@ class Headers:
     attempt: int
     version: int
     deadline: int
+    """Last step that may train it; -1 for evaluation."""
     digest: str
+    """Weights digest (hex)."""
     worker: str
     epoch: int
+    """The worker's role epoch."""
     tokens: int
     """Length of the sequence."""
     sampled: int
+    """How many of them the policy sampled."""
     reward: float | None
+    """None when the trajectory has no valid reward."""
     schema_version: int
     sha256: str
-    """Of the value bytes as stored."""
-    traceparent: str = field(default="")
+    """Of the value bytes as stored (hex)."""
+    traceparent: str = ""
+    """W3C trace context; empty where nothing is traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrays:
+    """The arrays of a trajectory as `check_arrays` looks at them; None has become NaN."""
+
+    token_ids: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]  # float32
+    sampler_logprobs: np.ndarray[Any, Any]  # float32
+    loss_mask: np.ndarray[Any, Any]
 
 
 def check(trajectory: Trajectory) -> None:
-    """Raise SchemaError unless everything that must hold inside a trajectory holds."""
-    _check_arrays(trajectory)
-    _check_segments(trajectory)
+    """Raise SchemaError unless everything that must hold inside a trajectory holds.
+
+    Log-probs are looked at as the float32 that they become.
+    """
+    arrays = Arrays(
+        token_ids=_array(trajectory.token_ids, None, "token_ids"),
+        logprobs=_array(trajectory.logprobs, np.float32, "logprobs"),
+        sampler_logprobs=_array(trajectory.sampler_logprobs, np.float32, "sampler_logprobs"),
+        loss_mask=_array(trajectory.loss_mask, None, "loss_mask"),
+    )
+    check_arrays(arrays)
+    check_fields(trajectory, arrays)
+
+
+def check_arrays(arrays: Arrays) -> None:
+    """Raise SchemaError unless the arrays fit each other."""
+    size = len(arrays.token_ids)
+    mask = arrays.loss_mask
+    named = (("logprobs", arrays.logprobs), ("sampler_logprobs", arrays.sampler_logprobs))
+    for name, values in (("loss_mask", mask), *named):
+        if len(values) != size:
+            raise SchemaError(f"{len(values)} entries for {size} tokens", path=f"$.{name}")
+    _refuse(arrays.token_ids < 0, "token_ids", "token id is negative")
+    sampled = mask == 1
+    _refuse(~(sampled | (mask == 0)), "loss_mask", "mask is neither 0 nor 1")
+    for name, values in named:
+        _refuse(np.isnan(values) == sampled, name, "log-prob and mask disagree")
+        _refuse(~((values <= 0) & (values > -np.inf)) & sampled, name, "log-prob is not <= 0")
+
+
+def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
+    """Raise SchemaError unless everything beside the arrays fits them and each other."""
     meta = trajectory.meta
+    _check_segments(trajectory.segments, arrays.loss_mask)
     if (trajectory.reward is None) != (meta.reward_error is not None):
         raise SchemaError("exactly one of reward and reward_error must be there", path="$.reward")
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
         raise SchemaError("reward is not finite", path="$.reward")
-    if len(trajectory.digest) != 64 or trajectory.version < 0:
-        raise SchemaError("weights digest or version is not one", path="$.digest")
-    if not 0 <= meta.prompt_tokens <= len(trajectory.token_ids):
+    if _DIGEST.fullmatch(trajectory.digest) is None:
+        raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
+    if trajectory.version < 0:
+        raise SchemaError(f"version {trajectory.version} is none", path="$.version")
+    if not 0 <= meta.prompt_tokens <= len(arrays.token_ids):
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
+    purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
+    if (group_of(trajectory.trajectory), purpose, sibling) != (
+        meta.group,
+        meta.purpose,
+        meta.sibling,
+    ):
+        raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
 
 
-def _check_arrays(trajectory: Trajectory) -> None:
-    size = len(trajectory.token_ids)
-    arrays = {
-        "logprobs": trajectory.logprobs,
-        "sampler_logprobs": trajectory.sampler_logprobs,
-        "loss_mask": trajectory.loss_mask,
-    }
-    for name, values in arrays.items():
-        if len(values) != size:
-            raise SchemaError(f"{len(values)} entries for {size} tokens", path=f"$.{name}")
-    if any(mask not in (0, 1) for mask in trajectory.loss_mask):
-        raise SchemaError("mask is neither 0 nor 1", path="$.loss_mask")
-    for name in ("logprobs", "sampler_logprobs"):
-        for place, (value, mask) in enumerate(
-            zip(arrays[name], trajectory.loss_mask, strict=True)
-        ):
-            if (value is None) != (mask == 0):
-                raise SchemaError("log-prob and mask disagree", path=f"$.{name}[{place}]")
-            if value is not None and not (math.isfinite(value) and value <= 0.0):
-                raise SchemaError(f"log-prob {value} is not <= 0", path=f"$.{name}[{place}]")
+def _array(
+    values: Sequence[Any], dtype: type[np.float32] | None, name: str
+) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SchemaError(str(error).splitlines()[0], path=f"$.{name}") from None
 
 
-def _check_segments(trajectory: Trajectory) -> None:
+def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
+    """Raise SchemaError naming the first place where `wrong` is true."""
+    if wrong.any():
+        raise SchemaError(why, path=f"$.{name}[{int(wrong.argmax())}]")
+
+
+def _check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> None:
     at = 0
-    for place, segment in enumerate(trajectory.segments):
-        if segment.start != at or segment.end < segment.start:
+    for place, segment in enumerate(segments):
+        if segment.start != at or not at <= segment.end <= len(mask):
             raise SchemaError("segments do not tile the sequence", path=f"$.segments[{place}]")
-        sampled = trajectory.loss_mask[segment.start : segment.end]
-        if any(mask != (segment.kind == "model") for mask in sampled):
+        sampled = int(np.count_nonzero(mask[at : segment.end]))
+        if sampled != (segment.end - at if segment.kind == "model" else 0):
             raise SchemaError("mask and segment disagree", path=f"$.segments[{place}]")
         at = segment.end
-    if at != len(trajectory.token_ids):
+    if at != len(mask):
         raise SchemaError("segments do not reach the end", path="$.segments")

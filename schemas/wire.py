@@ -58,14 +58,14 @@ def sha256_hex(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def decode(data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode(data: bytes, decoder: msgspec.json.Decoder[T], root: str = "$") -> T:
     """One record of a fixed type. Raises SchemaError with the path inside the record."""
     if len(data) > RECORD_BYTES_MAX:
-        raise SchemaError(f"record of {len(data)} bytes is above {RECORD_BYTES_MAX}")
+        raise SchemaError(f"record of {len(data)} bytes is above {RECORD_BYTES_MAX}", path=root)
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise schema_error(error) from None
+        raise schema_error(error, root) from None
 
 
 def decode_tagged(
@@ -78,11 +78,12 @@ def decode_tagged(
     return decode(data, decoder)
 
 
-def schema_error(error: Exception) -> SchemaError:
-    """Our error for one of msgspec's, with its path kept."""
+def schema_error(error: Exception, root: str = "$") -> SchemaError:
+    """Our error for one of msgspec's, with its path kept; `root` is where that path begins."""
     found = _PATH.match(str(error))
     assert found is not None
-    return SchemaError(found["what"] or type(error).__name__, path=found["path"] or "$")
+    path = (found["path"] or "$").removeprefix("$")
+    return SchemaError(found["what"] or type(error).__name__, path=f"{root}{path}")
 
 
 def kebab(name: str) -> str:

@@ -1,16 +1,19 @@
-"""The port of the log: append to topic partitions, read from positions, fence a writer; decides nothing.
+"""The port of the log: append to partitions, read from positions, fence a writer; decides nothing.
 
 Rules every implementation keeps (one contract suite checks them):
 
-1. Offsets of a partition increase but are not dense. A *position* is where a reader goes on: the
-   first offset it has not passed. "Caught up" means `reader.position(tp) >= bus.end(tp)`, never
-   "last offset + 1": markers and skipped offsets pass a reader without a record.
-2. `Writer.append` is one durable call: when it returns, every record survives what the bus promises,
-   in the given order per partition. When it raises `OutcomeUnknown`, any prefix may be there.
+1. Offsets of a partition increase but are not dense: an exclusive writer's append leaves at least
+   one unused behind it. A *position* is where a reader goes on: the first offset it has not
+   passed. "Caught up" means `reader.position(tp) >= bus.end(tp)`, never "last offset + 1": markers
+   and skipped offsets pass a reader without a record.
+2. `Writer.append` is one durable call: when it returns, every record survives what the bus
+   promises, in the given order per partition. When it raises `OutcomeUnknown`, any prefix may be
+   there, and an exclusive writer refuses to go on: open another one, read, and only then decide.
 3. An exclusive writer fences every earlier writer of the same name: their next append raises
    `Fenced` and none of its records is ever seen by a reader.
 4. Readers only see what was appended durably, and never see a record twice between two seeks.
-5. Every wait has a deadline. One thread uses one reader or writer.
+5. Every wait has a deadline. One thread uses one reader or writer, and nothing that was opened
+   before a fork is used after it.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ class TopicSpec:
     name: str
     partitions: int = 1
     record_bytes_max: int = 10 * 1024 * 1024
-    """A larger value is refused with `RecordTooLarge`."""
+    """Key, value, header names and values together; more is refused with `RecordTooLarge`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
-    """A record to append. Header values are ASCII; keys may be empty."""
+    """A record to append. Header names and values are ASCII; keys may be empty."""
 
     topic: str
     value: bytes
@@ -74,7 +77,8 @@ class Reader(Protocol):
         """Records from the present positions on; waits up to `timeout_s` for the first one.
 
         Returns early as soon as anything is there; 0 never waits. At least one record comes back
-        even if it alone is larger than `bytes_max`. Raises BusError.
+        even if it alone is larger than `bytes_max`. Raises LogTruncated when a position lies beyond
+        what is there (something acknowledged is gone), BusError when the log cannot be read.
         """
         ...
 
@@ -111,7 +115,7 @@ class Bus(Protocol):
     """A log of topics. Opening one never creates topics."""
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create the topics that do not exist; one that exists with other settings is a BusError."""
+        """Create the topics that do not exist; one that exists with other settings: BusError."""
         ...
 
     def topics(self) -> list[str]:
@@ -131,7 +135,7 @@ class Bus(Protocol):
         ...
 
     def writer(self, *, exclusive: str | None = None) -> Writer:
-        """A writer; with a name, the only one of that name from now on (earlier ones are fenced)."""
+        """A writer; with a name, the only one of that name from now on (earlier: fenced)."""
         ...
 
     def close(self) -> None:

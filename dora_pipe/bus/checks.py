@@ -1,0 +1,122 @@
+"""What every bus refuses before it touches its log: names, places, headers, sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
+
+PARTITIONS_MAX = 4096
+"""Of one topic; SQLite packs topic, partition and offset into one integer."""
+
+POSITION_MAX = 1 << 40
+"""Nobody appends a thousand thousand million records to one partition."""
+
+_NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # what Kafka allows, short enough for its own suffixes
+
+
+class OpenedHere:
+    """Knows the process that opened something, and whether it is closed."""
+
+    __slots__ = ("_closed", "_pid", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self._closed = False
+
+    def check(self) -> None:
+        """Raises BusError after `close` and in a forked child."""
+        if self._closed:
+            raise BusError(f"{self._what} is closed")
+        if os.getpid() != self._pid:
+            raise BusError(
+                f"{self._what} was opened before a fork", hint="open the bus in the child process"
+            )
+
+    def close(self) -> bool:
+        """Whether there is something to close: the first time, and not in a forked child."""
+        first, self._closed = not self._closed, True
+        return first and os.getpid() == self._pid
+
+
+def check_spec(spec: TopicSpec) -> None:
+    """Refuse a topic that some bus could not create. Raises BusError."""
+    if not _NAME.fullmatch(spec.name) or spec.name in {".", ".."}:
+        raise BusError(
+            f"`{spec.name}` cannot be a topic",
+            hint="1 to 200 ASCII letters, digits, dots, underscores and dashes",
+        )
+    if not 1 <= spec.partitions <= PARTITIONS_MAX:
+        raise BusError(f"topic {spec.name}: {spec.partitions} partitions, not 1..{PARTITIONS_MAX}")
+    if spec.record_bytes_max < 1:
+        raise BusError(f"topic {spec.name}: record_bytes_max is {spec.record_bytes_max}")
+
+
+def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSpec:
+    """The topic of a partition. Raises TopicMissing, also for a partition out of range."""
+    spec = topics.get(tp.topic)
+    if spec is None:
+        raise topic_missing(tp.topic)
+    if not 0 <= tp.partition < spec.partitions:
+        raise TopicMissing(
+            f"topic {tp.topic} has no partition {tp.partition}, it has {spec.partitions}"
+        )
+    return spec
+
+
+def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) -> None:
+    """Refuse the whole call if one record cannot be appended.
+
+    Raises TopicMissing, RecordTooLarge, and BusError for a header that is not ASCII.
+    """
+    for record in records:
+        spec = check_exists(TopicPartition(record.topic, record.partition), topics)
+        for name, value in record.headers:
+            if not (name.isascii() and value.isascii()):
+                raise BusError(f"header {name!a} of a record for {record.topic} is not ASCII")
+        size_bytes = record_bytes(record)
+        if size_bytes > spec.record_bytes_max:
+            raise RecordTooLarge(
+                f"a record of {size_bytes} bytes for topic {record.topic}, "
+                f"which takes at most {spec.record_bytes_max}"
+            )
+
+
+def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
+    """Refuse to create a topic that exists with other settings. Raises BusError."""
+    if spec != existing:
+        raise BusError(
+            f"topic {spec.name} exists with {existing.partitions} partitions and records of at "
+            f"most {existing.record_bytes_max} bytes, not {spec.partitions} and "
+            f"{spec.record_bytes_max}"
+        )
+
+
+def check_position(tp: TopicPartition, position: int) -> None:
+    """Refuse a position that no log can have. Raises BusError."""
+    if not 0 <= position <= POSITION_MAX:
+        raise BusError(f"{tp.topic}/{tp.partition} has no position {position}")
+
+
+def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
+    """Raises LogTruncated if somebody once read or wrote beyond what is there now."""
+    if position > end:
+        raise LogTruncated(
+            f"{tp.topic}/{tp.partition} ends at {end}, before the position {position}",
+            hint="records that were acknowledged are gone; restore the log from a copy",
+        )
+
+
+def record_bytes(record: Append | Record) -> int:
+    """What counts for every bound in bytes: key, value, header names and values."""
+    headers_bytes = sum(len(name) + len(value) for name, value in record.headers)
+    return len(record.key) + len(record.value) + headers_bytes
+
+
+def topic_missing(topic: str) -> TopicMissing:
+    """The error for a topic that does not exist."""
+    return TopicMissing(f"there is no topic {topic}", hint="`dora-pipe topics` lists them")

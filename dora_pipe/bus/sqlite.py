@@ -1,0 +1,362 @@
+"""The log in one SQLite file, shared by the processes of one machine; decides offsets and waits.
+
+A record's row is numbered topic << 52 | partition << 40 | offset, so a partition is one range of
+the table and the end of a partition is its greatest row. Offsets of one append are consecutive;
+one is left unused behind each append, as Kafka's transaction markers do: the position after the
+last record is therefore always its offset + 2, and needs no row of its own.
+
+A reader polls by asking SQLite whether any other connection committed (3 us when none did) and
+sleeps in between, the longer the log has been quiet.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bus.checks import (
+    check_appends,
+    check_exists,
+    check_not_truncated,
+    check_position,
+    check_same,
+    check_spec,
+)
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite_file import SqliteFile
+from dora_pipe.errors import BusError, BusFull, Fenced, OutcomeUnknown, TopicMissing
+
+TOPICS_MAX = 2047
+"""Of one file: what the topic's bits of a row number can hold."""
+
+WAIT_S_MAX = 0.020
+"""The longest sleep of a waiting reader; it bounds how late a record may be seen on a quiet log."""
+
+WAIT_S_MIN = 0.0005
+
+WAIT_SHARE = 8
+"""A reader sleeps one eighth of the time that its log has been quiet."""
+
+_OFFSET_BITS = 40
+_PARTITION_BITS = 12
+_STEP = 2  # from one append's last record to the next one's first: what lies between stays unused
+
+_INSERT = "INSERT INTO records (at, key, headers, value) VALUES (?, ?, ?, ?)"
+_RANGE = "SELECT at, key, headers, value FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT ?"
+_LAST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at DESC LIMIT 1"
+_FENCE = (
+    "INSERT INTO writers VALUES (?, 1) ON CONFLICT DO UPDATE SET epoch = epoch + 1 RETURNING epoch"
+)
+
+_encode_headers = msgspec.msgpack.Encoder().encode
+_decode_headers = msgspec.msgpack.Decoder(tuple[tuple[str, bytes], ...]).decode
+
+
+class _Topics:
+    """What is known of the file's topics; they only ever become more."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, TopicSpec] = {}
+        self._ids: dict[str, int] = {}
+
+    def load(self, file: SqliteFile) -> None:
+        """Learn all topics."""
+        for number, name, partitions, record_bytes_max in file.rows("SELECT * FROM topics"):
+            self._ids[name] = number
+            self.specs[name] = TopicSpec(
+                name=name, partitions=partitions, record_bytes_max=record_bytes_max
+            )
+
+    def base(self, topic: str, partition: int) -> int:
+        """The row number of the partition's offset 0."""
+        return (self._ids[topic] << _PARTITION_BITS | partition) << _OFFSET_BITS
+
+
+class SqliteBus:
+    """The log in one file. The file appears with the first `create`; until then it has no topics.
+
+    Example: ``SqliteBus(Path("runs/first/log.sqlite"))``
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file: SqliteFile | None = None
+        self._parts: weakref.WeakSet[SqliteReader | SqliteWriter] = weakref.WeakSet()
+        self._topics = _Topics()
+        self._closed = False
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        """Create the topics that do not exist, and the file."""
+        for spec in topics:
+            check_spec(spec)
+        file = self._open(create=True)
+        assert file is not None
+        with file.writing() as connection:
+            for spec in topics:
+                found = connection.execute("SELECT * FROM topics WHERE name = ?", (spec.name,))
+                if (row := found.fetchone()) is not None:
+                    check_same(
+                        spec, TopicSpec(name=row[1], partitions=row[2], record_bytes_max=row[3])
+                    )
+                    continue
+                values = (spec.name, spec.partitions, spec.record_bytes_max)
+                connection.execute("INSERT INTO topics VALUES (NULL, ?, ?, ?)", values)
+            if file.one("SELECT max(id) FROM topics") > TOPICS_MAX:
+                raise BusError(f"{self.path} cannot hold more than {TOPICS_MAX} topics")
+
+    def topics(self) -> list[str]:
+        """Names of all topics, sorted."""
+        file = self._open()
+        if file is not None:
+            self._topics.load(file)
+        return sorted(self._topics.specs)
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has."""
+        return self._find(TopicPartition(topic, 0)).partitions
+
+    def end(self, tp: TopicPartition) -> int:
+        """The position after the last record."""
+        self._find(tp)
+        file = self._open()
+        assert file is not None
+        with file.reading():
+            return _end(file, self._topics.base(*tp))
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> SqliteReader:
+        """A reader of exactly these partitions, with its own connection."""
+        for tp, position in positions.items():
+            self._find(tp)
+            check_position(tp, position)
+        places = [_Place(tp, self._topics.base(*tp), at) for tp, at in positions.items()]
+        reader = SqliteReader(SqliteFile(self.path), places)
+        self._parts.add(reader)
+        return reader
+
+    def writer(self, *, exclusive: str | None = None) -> SqliteWriter:
+        """A writer, with its own connection; with a name, earlier ones of that name are fenced."""
+        if self._open() is None:
+            raise TopicMissing(f"there is no log at {self.path}")
+        writer = SqliteWriter(SqliteFile(self.path, patient=False), exclusive)
+        self._parts.add(writer)
+        return writer
+
+    def close(self) -> None:
+        """Close the bus with its readers and writers."""
+        self._closed = True
+        for part in self._parts:
+            part.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, *, create: bool = False) -> SqliteFile | None:
+        """The bus's own connection; None where there is no log yet."""
+        if self._closed:
+            raise BusError("this bus is closed")
+        if self._file is None and (create or self.path.exists()):
+            file = SqliteFile(self.path, create=create)
+            if file.fresh:
+                file.close()
+                return None
+            self._file = file
+        return self._file
+
+    def _find(self, tp: TopicPartition) -> TopicSpec:
+        file = self._open()
+        if file is not None and tp.topic not in self._topics.specs:
+            self._topics.load(file)
+        return check_exists(tp, self._topics.specs)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a reader stands in one partition."""
+
+    tp: TopicPartition
+    base: int
+    position: int
+    settled: bool = False
+    """The position is the end of what was there, not only behind the last record returned."""
+
+
+class SqliteReader:
+    """Reads with a connection of its own; holds no transaction between two polls."""
+
+    def __init__(self, file: SqliteFile, places: Sequence[_Place]) -> None:
+        self._file = file
+        self._places = {place.tp: place for place in places}
+        self._turn = 0
+        self._version = 0
+        self._more = True
+        self._active_s = time.monotonic()
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        """Records from the present positions on; sleeps in short steps while there are none."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            found = self._read(records_max, bytes_max)
+            now_s = time.monotonic()
+            if found:
+                self._active_s = now_s
+            if found or now_s >= deadline_s:
+                return found
+            quiet_s = (now_s - self._active_s) / WAIT_SHARE
+            time.sleep(min(max(WAIT_S_MIN, min(quiet_s, WAIT_S_MAX)), deadline_s - now_s))
+
+    def _read(self, records_max: int, bytes_max: int) -> list[Record]:
+        """What is there now, nothing if nobody committed since everything was read."""
+        self._file.check_usable()
+        with self._file.errors():
+            version = self._file.one("PRAGMA data_version")
+        if version == self._version and not self._more:
+            return []
+        found: list[Record] = []
+        room_bytes = bytes_max
+        self._turn += 1
+        places = list(self._places.values())
+        turn = self._turn % max(1, len(places))  # no partition may starve the others
+        with self._file.reading() as connection:
+            for place in places[turn:] + places[:turn]:
+                room_bytes -= self._take(connection, place, found, records_max, room_bytes)
+        self._version = version
+        self._more = any(not place.settled for place in places)
+        return found
+
+    def _take(
+        self,
+        connection: sqlite3.Connection,
+        place: _Place,
+        found: list[Record],
+        records_max: int,
+        room_bytes: int,
+    ) -> int:
+        """Move a partition's records into `found` as far as there is room; returns their bytes."""
+        limit = records_max - len(found)
+        bounds = (place.base + place.position, place.base + (1 << _OFFSET_BITS), limit)
+        taken_bytes = taken = 0
+        place.settled = place.settled and limit > 0
+        with closing(connection.execute(_RANGE, bounds)) as rows:
+            for at, key, headers, value in rows:
+                size_bytes = len(key) + len(value) + len(headers or b"")
+                if found and taken_bytes + size_bytes > room_bytes:
+                    place.settled = False
+                    return taken_bytes
+                found.append(_record(place, at, key, headers, value))
+                taken_bytes += size_bytes
+                taken += 1
+                place.position = at - place.base + 1
+                place.settled = False
+        if not place.settled and taken < limit:
+            end = _end(self._file, place.base)
+            check_not_truncated(place.tp, place.position, end)
+            place.position, place.settled = end, True
+        return taken_bytes
+
+    def position(self, tp: TopicPartition) -> int:
+        """The first offset not passed yet."""
+        return self._place(tp).position
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        """Go on from `position`."""
+        check_position(tp, position)
+        place = self._place(tp)
+        place.position, place.settled, self._more = position, False, True
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._file.close()
+
+    def _place(self, tp: TopicPartition) -> _Place:
+        self._file.check_usable()
+        place = self._places.get(tp)
+        if place is None:
+            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
+        return place
+
+
+class SqliteWriter:
+    """Appends with a connection of its own, every call one transaction."""
+
+    def __init__(self, file: SqliteFile, exclusive: str | None) -> None:
+        self._file = file
+        self._name = exclusive
+        self._topics = _Topics()
+        self._broken = False
+        if exclusive is not None:
+            with file.writing():
+                self._epoch = file.one(_FENCE, (exclusive,))
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Append all in one transaction and return their offsets."""
+        self._file.check_usable()
+        if self._broken:
+            raise BusError("this exclusive writer does not know what it appended; open another one")
+        if any(record.topic not in self._topics.specs for record in records):
+            self._topics.load(self._file)
+        check_appends(records, self._topics.specs)
+        headers = [_encode_headers(each.headers) if each.headers else None for each in records]
+        bases = [self._topics.base(each.topic, each.partition) for each in records]
+        try:
+            with self._file.writing() as connection:
+                self._check_epoch()
+                rows = self._number(bases)
+                packed = zip(rows, records, headers, strict=True)
+                connection.executemany(
+                    _INSERT, [(at, each.key, head, each.value) for at, each, head in packed]
+                )
+        except OutcomeUnknown:
+            self._broken = self._name is not None
+            raise
+        return [at - base for at, base in zip(rows, bases, strict=True)]
+
+    def _check_epoch(self) -> None:
+        """Inside the transaction that inserts, so that nothing can come in between."""
+        if self._name is None:
+            return
+        epoch = self._file.one("SELECT epoch FROM writers WHERE name = ?", (self._name,))
+        if epoch != self._epoch:
+            raise Fenced(f"a newer writer {self._name} took over (epoch {epoch})")
+
+    def _number(self, bases: Iterable[int]) -> list[int]:
+        """The next free row of each record's partition."""
+        following: dict[int, int] = {}
+        rows = []
+        for base in bases:
+            at = following.get(base)
+            if at is None:
+                at = base + _end(self._file, base)
+            if at - base >> _OFFSET_BITS:
+                raise BusFull(f"a partition of {self._file.path} used up its offsets")
+            rows.append(at)
+            following[base] = at + 1
+        return rows
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._file.close()
+
+
+def _end(file: SqliteFile, base: int) -> int:
+    """The position after a partition's last record and the gap behind it."""
+    last = file.one(_LAST, (base, base + (1 << _OFFSET_BITS)))
+    return 0 if last is None else int(last) - base + _STEP
+
+
+def _record(place: _Place, at: int, key: bytes, headers: bytes | None, value: bytes) -> Record:
+    return Record(
+        topic=place.tp.topic,
+        partition=place.tp.partition,
+        offset=at - place.base,
+        key=key,
+        value=value,
+        headers=_decode_headers(headers) if headers else (),
+    )

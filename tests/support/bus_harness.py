@@ -1,0 +1,137 @@
+"""Harnesses of the bus contract: a log in memory, in a file, on a broker."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from dora_pipe.bus.kafka import KafkaBus, KafkaWriter
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, Bus, Writer
+from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
+from dora_pipe.errors import OutcomeUnknown
+
+ALL_LAND = 1 << 30
+
+
+class _Opener:
+    """Opens buses, closes them all at the end, and hands out names."""
+
+    waits = True
+    shared = True
+    url = ""
+
+    def __init__(self) -> None:
+        self._opened: list[Bus] = []
+        self._names = 0
+        self._prefix = ""
+
+    def topic(self, name: str) -> str:
+        """A name that nobody else uses."""
+        self._names += 1
+        return f"{self._prefix}{name}{self._names}"
+
+    def keep(self, bus: Bus) -> Bus:
+        """Close it at the end."""
+        self._opened.append(bus)
+        return bus
+
+    def close(self) -> None:
+        """Close everything that was opened."""
+        for bus in self._opened:
+            bus.close()
+
+
+class MemoryHarness(_Opener):
+    """Every bus on one `MemoryLog`, which a broken bus may bring along."""
+
+    waits = False
+    shared = False
+
+    def __init__(self, log: MemoryLog | None = None, bus: type[MemoryBus] = MemoryBus) -> None:
+        super().__init__()
+        self.log = MemoryLog() if log is None else log
+        self._bus = bus
+
+    def open(self) -> Bus:
+        """One more bus on the log."""
+        return self.keep(self._bus(self.log))
+
+    def make_next_append_unknown(self, writer: Writer) -> None:
+        """By the fault plan, which is what it is for."""
+        bus: MemoryBus = writer._bus  # type: ignore[attr-defined]
+        fault = AppendFault(kind="unknown", lands=ALL_LAND)
+        bus.faults = ScriptedFaults(appends={bus.appends: fault})
+
+
+class SqliteHarness(_Opener):
+    """Every bus on one file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.path = folder / "log.sqlite"
+        self.url = f"sqlite:{self.path}"
+
+    def open(self) -> Bus:
+        """One more bus on the file."""
+        return self.keep(SqliteBus(self.path))
+
+    def make_next_append_unknown(self, writer: Writer) -> None:
+        """The commit reaches the disk and then the disk reports a failure."""
+        assert isinstance(writer, SqliteWriter)
+        file = writer._file
+        file.connection = FailingCommit(file.connection)  # type: ignore[assignment]
+
+
+class FailingCommit:
+    """A connection whose first COMMIT works but says that the disk failed."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._fails = True
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        """Pass on."""
+        done = self._connection.execute(statement, *values)
+        if statement == "COMMIT" and self._fails:
+            self._fails = False
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+class KafkaHarness(_Opener):
+    """Every bus on one broker, with names of its own."""
+
+    def __init__(self, bootstrap: str) -> None:
+        super().__init__()
+        self.bootstrap = bootstrap
+        self.url = f"kafka://{bootstrap}"
+        self._prefix = f"{uuid4().hex[:8]}."
+
+    def open(self) -> Bus:
+        """One more bus on the broker."""
+        return self.keep(KafkaBus([self.bootstrap]))
+
+    def make_next_append_unknown(self, writer: Writer) -> None:
+        """The broker does it, and its answer is lost."""
+        assert isinstance(writer, KafkaWriter)
+        append, drop = writer._append, writer._drop
+
+        def lose_the_answer(producer: object, records: Sequence[Append]) -> list[int]:
+            append(producer, records)
+            raise OutcomeUnknown("no answer")
+
+        def drop_and_heal() -> None:
+            writer._append = append  # type: ignore[method-assign]
+            drop()
+
+        writer._append = lose_the_answer  # type: ignore[assignment]
+        writer._drop = drop_and_heal  # type: ignore[method-assign]

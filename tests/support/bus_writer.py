@@ -1,0 +1,46 @@
+"""A process that appends until it is killed, fenced, or done; says what was acknowledged.
+
+    python -m tests.support.bus_writer URL TOPIC PARTITION WHO BATCH COUNT [EXCLUSIVE]
+
+Appends COUNT calls of BATCH records `WHO call index`; prints the call's number after each
+acknowledgement, `fenced` if it was fenced. Starts with `ready` and waits for a line of input.
+"""
+
+import sys
+
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import Append
+from dora_pipe.errors import Fenced
+
+
+def say(line: str) -> None:
+    """Tell the parent, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """Append as told on the command line."""
+    url, topic, partition, who, batch, count, *exclusive = arguments
+    bus = open_bus(url)
+    writer = bus.writer(exclusive=exclusive[0] if exclusive else None)
+    say("ready")
+    sys.stdin.readline()
+    for call in range(int(count)):
+        texts = [f"{who} {call} {i}" for i in range(int(batch))]
+        records = [
+            Append(topic=topic, partition=int(partition), value=text.encode(), key=who.encode())
+            for text in texts
+        ]
+        try:
+            writer.append(records)
+        except Fenced:
+            say("fenced")
+            break
+        say(str(call))
+    bus.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -112,7 +112,7 @@ def catching(path: str, text: str) -> Iterator[str]:
 def imports(path: str, text: str) -> Iterator[str]:
     """No pickler, no top folder under its bare name, and torch only where it is needed."""
     tree = ast.parse(text)
-    for node, names in _imports(tree):
+    for node, names in module_imports(tree):
         roots = {name.split(".")[0] for name in names}
         if roots & _PICKLERS:
             yield f"{path}:{node.lineno}: imports a pickler"
@@ -120,7 +120,7 @@ def imports(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: write dora_pipe.{min(roots & set(FOLDERS))}"
     if path.startswith("tests/"):
         return
-    for node, names in _imports(tree, only_at_import=True):
+    for node, names in module_imports(tree, only_at_import=True):
         heavy = {n for n in names if n.split(".")[0] in _HEAVY or n.startswith("safetensors.torch")}
         if heavy and (path.endswith("__init__.py") or not HEAVY_HOMES.match(path)):
             yield f"{path}:{node.lineno}: imports {min(heavy)} when it is imported itself"
@@ -129,7 +129,7 @@ def imports(path: str, text: str) -> Iterator[str]:
 def pickling(path: str, text: str) -> Iterator[str]:
     """What pickles without saying so: process queues and pools, torch's own files, numpy's."""
     tree = ast.parse(text)
-    roots = {name.split(".")[0] for _, names in _imports(tree) for name in names}
+    roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -199,7 +199,7 @@ def _asserts(node: ast.AST) -> bool:
     return isinstance(node, ast.Assert)
 
 
-def _imports(
+def module_imports(
     tree: ast.AST, *, only_at_import: bool = False
 ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str]]]:
     """Import statements with the full names they bring; without those inside functions if asked."""
@@ -211,7 +211,7 @@ def _imports(
             if not node.level:
                 yield node, [module, *(f"{module}.{alias.name}" for alias in node.names)]
         elif not (only_at_import and _runs_later(node)):
-            yield from _imports(node, only_at_import=only_at_import)
+            yield from module_imports(node, only_at_import=only_at_import)
 
 
 def _runs_later(node: ast.AST) -> bool:

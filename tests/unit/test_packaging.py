@@ -1,7 +1,10 @@
 """What is installed is what is in the tree: packages, links, locks."""
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.support.tidy import FOLDERS, ROOT, files
+from tests.support.tidy import FOLDERS, ROOT, files, module_imports
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = ("base", "slim", "dev")
@@ -74,6 +77,22 @@ def test_locks_satisfy_what_the_project_asks_for() -> None:
             versions = pins.get(requirement.name, set())
             fitting = [v for v in versions if requirement.specifier.contains(Version(v))]
             assert fitting, f"{lock}.txt lacks {requirement}: run `make lock`"
+
+
+def test_every_import_is_of_a_package_that_the_project_asks_for() -> None:
+    project = PROJECT["project"]
+    asked = [project["dependencies"], *project["optional-dependencies"].values()]
+    named = {Requirement(line).name for lines in asked for line in lines}
+    providers = packages_distributions()
+    strangers: set[str] = set()
+    for path in files(".py"):
+        if path.parts[0] not in (*FOLDERS, "dora_pipe"):
+            continue
+        tree = ast.parse((ROOT / path).read_text())
+        roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
+        outside = roots - set(sys.stdlib_module_names) - named
+        strangers |= {f"{path}: {r}" for r in outside if not named & set(providers.get(r, ()))}
+    assert strangers == set()
 
 
 def test_slim_lock_holds_no_torch_and_agrees_with_the_developers_lock() -> None:

@@ -13,15 +13,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from dora_pipe.errors import PolicyError, ResourceError, UsageError
 from dora_pipe.policies.digest import Entry, mapped, read_entries
 from dora_pipe.policies.safetensors_file import Source, write_tensors
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
+
+if TYPE_CHECKING:
+    from dora_pipe.policies.store import PolicyStore
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
@@ -43,10 +45,7 @@ class _Located:
 
 
 def import_model(store: PolicyStore, model_dir: Path) -> tuple[Manifest, str]:
-    """Put a model directory into the store: its manifest and the digest of its assets.
-
-    Raises PolicyError for a directory that is not a model, ResourceError without room.
-    """
+    """See `PolicyStore.import_model`."""
     config = read_config(model_dir)
     tensors = _tensors(model_dir)
     with ExitStack() as stack:
@@ -61,11 +60,7 @@ def import_model(store: PolicyStore, model_dir: Path) -> tuple[Manifest, str]:
 
 
 def export_policy(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
-    """Write a policy as a directory that transformers' `from_pretrained` loads.
-
-    Raises UsageError when the directory holds something, PolicyError when the store's files are
-    not there or not what they were.
-    """
+    """See `PolicyStore.export_policy`."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} is not an empty directory", hint="name a new one")
     store.verify(digest)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from dora_pipe.errors import PolicyError, ResourceError
+from dora_pipe.policies import model_dir
 from dora_pipe.policies.digest import read_manifest
 from dora_pipe.schemas.policy import Blob, Manifest
 
@@ -62,6 +63,21 @@ class PolicyStore:
     def assets_path(self, assets_digest: str) -> Path:
         """The directory of the config and tokenizer files with this digest."""
         return self.root / "assets" / assets_digest
+
+    def import_model(self, directory: Path) -> tuple[Manifest, str]:
+        """Put a model directory into the store: its manifest and the digest of its assets.
+
+        Raises PolicyError for a directory that is not a model, ResourceError without room.
+        """
+        return model_dir.import_model(self, directory)
+
+    def export_policy(self, digest: str, assets_digest: str, directory: Path) -> None:
+        """Write a policy as a directory that transformers' `from_pretrained` loads.
+
+        Raises UsageError when the directory holds something, PolicyError when the store's files
+        are not there or not what they were.
+        """
+        model_dir.export_policy(self, digest, assets_digest, directory)
 
     def publish_weights(self, write: Callable[[Path], Manifest]) -> Manifest:
         """Let `write` fill a file and give it the name of the manifest it returns.

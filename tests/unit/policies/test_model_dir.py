@@ -9,7 +9,6 @@ import pytest
 
 from dora_pipe.errors import PolicyError, UsageError
 from dora_pipe.policies.digest import read_entries
-from dora_pipe.policies.model_dir import export_policy, import_model
 from dora_pipe.policies.safetensors_file import Source, write_tensors
 from dora_pipe.policies.store import PolicyStore
 
@@ -50,9 +49,9 @@ def test_shards_become_one_file_with_the_digest_of_the_unsharded_model(
 ) -> None:
     tensors = [source("a", 1, 2), source("b", 3), source("c", 4)]
     write_tensors(model_dir / "model.safetensors", tensors)
-    whole, assets = import_model(store, model_dir)
+    whole, assets = store.import_model(model_dir)
     shard(model_dir, one=[tensors[2], tensors[0]], two=[tensors[1]])
-    sharded, assets_again = import_model(store, model_dir)
+    sharded, assets_again = store.import_model(model_dir)
     assert sharded == whole
     assert assets_again == assets
     assert store.verify(whole.digest) == whole
@@ -72,7 +71,7 @@ def test_sixteen_bit_floats_become_the_same_numbers_in_float32(
             Source(name="brain", dtype="BF16", shape=(4,), data=brain.tobytes),
         ],
     )
-    manifest, _ = import_model(store, model_dir)
+    manifest, _ = store.import_model(model_dir)
     path = store.weights_path(manifest.digest)
     found = {
         entry.name: struct.unpack("<4f", path.read_bytes()[entry.start : entry.end])
@@ -87,7 +86,7 @@ def test_head_tied_to_the_embedding_stands_once(store: PolicyStore, model_dir: P
     (model_dir / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     tied = [source("model.embed_tokens.weight", 1.0, 2.0), source("lm_head.weight", 1.0, 2.0)]
     write_tensors(model_dir / "model.safetensors", tied)
-    manifest, _ = import_model(store, model_dir)
+    manifest, _ = store.import_model(model_dir)
     assert [tensor.name for tensor in manifest.tensors] == ["model.embed_tokens.weight"]
 
 
@@ -95,7 +94,7 @@ def test_head_that_is_equal_but_not_tied_stays(store: PolicyStore, model_dir: Pa
     (model_dir / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     equal = [source("model.embed_tokens.weight", 1.0), source("lm_head.weight", 1.0)]
     write_tensors(model_dir / "model.safetensors", equal)
-    manifest, _ = import_model(store, model_dir)
+    manifest, _ = store.import_model(model_dir)
     assert len(manifest.tensors) == 2
 
 
@@ -104,7 +103,7 @@ def test_tied_head_that_differs_is_refused(store: PolicyStore, model_dir: Path) 
     torn = [source("model.embed_tokens.weight", 1.0), source("lm_head.weight", 2.0)]
     write_tensors(model_dir / "model.safetensors", torn)
     with pytest.raises(PolicyError, match="but they differ"):
-        import_model(store, model_dir)
+        store.import_model(model_dir)
 
 
 def test_directory_without_safetensors_is_refused_with_a_hint(
@@ -113,7 +112,7 @@ def test_directory_without_safetensors_is_refused_with_a_hint(
     (model_dir / "model.safetensors").unlink()
     (model_dir / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(PolicyError, match=r"has no model\.safetensors") as caught:
-        import_model(store, model_dir)
+        store.import_model(model_dir)
     assert "pickled" in str(caught.value.hint)
 
 
@@ -123,14 +122,14 @@ def test_config_that_is_no_object_is_refused(
 ) -> None:
     (model_dir / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(PolicyError, match=r"config\.json is not"):
-        import_model(store, model_dir)
+        store.import_model(model_dir)
 
 
 def test_index_that_points_outside_is_refused(store: PolicyStore, model_dir: Path) -> None:
     index = model_dir / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(PolicyError, match="names a file outside"):
-        import_model(store, model_dir)
+        store.import_model(model_dir)
 
 
 def test_tensor_in_two_shards_is_refused(store: PolicyStore, model_dir: Path) -> None:
@@ -138,26 +137,26 @@ def test_tensor_in_two_shards_is_refused(store: PolicyStore, model_dir: Path) ->
     index = model_dir / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     with pytest.raises(PolicyError, match="in another shard"):
-        import_model(store, model_dir)
+        store.import_model(model_dir)
 
 
 def test_missing_directory_and_missing_shard_are_named(
     store: PolicyStore, model_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(PolicyError, match="no model directory at"):
-        import_model(store, tmp_path / "nowhere")
+        store.import_model(tmp_path / "nowhere")
     shard(model_dir, one=[source("a", 1)])
     (model_dir / "one.safetensors").unlink()
     with pytest.raises(PolicyError, match=r"no weights at .*one\.safetensors"):
-        import_model(store, model_dir)
+        store.import_model(model_dir)
 
 
 def test_export_gives_the_same_weights_and_a_config_of_their_type(
     store: PolicyStore, model_dir: Path, tmp_path: Path
 ) -> None:
-    manifest, assets = import_model(store, model_dir)
-    export_policy(store, manifest.digest, assets, tmp_path / "out")
-    again, _ = import_model(PolicyStore(tmp_path / "other"), tmp_path / "out")
+    manifest, assets = store.import_model(model_dir)
+    store.export_policy(manifest.digest, assets, tmp_path / "out")
+    again, _ = PolicyStore(tmp_path / "other").import_model(tmp_path / "out")
     assert again == manifest
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     kept = json.loads((store.assets_path(assets) / "config.json").read_text())
@@ -167,16 +166,16 @@ def test_export_gives_the_same_weights_and_a_config_of_their_type(
 def test_export_does_not_write_into_a_directory_that_holds_something(
     store: PolicyStore, model_dir: Path
 ) -> None:
-    manifest, assets = import_model(store, model_dir)
+    manifest, assets = store.import_model(model_dir)
     with pytest.raises(UsageError, match="is not an empty directory"):
-        export_policy(store, manifest.digest, assets, model_dir)
+        store.export_policy(manifest.digest, assets, model_dir)
 
 
 def test_export_of_changed_weights_is_refused(
     store: PolicyStore, model_dir: Path, tmp_path: Path
 ) -> None:
-    manifest, assets = import_model(store, model_dir)
+    manifest, assets = store.import_model(model_dir)
     path = store.weights_path(manifest.digest)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(PolicyError, match="holds other weights"):
-        export_policy(store, manifest.digest, assets, tmp_path / "out")
+        store.export_policy(manifest.digest, assets, tmp_path / "out")

@@ -79,7 +79,9 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Siblings."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
+class Decision(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab, omit_defaults=True
+):
     """Base of the decisions; each can say why."""
 
     reason: str

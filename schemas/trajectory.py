@@ -56,7 +56,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     rewarded: int | None = None
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True):
+class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The JSON column: everything that is neither an array nor asked for in bulk."""
 
     run: str

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.finite import refuse_non_finite
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ RECORD_BYTES_MAX = 8 * 1024 * 1024
 """JSON records above this are refused before they are parsed."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
+_NULL = b"null"
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
@@ -41,8 +43,17 @@ _TAG = msgspec.json.Decoder(_Tag)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Canonical JSON: keys of maps sorted, fields of records in their declared order."""
-    return _ENCODER.encode(record)
+    """Canonical JSON: keys of maps sorted, fields of records in their declared order.
+
+    Raises SchemaError for what JSON cannot say: a NaN, an infinity, a whole number beyond 64 bits.
+    """
+    try:
+        data = _ENCODER.encode(record)
+    except (OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise SchemaError(f"{type(record).__name__} cannot be written: {error}") from None
+    if _NULL in data:  # What a NaN becomes; without one there is nothing to look for.
+        refuse_non_finite(record)
+    return data
 
 
 def canonical(value: Any) -> bytes:

@@ -1,0 +1,53 @@
+"""What identifies a batch, and the two sums about staleness that every role must do alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.control import TakenGroup
+
+_BATCH_DIGEST_HEAD = b"dora-pipe batch 1\n"
+"""Names the text that is digested; another text gets another number."""
+
+
+def deadline_of(version: int, max_staleness: int) -> int:
+    """The last step that may train a group of this version (C3), as it stood at dispatch."""
+    return version + max_staleness
+
+
+def staleness_of(step: int, version: int) -> int:
+    """Staleness of a group of `version` in the batch of `step`: step t trains version t."""
+    return step - version
+
+
+def batch_digest(groups: Sequence[TakenGroup]) -> str:
+    """sha256 (hex) of what a batch is made of, down to the bytes and the places of its records.
+
+    A batch is a set: neither the order of the groups nor that of the siblings counts, and neither
+    do step and attempt. Partitions and offsets do count, since the commit names them: the same
+    trajectory logged twice is two records, and only one of them was trained. Raises SchemaError
+    when a group or a trajectory is there twice.
+
+    The digested text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group,
+    version, deadline, and per trajectory, sorted by id, a line of trajectory, attempt, epoch,
+    partition, offset, sha256; tabs between the fields, a newline after each line.
+    """
+    _refuse_twice([group.group for group in groups])
+    _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
+    digest = hashlib.sha256(_BATCH_DIGEST_HEAD)
+    for group in sorted(groups, key=lambda group: group.group):
+        digest.update(f"{group.group}\t{group.version}\t{group.deadline}\n".encode())
+        for one in sorted(group.trajectories, key=lambda one: one.trajectory):
+            where = f"{one.partition}\t{one.offset}\t{one.sha256}"
+            digest.update(f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t{where}\n".encode())
+    return digest.hexdigest()
+
+
+def _refuse_twice(ids: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for one in ids:
+        if one in seen:
+            raise SchemaError(f"{one} is in the batch twice", path="$.groups")
+        seen.add(one)

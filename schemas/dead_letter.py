@@ -1,0 +1,133 @@
+"""A dead letter: a record that could not be read, as it came, with the place and the reason.
+
+The value is the record's own value, byte for byte. Everything else is one ASCII JSON object in the
+header `dead-letter`, so that a person with `kcat` sees what happened; bytes of unknown encoding
+(key, header values) stand there as base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.wire import decode, sha256_hex
+
+HEADER = "dead-letter"
+"""Name of the one header of a dead letter."""
+
+WHY_CHARACTERS_MAX = 2000
+_OVERHEAD_BYTES = 1024  # What a bus may count beside key, value and headers.
+
+
+class _Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON in the header."""
+
+    topic: str
+    partition: int
+    offset: int
+    why: str
+    path: str
+    at_ns: int
+    sha256: str
+    bytes: int
+    kept: bool
+    key: str
+    headers: tuple[tuple[str, str], ...]
+
+
+_DECODER = msgspec.json.Decoder(_Letter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A record that could not be read.
+
+    Example: ``DeadLetter(topic="demo.trajectories", partition=0, offset=17, path="$", at_ns=...,
+    why="not a zstd frame", key=b"g0000000042", value=b"...", headers=(("run", b"demo"),))``.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    why: str
+    path: str
+    """Where inside the record, as the SchemaError said."""
+    at_ns: int
+    """Wall clock of the role that could not read it."""
+    key: bytes
+    value: bytes | None
+    """None where it was left out because it did not fit; it still lies at its own place."""
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+
+def encode_dead_letter(
+    letter: DeadLetter, *, record_bytes_max: int
+) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
+    """(value, headers) of a dead letter that fits into `record_bytes_max`.
+
+    A value that would not fit with its reason is left out; its sha256 and size stay. Headers that
+    alone do not fit raise SchemaError.
+    """
+    value = letter.value or b""
+    header = _header(letter, value, kept=letter.value is not None)
+    if len(header) + len(value) + _OVERHEAD_BYTES > record_bytes_max:
+        value, header = b"", _header(letter, value, kept=False)
+    if len(header) + _OVERHEAD_BYTES > record_bytes_max:
+        raise SchemaError(f"dead letter of {len(header)} bytes is above {record_bytes_max}")
+    return value, ((HEADER, header),)
+
+
+def decode_dead_letter(value: bytes, headers: Iterable[tuple[str, bytes]]) -> DeadLetter:
+    """A dead letter from what the bus carries. Raises SchemaError."""
+    found = dict(headers).get(HEADER)
+    if found is None:
+        raise SchemaError("header is missing", path=f"$.headers.{HEADER}")
+    letter = decode(found, _DECODER, f"$.headers.{HEADER}")
+    if letter.kept and (len(value), sha256_hex(value)) != (letter.bytes, letter.sha256):
+        raise SchemaError("value is not the one that was kept", path="$.value")
+    return DeadLetter(
+        topic=letter.topic,
+        partition=letter.partition,
+        offset=letter.offset,
+        why=letter.why,
+        path=letter.path,
+        at_ns=letter.at_ns,
+        key=_bytes(letter.key),
+        value=value if letter.kept else None,
+        headers=tuple((name, _bytes(text)) for name, text in letter.headers),
+    )
+
+
+def _header(letter: DeadLetter, value: bytes, *, kept: bool) -> bytes:
+    fields = {
+        "topic": letter.topic,
+        "partition": letter.partition,
+        "offset": letter.offset,
+        "why": letter.why[:WHY_CHARACTERS_MAX],
+        "path": letter.path[:WHY_CHARACTERS_MAX],
+        "at_ns": letter.at_ns,
+        "sha256": sha256_hex(value),
+        "bytes": len(value),
+        "kept": kept,
+        "key": _text(letter.key),
+        "headers": [[name, _text(data)] for name, data in letter.headers],
+    }
+    # The standard library's encoder, because it can write ASCII only.
+    return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode("ascii")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SchemaError(f"not base64: {error}", path=f"$.headers.{HEADER}") from None

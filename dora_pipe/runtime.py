@@ -25,7 +25,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
 from dora_pipe.clock import Clock
-from dora_pipe.errors import BusError, BusFull, OutcomeUnknown
+from dora_pipe.errors import (
+    BusError,
+    Fenced,
+    LogTruncated,
+    OutcomeUnknown,
+    RecordTooLarge,
+    TopicMissing,
+)
 from dora_pipe.schemas.metrics import Cost
 
 T = TypeVar("T")
@@ -42,6 +49,9 @@ DELIVERY_TIMEOUT_S: Final = 120.0
 """Appending and polling are tried again for so long while the bus is away or full."""
 
 RETRY_PAUSE_S: Final = 0.25
+
+FINAL_ERRORS: Final = (Fenced, LogTruncated, RecordTooLarge, TopicMissing)
+"""Trying again cannot mend these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,18 +282,17 @@ class Runtime:
         exclusive one must not: its role starts again under a new role epoch.
         """
         give_up_ns = self._clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
+        said = ""
         while True:
             try:
                 return call()
-            except BusFull as error:
-                self._pause_or_raise(what, error, give_up_ns)
-            except OutcomeUnknown as error:
-                if self._exclusive:
+            except FINAL_ERRORS:
+                raise
+            except BusError as error:
+                unknown = isinstance(error, OutcomeUnknown) and self._exclusive
+                if unknown or self._clock.now_ns() >= give_up_ns:
                     raise
-                self._pause_or_raise(what, error, give_up_ns)
-
-    def _pause_or_raise(self, what: str, error: BusError, give_up_ns: int) -> None:
-        if self._clock.now_ns() >= give_up_ns:
-            raise error
-        LOG.warning("%s: %s; trying again", what, error.message)
-        self._clock.sleep(RETRY_PAUSE_S)
+                if error.message != said:
+                    LOG.warning("%s: %s; trying again", what, error.message)
+                said = error.message
+                self._clock.sleep(RETRY_PAUSE_S)

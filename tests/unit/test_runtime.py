@@ -1,0 +1,294 @@
+"""The loop in virtual time: what reaches a machine, what it may ask for, what a bad bus does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusFull, Fenced, OutcomeUnknown
+from dora_pipe.runtime import (
+    DELIVERY_TIMEOUT_S,
+    RETRY_PAUSE_S,
+    CaughtUp,
+    Meter,
+    Now,
+    Outputs,
+    Publish,
+    Published,
+    Runtime,
+    StopAsked,
+)
+
+IN = TopicPartition("run.in", 0)
+OUT = TopicPartition("run.out", 0)
+
+
+@dataclass
+class VirtualClock:
+    """Time that only moves when somebody sleeps."""
+
+    ns: int = 0
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall_ns(self) -> int:
+        return 10**18 + self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+@dataclass(frozen=True)
+class Shout:
+    """An effect of the test."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The event that answers a shout."""
+
+    text: str
+
+
+@dataclass
+class Room:
+    """A port that answers every shout one poll later."""
+
+    effects: tuple[type, ...] = (Shout,)
+    said: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def start(self, effect: Shout) -> None:
+        self.said.append(effect.text)
+
+    def poll(self) -> list[Heard]:
+        answers, self.said = [Heard(text) for text in self.said], []
+        return answers
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.said)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Recorder:
+    """A machine that notes its inputs and does what it was told beforehand."""
+
+    plan: list[Outputs] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    reactions: int = 0
+    due_ns: int = 2**62
+    finished: bool = False
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        return {IN: 0}
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        self.reactions += 1
+        self.inputs.extend(inputs)
+        if StopAsked() in inputs:
+            self.finished = True
+        return self.plan.pop(0) if self.plan else Outputs()
+
+    def wake_at(self) -> int:
+        return self.due_ns
+
+
+def world(
+    machine: Recorder, *, faults: FaultPlan | None = None, exclusive: bool = False
+) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
+    """A runtime around the machine; faults hit only its own appends."""
+    log = MemoryLog()
+    outside = MemoryBus(log)
+    outside.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    bus = MemoryBus(log, faults=faults or ScriptedFaults())
+    clock, room = VirtualClock(), Room()
+    runtime = Runtime(
+        machine,
+        bus=bus,
+        writer=bus.writer(exclusive="one" if exclusive else None),
+        ports=[room],
+        clock=clock,
+        meter=Meter(),
+        exclusive=exclusive,
+    )
+    return runtime, outside, clock, room
+
+
+def publish(text: str, tag: str = "") -> Outputs:
+    record = Append(topic=OUT.topic, value=text.encode())
+    return Outputs(publish=[Publish(record=record, tag=tag)])
+
+
+def written(bus: MemoryBus) -> list[bytes]:
+    return [record.value for record in bus.reader({OUT: 0}).poll(timeout_s=0)]
+
+
+def test_a_machine_without_input_is_left_alone_until_it_asked_to_be_woken() -> None:
+    machine = Recorder(due_ns=5_000)
+    runtime, _, clock, _ = world(machine)
+    runtime.tick()  # says that it has caught up with the empty log
+    assert (machine.inputs, machine.reactions) == ([CaughtUp()], 1)
+    assert not runtime.tick()
+    clock.ns = 5_000
+    assert runtime.tick()
+    assert machine.reactions == 2
+
+
+def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start() -> None:
+    log = MemoryLog()
+    bus = MemoryBus(log)
+    bus.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    writer = bus.writer()
+    for text in (b"a", b"b"):
+        writer.append([Append(topic=IN.topic, value=text)])
+    machine = Recorder()
+    runtime = Runtime(
+        machine,
+        bus=bus,
+        writer=bus.writer(),
+        ports=[],
+        clock=VirtualClock(),
+        meter=Meter(),
+        exclusive=False,
+    )
+    runtime.tick()
+    writer.append([Append(topic=IN.topic, value=b"later")])
+    for _ in range(3):
+        runtime.tick()
+    seen = [one.value if isinstance(one, Record) else one for one in machine.inputs]
+    assert seen == [b"a", b"b", CaughtUp(), b"later"]
+
+
+def test_a_tagged_record_is_acknowledged_with_the_place_where_it_lies() -> None:
+    machine = Recorder(plan=[publish("plain"), publish("tagged", tag="t1")], due_ns=0)
+    runtime, outside, _, _ = world(machine)
+    for _ in range(4):
+        runtime.tick()
+    acknowledged = [one for one in machine.inputs if isinstance(one, Published)]
+    places = outside.reader({OUT: 0}).poll(timeout_s=0)
+    assert acknowledged == [
+        Published(tag="t1", topic=OUT.topic, partition=0, offset=places[1].offset)
+    ]
+
+
+def test_effects_go_to_the_port_that_runs_them_and_their_events_come_back() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
+    runtime, _, _, _ = world(machine)
+    runtime.tick()
+    runtime.tick()
+    assert Heard("hello") in machine.inputs
+
+
+def test_records_are_appended_before_effects_start() -> None:
+    order: list[str] = []
+    machine = Recorder(plan=[publish("first")])
+    machine.plan[0].effects.append(Shout("second"))
+    runtime, outside, _, room = world(machine)
+    room.start = lambda effect: order.append(  # type: ignore[method-assign]
+        f"{effect.text} after {written(outside)}"
+    )
+    runtime.tick()
+    assert order == ["second after [b'first']"]
+
+
+def test_a_busy_loop_still_looks_at_the_bus_every_ten_milliseconds() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("x")])] * 50)
+    runtime, outside, clock, _ = world(machine)
+    runtime.tick()
+    outside.writer().append([Append(topic=IN.topic, value=b"new")])
+    for _ in range(9):
+        clock.ns += 1_000_000
+        runtime.tick()
+    assert not any(isinstance(one, Record) for one in machine.inputs)
+    clock.ns += 1_000_000
+    runtime.tick()
+    assert any(isinstance(one, Record) for one in machine.inputs)
+
+
+def test_a_plain_writer_appends_again_after_an_unknown_outcome() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=1)})
+    runtime, outside, _, _ = world(Recorder(plan=[publish("twice")]), faults=faults)
+    runtime.tick()
+    assert written(outside) == [b"twice", b"twice"]
+
+
+def test_an_exclusive_writer_ends_after_an_unknown_outcome() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=0)})
+    runtime, outside, _, _ = world(Recorder(plan=[publish("x")]), faults=faults, exclusive=True)
+    with pytest.raises(OutcomeUnknown):
+        runtime.tick()
+    assert written(outside) == []
+
+
+def test_a_full_bus_is_tried_again_and_given_up_after_the_delivery_timeout() -> None:
+    full = AppendFault(kind="full")
+    runtime, outside, clock, _ = world(
+        Recorder(plan=[publish("x")]), faults=ScriptedFaults(appends={0: full, 1: full})
+    )
+    runtime.tick()
+    assert written(outside) == [b"x"]
+
+    always = ScriptedFaults(appends=dict.fromkeys(range(10_000), full))
+    runtime, outside, clock, _ = world(Recorder(plan=[publish("x")]), faults=always)
+    with pytest.raises(BusFull):
+        runtime.tick()
+    assert DELIVERY_TIMEOUT_S * 1e9 <= clock.ns < 2 * DELIVERY_TIMEOUT_S * 1e9
+    assert written(outside) == []
+
+
+def test_a_bus_that_is_away_for_a_while_is_waited_for_when_reading_and_when_appending() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="failed")}, polls={0, 1})
+    machine = Recorder(plan=[publish("patient")])
+    runtime, outside, clock, _ = world(machine, faults=faults)
+    runtime.tick()
+    assert machine.inputs == [CaughtUp()]
+    assert written(outside) == [b"patient"]
+    assert clock.ns == 3 * int(RETRY_PAUSE_S * 1e9)
+
+
+def test_a_fenced_writer_ends_its_role() -> None:
+    runtime, outside, _, _ = world(Recorder(plan=[publish("zombie")]), exclusive=True)
+    outside.writer(exclusive="one")
+    with pytest.raises(Fenced):
+        runtime.tick()
+    assert written(outside) == []
+
+
+def test_a_stop_is_told_once_and_the_machine_ends_the_loop() -> None:
+    machine = Recorder()
+    runtime, _, _, room = world(machine)
+    runtime.run(stop=lambda: True)
+    assert machine.inputs.count(StopAsked()) == 1
+    runtime.close()
+    assert room.closed
+
+
+def test_the_meter_books_an_inner_block_to_itself_alone() -> None:
+    meter = Meter()
+    with meter.spend("control"):
+        _burn()
+        with meter.spend("codec"):
+            _burn()
+            _burn()
+            _burn()
+    cost = meter.cost()
+    assert cost.codec_s > cost.control_s > 0.0
+    assert cost.bus_s == 0.0
+    assert cost.codec_s + cost.control_s <= cost.total_s
+    assert cost.rss_bytes > 10_000_000
+
+
+def _burn() -> int:
+    return sum(number * number for number in range(200_000))

@@ -52,7 +52,7 @@ class Task(Section, frozen=True, kw_only=True):
     reward: str = ""
     """`module:function`, for `jsonl`."""
     directory: str = ""
-    """Where modules of `kind` and `reward` are imported from; empty is the configuration's folder."""
+    """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = {}
     """Given to the task as keyword arguments."""
     processes: Positive = 1

@@ -123,7 +123,7 @@ MESSAGE_CHARS_MAX = 300
 
 def one_line(text: str) -> str:
     """`text` on one line, cut at `MESSAGE_CHARS_MAX` characters."""
-    line = " ".join(text.split())
+    line = " ".join(text.encode("utf-8", "replace").decode().split())
     if len(line) <= MESSAGE_CHARS_MAX:
         return line
     return line[: MESSAGE_CHARS_MAX - 3] + "..."

@@ -1,0 +1,100 @@
+"""A chain of additions modulo 10 with a scratchpad: what the small policy of the demo learns.
+
+The prompt ``3 7 c12 |`` asks for 3 + 12 * 7 modulo 10. The answer counts down and carries the
+running sum, ``c12 0 c11 7 ... c1 7 = 7``, so that its length is 2 * 12 + 2 words (and the end of
+the sequence). Lengths have a long tail: the count is log-normal. Only the outcome is rewarded.
+
+A policy trained on perfect demonstrations has nothing left to learn, so a quarter of their sums
+is wrong, and carried on from there: what it must then find out by itself is which sums are right.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from dora_pipe.errors import ConfigError
+from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.schemas.identity import derive_seed
+
+MODULUS = 10
+COUNT_MAX = 60
+"""Largest count that has a word."""
+
+EVAL_SEED = 999
+"""Evaluation rows do not depend on the `seed` option: runs can be compared."""
+
+WORDS: tuple[str, ...] = (
+    "|",
+    "=",
+    *(str(digit) for digit in range(MODULUS)),
+    *(f"c{count}" for count in range(1, COUNT_MAX + 1)),
+)
+"""Every word of prompts and answers, for `write_word_tokenizer`."""
+
+
+class Arithmetic(Task):
+    """The built-in task `arithmetic`.
+
+    Example: ``Arithmetic(count=64).prompt({"start": 3, "step": 7, "count": 12}) == "3 7 c12 |"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 1,
+        count: int = 4096,
+        eval_count: int = 256,
+        mu: float = 1.2,
+        sigma: float = 1.3,
+        n_max: int = COUNT_MAX,
+        noise: float = 0.25,
+    ) -> None:
+        """`mu`, `sigma`: of the logarithm of the count. `noise`: share of wrong sums shown."""
+        if not 1 <= n_max <= COUNT_MAX:
+            raise ConfigError(f"task.options.n_max: {n_max} is not between 1 and {COUNT_MAX}")
+        if not 0 <= noise <= 1:
+            raise ConfigError(f"task.options.noise: {noise} is not between 0 and 1")
+        self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
+        self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
+        self._mu, self._sigma, self._n_max = mu, sigma, n_max
+        self._noise = noise
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task."""
+        chance = random.Random(derive_seed("arithmetic", split, self._seeds[split]))
+        return [self._row(chance) for _ in range(self._counts[split])]
+
+    def prompt(self, row: Row) -> str:
+        """See Task."""
+        return f"{row['start']} {row['step']} c{row['count']} |"
+
+    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
+        """1 if the text ends with the right sum behind its `=`, else 0."""
+        total = (row["start"] + row["count"] * row["step"]) % MODULUS
+        return float(text.split()[-2:] == ["=", str(total)])
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
+        """See Task."""
+        chance = random.Random(derive_seed("arithmetic", "demonstrations", seed))
+        rows = (self._row(chance) for _ in range(count))
+        return [(self.prompt(row), self.answer(row, chance)) for row in rows]
+
+    def answer(self, row: Row, chance: random.Random) -> str:
+        """A demonstration, its sums wrong (and carried on) with probability `noise`."""
+        words, total = [], row["start"]
+        for left in range(row["count"], 0, -1):
+            total = (total + row["step"]) % MODULUS
+            if chance.random() < self._noise:
+                total = chance.randrange(MODULUS)
+            words += [f"c{left}", str(total)]
+        return " ".join([*words, "=", str(total)])
+
+    def _row(self, chance: random.Random) -> Row:
+        count = math.ceil(chance.lognormvariate(self._mu, self._sigma))
+        return {
+            "start": chance.randrange(MODULUS),
+            "step": chance.randrange(MODULUS),
+            "count": min(max(count, 1), self._n_max),
+        }

@@ -1,0 +1,151 @@
+"""Sums of several numbers modulo 100 with a calculator: a task of several turns.
+
+    prompt       n3 17 n2 25 n1 64 |
+    model        n2 call 17 + 25          environment   result 42
+    model        n1 call 42 + 64          environment   result 6
+    model        answer 6                 done
+
+Adding two numbers modulo 100 is a table of 10 000 entries, too much for a small policy; copying
+numbers into a call is not. The word in front of a call names the number that it adds: a line of
+scratchpad, not checked. Every turn ends at the end-of-sequence token. Only the outcome is
+rewarded; a turn that is neither a call nor an answer is told so and costs a turn.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from dora_pipe.errors import ConfigError
+from dora_pipe.producers.tasks.port import Environment, Observation, Row, Split, Task
+from dora_pipe.schemas.identity import derive_seed
+
+MODULUS = 100
+NUMBERS_MAX = 9
+"""Most numbers of one sum that have words."""
+
+EVAL_SEED = 999
+"""Evaluation rows do not depend on the `seed` option: runs can be compared."""
+
+TOOL = "calculator"
+SPARE_TURNS = 2
+"""Turns of an episode beyond those that a perfect policy needs."""
+
+WORDS: tuple[str, ...] = (
+    "|",
+    "+",
+    "call",
+    "result",
+    "answer",
+    "error",
+    *(f"n{place}" for place in range(1, NUMBERS_MAX + 1)),
+    *(str(number) for number in range(MODULUS)),
+)
+"""Every word of prompts, turns and observations, for `write_word_tokenizer`."""
+
+_CALL = re.compile(r"(?:^|\s)call (\d{1,2}) \+ (\d{1,2})$")
+_ANSWER = re.compile(r"(?:^|\s)answer (\d{1,2})$")
+
+
+class Calculator(Environment):
+    """One episode: adds what it is asked to add, until there is an answer."""
+
+    def reset(self, row: Row) -> str:
+        """See Environment."""
+        numbers = row["numbers"]
+        self._left = len(numbers) + SPARE_TURNS
+        named = (f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
+        return f"{' '.join(named)} |"
+
+    def step(self, text: str) -> Observation:
+        """See Environment."""
+        self._left -= 1
+        if _ANSWER.search(text.strip()):
+            return Observation(text="", done=True)
+        call = _CALL.search(text.strip())
+        if call is None:
+            return Observation(text="error", done=self._left <= 0, ok=False)
+        total = (int(call[1]) + int(call[2])) % MODULUS
+        return Observation(text=f"result {total}", done=self._left <= 0, tool=TOOL)
+
+
+class CalculatorTask(Task):
+    """The built-in task `calculator`.
+
+    Example: ``CalculatorTask().environment(row).reset({"numbers": [17, 25]}) == "n2 17 n1 25 |"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 1,
+        count: int = 4096,
+        eval_count: int = 256,
+        numbers_min: int = 2,
+        numbers_max: int = 5,
+        noise: float = 0.25,
+        end: str = "<eos>",
+    ) -> None:
+        """`noise`: share of turns with a wrong number in demonstrations.
+
+        `end`: how the end-of-sequence token is written between the turns of a demonstration.
+        """
+        if not 1 <= numbers_min <= numbers_max <= NUMBERS_MAX:
+            raise ConfigError(
+                f"task.options: numbers_min {numbers_min} and numbers_max {numbers_max} are not "
+                f"a range within 1 and {NUMBERS_MAX}"
+            )
+        if not 0 <= noise <= 1:
+            raise ConfigError(f"task.options.noise: {noise} is not between 0 and 1")
+        self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
+        self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
+        self._numbers = numbers_min, numbers_max
+        self._noise = noise
+        self._end = end
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task."""
+        chance = random.Random(derive_seed("calculator", split, self._seeds[split]))
+        return [self._row(chance) for _ in range(self._counts[split])]
+
+    def prompt(self, row: Row) -> str:
+        """See Task."""
+        return Calculator().reset(row)
+
+    def environment(self, row: Row) -> Environment:
+        """See Task."""
+        return Calculator()
+
+    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
+        """1 if the last turn answers with the sum of all numbers, else 0."""
+        found = _ANSWER.search(text.strip())
+        return float(found is not None and int(found[1]) == sum(row["numbers"]) % MODULUS)
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
+        """One pair per turn of as many episodes as give `count` pairs (the last is cut)."""
+        chance = random.Random(derive_seed("calculator", "demonstrations", seed))
+        pairs: list[tuple[str, str]] = []
+        while len(pairs) < count:
+            pairs += self.episode(self._row(chance), chance)
+        return pairs[:count]
+
+    def episode(self, row: Row, chance: random.Random) -> list[tuple[str, str]]:
+        """(everything before, turn) of one demonstrated episode."""
+        world = Calculator()
+        context, pairs = world.reset(row), []
+        total, *others = row["numbers"]
+        for at, number in enumerate(others):
+            turn = f"n{len(others) - at} call {total} + {self._shown(number, chance)}"
+            pairs.append((context, turn))
+            said = world.step(turn).text
+            total = int(said.split()[-1])
+            context = f"{context} {turn} {self._end} {said}"
+        return [*pairs, (context, f"answer {self._shown(total, chance)}")]
+
+    def _shown(self, number: int, chance: random.Random) -> int:
+        return chance.randrange(MODULUS) if chance.random() < self._noise else number
+
+    def _row(self, chance: random.Random) -> Row:
+        size = chance.randint(*self._numbers)
+        return {"numbers": [chance.randrange(MODULUS) for _ in range(size)]}

@@ -1,0 +1,386 @@
+"""The processes that run a task, driven without threads from one loop.
+
+It decides which process gets a call, when one has hung, and who is to blame when one dies: the
+call that it was working on. What that process had not begun goes to another; episodes that it
+held are lost, and their requests are told so. `poll` never waits unless asked to.
+
+Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, a time limit per
+call, and `DEATHS_MAX` processes in a row that die without answering anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections import deque
+from types import TracebackType
+from typing import Final
+
+from msgspec.structs import replace
+
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.config import model
+from dora_pipe.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.producers.tasks import wire
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    EpisodeLost,
+    Forget,
+    PromptCall,
+    RewardCall,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+    one_line,
+)
+from dora_pipe.producers.tasks.child import CLOSE_S, Child, OpenCall
+from dora_pipe.producers.tasks.translate import event_of, frame_of, how_it_ended
+from dora_pipe.producers.tasks.wire import Facts
+
+QUEUE_MAX: Final = 8192
+"""Calls without an event; a worker has at most one per request it holds."""
+
+WINDOW: Final = 32
+"""Calls sent to a process ahead of its answers: enough to keep it busy between two polls."""
+
+START_LIMIT_S: Final = 120.0
+"""For importing users' modules and reading the data."""
+
+DEATHS_MAX: Final = 32
+"""Processes that die in a row without one answer before the pool gives up."""
+
+BACKOFF_FIRST_S: Final = 0.1
+BACKOFF_MAX_S: Final = 5.0
+"""Before the second, third, ... process in a row is started again; the first at once."""
+
+_NS: Final = 1_000_000_000
+_WAIT_S: Final = 0.25
+
+
+class TaskPool:
+    """Runs prompts, environments and rewards of one task in `task.processes` processes.
+
+    It is a port of the runtime: its effects are `PromptCall`, `EnvStep`, `RewardCall` and
+    `Forget`, its events those of `calls`. Make it, and use it, in the process's main thread (on
+    Linux the task processes die with the thread that made them).
+
+    Example::
+
+        with TaskPool(config.task) as pool:
+            facts = pool.wait()
+            pool.submit(PromptCall(request="g0000000042-003", split="train", index=17))
+            events = pool.poll(wait_s=1.0)
+    """
+
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
+
+    def __init__(self, task: model.Task, *, clock: Clock | None = None) -> None:
+        self._task = task
+        self._clock = clock or SystemClock()
+        self._selector = selectors.DefaultSelector()
+        self._children: list[Child] = []
+        self._queue: deque[OpenCall] = deque()
+        self._open: dict[str, OpenCall] = {}
+        self._episodes: dict[str, tuple[Child, int]] = {}
+        self._lost: dict[str, str] = {}
+        self._events: list[TaskEvent] = []
+        self._facts: Facts | None = None
+        self._number = 0
+        self._deaths_in_a_row = 0
+        self._last_death = ""
+        self._start_at_ns = 0
+        self._closed = False
+        self.deaths = 0
+        """Processes that died or were killed for a time-out, since the start."""
+        self._start()
+
+    # What the loop calls.
+
+    @property
+    def facts(self) -> Facts | None:
+        """What the task brings; None until the first process has opened it."""
+        return self._facts
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls or events wait for the next `poll`."""
+        roomy = [child for child in self._children if self._roomy(child)]
+        return bool(self._events or (roomy and self._queue) or any(c.pinned for c in roomy))
+
+    @property
+    def pending(self) -> int:
+        """Calls without an event."""
+        return len(self._open)
+
+    def wait(self) -> Facts:
+        """Block until the task is open. Raises ConfigError or TaskError where it cannot be."""
+        while self._facts is None:
+            self._turn(_WAIT_S)
+        return self._facts
+
+    def start(self, effect: TaskCall | Forget) -> None:
+        """Begin an effect (see `submit`, `forget`)."""
+        if isinstance(effect, Forget):
+            self.forget(effect.request)
+        else:
+            self.submit(effect)
+
+    def submit(self, call: TaskCall) -> None:
+        """Take a call; it leaves with the next `poll`.
+
+        A `PromptCall` drops what its request had before. Raises ValueError where the request has
+        a call already, ResourceError beyond `QUEUE_MAX` calls.
+        """
+        if isinstance(call, PromptCall):
+            self.forget(call.request)
+        if call.request in self._open:
+            raise ValueError(f"{call.request} has a call already")
+        if len(self._open) >= QUEUE_MAX:
+            raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
+        if call.request in self._lost and not isinstance(call, PromptCall):
+            self._events.append(EpisodeLost(request=call.request, message=self._lost[call.request]))
+            return
+        self._take(call)
+
+    def forget(self, request: str) -> None:
+        """Drop a request's call and episode without an event; also events not yet polled."""
+        call = self._open.pop(request, None)
+        if call is not None:
+            call.forgotten = True
+            with contextlib.suppress(ValueError):
+                self._queue.remove(call)
+        self._lost.pop(request, None)
+        if any(event.request == request for event in self._events):
+            self._events = [event for event in self._events if event.request != request]
+        self._end_episode(request)
+
+    def poll(self, wait_s: float = 0.0) -> list[TaskEvent]:
+        """Events since the last call; waits up to `wait_s` seconds for the first.
+
+        Raises TaskError where the task cannot be run at all: its processes die one after the
+        other, or its data or code changed while the run went on.
+        """
+        self._turn(wait_s)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Stop: 1. end the pipes, so that episodes close; 2. wait a second; 3. kill; 4. let go."""
+        if self._closed:
+            return
+        self._closed = True
+        for child in self._children:
+            child.hang_up()
+        end_ns = self._clock.now_ns() + int(CLOSE_S * _NS)
+        for child in self._children:
+            # One that is in a call does not look at its pipe.
+            if child.episodes and not child.sent:
+                child.wait(max(0.0, (end_ns - self._clock.now_ns()) / _NS))
+            child.kill()
+            child.release()
+        self._children.clear()
+        self._selector.close()
+
+    def __enter__(self) -> TaskPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Calls on their way down.
+
+    def _take(self, call: TaskCall) -> None:
+        self._number += 1
+        held = self._episodes.get(call.request)
+        try:
+            frame = frame_of(self._number, call, held[1] if held else None)
+        except ValueError as error:  # too long, or no Unicode
+            self._fail(call.request, type(error).__name__, str(error))
+            return
+        seconds = self._task.environment_timeout_s
+        if isinstance(call, RewardCall):
+            seconds = self._task.reward_timeout_s
+        opened = OpenCall(
+            request=call.request, number=self._number, frame=frame, limit_ns=int(seconds * _NS)
+        )
+        self._open[call.request] = opened
+        if held is None:
+            self._queue.append(opened)
+        else:
+            opened.episode = held[1]
+            held[0].pinned.append(opened)
+
+    def _roomy(self, child: Child) -> bool:
+        return child.ready and len(child.sent) < WINDOW
+
+    def _hand_out(self, now_ns: int) -> None:
+        for child in self._children:
+            while child.pinned and self._roomy(child):
+                call = child.pinned.popleft()
+                if not call.forgotten:
+                    child.send(call, now_ns)
+        while self._queue:
+            roomy = [child for child in self._children if self._roomy(child)]
+            if not roomy:
+                break
+            min(roomy, key=lambda child: child.load).send(self._queue.popleft(), now_ns)
+        for child in self._children:
+            child.flush()
+
+    # Answers on their way up.
+
+    def _turn(self, wait_s: float) -> None:
+        now_ns = self._clock.now_ns()
+        self._start_missing(now_ns)
+        self._hand_out(now_ns)
+        ready = self._selector.select(0 if self._events else wait_s)
+        now_ns = self._clock.now_ns()
+        for key, mask in ready:
+            if mask & selectors.EVENT_READ:
+                self._hear(key.data, now_ns)
+        for child in list(self._children):
+            self._limit(child, now_ns)
+        self._hand_out(now_ns)
+
+    def _hear(self, child: Child, now_ns: int) -> None:
+        try:
+            frames, ended = child.read()
+            for frame in frames:
+                self._answered(child, frame, now_ns)
+        except ValueError as error:
+            self._bury(child, now_ns, "ProcessDied", f"its process wrote no answer: {error}")
+            return
+        if ended:
+            self._bury(child, now_ns, "ProcessDied", "")
+
+    def _answered(self, child: Child, frame: wire.Up, now_ns: int) -> None:
+        match frame:
+            case wire.Hello():
+                self._greet(child, frame.facts)
+                return
+            case wire.Refused():
+                kind = ConfigError if frame.config else TaskError
+                raise kind(frame.message, hint=frame.hint)
+        if not child.sent or child.sent[0].number != frame.number:
+            raise ValueError(f"an answer to call {frame.number}, which is not its turn")
+        call = child.sent.popleft()
+        child.head_since_ns = now_ns
+        self._deaths_in_a_row = 0
+        self._settle(child, call, frame)
+
+    def _settle(self, child: Child, call: OpenCall, answer: wire.Answer) -> None:
+        """Turn an answer into an event, and keep the book of episodes."""
+        if isinstance(answer, wire.Prompted) and answer.episode:
+            child.episodes[call.number] = call.request
+            if call.forgotten:
+                child.end(call.number)
+            else:
+                self._episodes[call.request] = child, call.number
+        if call.forgotten:
+            return
+        del self._open[call.request]
+        if isinstance(answer, wire.Scored | wire.Failed):
+            self._end_episode(call.request)
+        self._events.append(event_of(call.request, answer))
+
+    def _greet(self, child: Child, facts: Facts) -> None:
+        if self._facts not in (None, facts):
+            raise TaskError(
+                "the task's data or code is not what it was when the run started here",
+                hint="restore it, or start a new run",
+            )
+        self._facts = facts
+        child.ready = True
+
+    # Time limits and deaths.
+
+    def _limit(self, child: Child, now_ns: int) -> None:
+        if not child.ready:
+            if now_ns - child.born_ns > START_LIMIT_S * _NS:
+                raise TaskError(
+                    f"the task was not open after {START_LIMIT_S:.0f} s",
+                    hint="importing its modules or reading its data takes too long",
+                )
+        elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
+            seconds = child.sent[0].limit_ns / _NS
+            self._bury(child, now_ns, "TimedOut", f"timed out after {seconds:g} s")
+
+    def _bury(self, child: Child, now_ns: int, error: str, message: str) -> None:
+        """Kill a process, take the answers it still gave, and settle what it leaves behind."""
+        self._children.remove(child)
+        status = child.kill()
+        last = len(child.sent)
+        with contextlib.suppress(ValueError):
+            for frame in child.read(to_the_end=True)[0]:
+                self._answered(child, frame, now_ns)
+        child.release()
+        message = message or how_it_ended(status)
+        answered_after_all = error == "TimedOut" and len(child.sent) < last
+        if child.sent and not answered_after_all:
+            self._blame(child.sent.popleft(), error, message)
+        self._inherit(child, message)
+        self._count_death(now_ns, message)
+
+    def _blame(self, call: OpenCall, error: str, message: str) -> None:
+        if call.forgotten:
+            return  # its request may have another call, even another episode, by now
+        del self._open[call.request]
+        self._end_episode(call.request)
+        self._fail(call.request, error, message)
+
+    def _inherit(self, child: Child, message: str) -> None:
+        """Calls that any process can do go to the front of the queue, in order; episodes end."""
+        left = [call for call in (*child.sent, *child.pinned) if not call.forgotten]
+        self._queue.extendleft(call for call in reversed(left) if call.episode is None)
+        why = one_line(f"the process of its environment ended: {message}")
+        for request in child.episodes.values():
+            del self._episodes[request]
+            self._open.pop(request, None)
+            self._lost[request] = why
+            self._events.append(EpisodeLost(request=request, message=why))
+
+    def _count_death(self, now_ns: int, message: str) -> None:
+        self.deaths += 1
+        self._deaths_in_a_row += 1
+        self._last_death = message
+        if self._deaths_in_a_row >= DEATHS_MAX:
+            raise TaskError(
+                f"{DEATHS_MAX} task processes in a row died without answering anything; the last:"
+                f" {message}",
+                hint="what they wrote to stderr may tell why",
+            )
+        again = self._deaths_in_a_row - 2
+        pause_s = 0.0 if again < 0 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0**again)
+        self._start_at_ns = now_ns + int(pause_s * _NS)
+
+    def _start_missing(self, now_ns: int) -> None:
+        missing = self._task.processes - len(self._children)
+        if missing and now_ns >= self._start_at_ns:
+            self._start()
+
+    def _start(self) -> None:
+        now_ns = self._clock.now_ns()
+        while len(self._children) < self._task.processes:
+            self._children.append(Child.start(self._task, self._selector, now_ns))
+
+    def _end_episode(self, request: str) -> None:
+        held = self._episodes.pop(request, None)
+        if held is not None:
+            held[0].end(held[1])
+
+    def _fail(self, request: str, error: str, message: str) -> None:
+        self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
+
+
+def survey(task: model.Task, *, clock: Clock | None = None) -> Facts:
+    """Digests and sizes of a task's data, found out in a process of its own.
+
+    Raises ConfigError or TaskError where the task cannot be opened.
+    """
+    with TaskPool(replace(task, processes=1), clock=clock) as pool:
+        return pool.wait()

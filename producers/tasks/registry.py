@@ -1,0 +1,122 @@
+"""Which class a configured task is, and the digests of what it brings: data and reward."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dora_pipe.config import model
+from dora_pipe.errors import ConfigError, TaskError
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
+from dora_pipe.producers.tasks.calculator import CalculatorTask
+from dora_pipe.producers.tasks.imports import load_attribute, nearest
+from dora_pipe.producers.tasks.jsonl import JsonlTask
+from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.schemas.wire import canonical
+
+BUILT_IN: Mapping[str, type[Task]] = {
+    "arithmetic": Arithmetic,
+    "calculator": CalculatorTask,
+    "jsonl": JsonlTask,
+}
+
+
+def open_task(config: model.Task) -> Task:
+    """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
+
+    A class or function is called with `options`, and with `data`, `eval_data` and `reward` where
+    they are set; a Task object is taken as it is. Raises ConfigError for an unknown kind or
+    option (with the nearest name), TaskError where the user's module or data cannot be used.
+    A user's module runs in the calling process: roles ask a pool instead (`pool.survey`).
+    """
+    factory = _factory(config.kind)
+    given = {"data": config.data, "eval_data": config.eval_data, "reward": config.reward}
+    arguments = {**config.options, **{key: value for key, value in given.items() if value}}
+    if isinstance(factory, Task):
+        if arguments:
+            raise ConfigError(f"task: `{config.kind}` is an object and takes no {min(arguments)}")
+        return factory
+    _check_arguments(config.kind, factory, arguments, set(given))
+    task = factory(**arguments)
+    if not isinstance(task, Task):
+        raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, which is no Task")
+    return task
+
+
+def _factory(kind: str) -> Task | Callable[..., Any]:
+    if kind in BUILT_IN:
+        return BUILT_IN[kind]
+    if ":" not in kind:
+        raise ConfigError(
+            f"task.kind: unknown task `{kind}`",
+            hint=nearest(kind, BUILT_IN)
+            or f"one of {', '.join(BUILT_IN)}, or module:attribute of your own",
+        )
+    found = load_attribute("task.kind", kind)
+    if isinstance(found, Task) or callable(found):
+        return found  # type: ignore[no-any-return]
+    raise TaskError(f"task.kind: `{kind}` is neither a Task nor a class or function that makes one")
+
+
+def _check_arguments(
+    kind: str, factory: Callable[..., Any], arguments: Mapping[str, Any], keys: set[str]
+) -> None:
+    """Raise ConfigError unless the factory takes these arguments."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # no signature to be known: calling it will tell
+    takes = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        return
+    for name in arguments:
+        if name not in takes:
+            where = f"task.{name}" if name in keys else f"task.options.{name}"
+            raise ConfigError(f"{where}: `{kind}` does not take it", hint=nearest(name, takes))
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"task.options: {error} of `{kind}`") from error
+
+
+def dataset_digest(task: Task, split: Split) -> tuple[str, int]:
+    """sha256 (hex) over the canonical JSON of a split's rows, one line each, and their number.
+
+    Raises TaskError where a row is not made of plain JSON values.
+    """
+    return rows_digest(task.rows(split), split)
+
+
+def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
+    """As `dataset_digest`, of rows at hand."""
+    digest = hashlib.sha256()
+    for place, row in enumerate(rows):
+        try:
+            digest.update(canonical(row))
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+            raise TaskError(f"row {place} of `{split}` is not plain JSON: {error}") from error
+        digest.update(b"\n")
+    return digest.hexdigest(), len(rows)
+
+
+def reward_digest(task: Task) -> str:
+    """sha256 (hex) over the source of the modules that decide the reward.
+
+    These are the modules of `task.reward_sources()`, not what they import in turn. "" where the
+    source of one cannot be known (typed in, or compiled).
+    """
+    digest = hashlib.sha256()
+    for source in task.reward_sources():
+        module = sys.modules.get(getattr(source, "__module__", ""))
+        try:
+            text = inspect.getsource(module or source)
+        except (OSError, TypeError):
+            return ""
+        digest.update(text.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()

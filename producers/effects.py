@@ -1,0 +1,148 @@
+"""What the worker's machine asks of its ports and what they answer; decides nothing.
+
+A request is named by its key (see `rows.key_of`): trajectory and attempt, so that what belongs to
+an attempt that was given up can never be taken for the next one's. The task pool's own calls and
+events (`tasks.calls`) are used as they are wherever they carry no text; the machine knows token ids
+only, text stays in the ports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.tasks.port import Split
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAdd:
+    """Take a request into a free slot."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCancel:
+    """Empty a slot; no event follows."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWeights:
+    """Load a version while no slot is taken: `WeightsLoaded` or `LoadFailed`."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed:
+    """The engine keeps the weights it had."""
+
+    version: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """The prompt of a request as token ids; with `episode`, its turns go to an environment."""
+
+    request: str
+    token_ids: Sequence[int]
+    episode: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnvironment:
+    """Hand a model turn to the request's episode: `Observed`, `TaskFailed` or `EpisodeLost`."""
+
+    request: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the environment answered, as token ids; see `tasks.port.Observation`."""
+
+    request: str
+    token_ids: Sequence[int]
+    done: bool
+    tool: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Ask for the reward of a finished trajectory: `Rewarded`, `TaskFailed` or `EpisodeLost`."""
+
+    request: str
+    split: Split
+    index: int
+    answer: Sequence[int]
+    """Token ids of the last model turn."""
+    turns: Sequence[Sequence[int]]
+    """Token ids of every turn but the prompt, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchProgress:
+    """Read the chain of progress records that ends at `resume`: `ProgressFetched`."""
+
+    request: str
+    resume: Resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressFetched:
+    """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
+
+    request: str
+    chunks: Sequence[Progress]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeTrajectory:
+    """Make the value and headers of a trajectory: `TrajectoryEncoded` or `EncodeFailed`."""
+
+    request: str
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryEncoded:
+    """A trajectory as the bus takes it."""
+
+    request: str
+    value: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeProgress:
+    """Make the value of a progress record: `ProgressEncoded` or `EncodeFailed`."""
+
+    request: str
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressEncoded:
+    """A progress record as the bus takes it."""
+
+    request: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeFailed:
+    """The record broke a rule of its schema, so nothing may be logged of this request."""
+
+    request: str
+    message: str

@@ -1,0 +1,370 @@
+"""The rollout worker without IO: obeys decisions meant for its own incarnation, and checks them.
+
+It reads the decisions topic and nothing else, from a position taken before it joined: whatever was
+decided about this incarnation lies behind it. It hosts one version and has a target. While the two
+differ, requests of the hosted version that it already has are finished (a decision may take them
+away), then the target is loaded; requests of the target wait for it. Any other version is refused.
+
+Leaving (asked by a signal or a decision): nothing more is taken, running requests get a last
+progress record, finished ones are still logged, then `worker left` says how far each had come.
+Fenced: everything is dropped, nothing is published any more under this epoch, the loop ends; the
+role joins again under a new epoch, if nobody else has taken its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.errors import SchemaError
+from dora_pipe.producers.effects import (
+    EncodeFailed,
+    LoadFailed,
+    LoadWeights,
+    Observed,
+    ProgressEncoded,
+    ProgressFetched,
+    Prompted,
+    TrajectoryEncoded,
+)
+from dora_pipe.producers.engines.port import RequestFinished, TokensSampled, WeightsLoaded
+from dora_pipe.producers.requests import Requests
+from dora_pipe.producers.rows import Phase, WorkerSetup
+from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
+from dora_pipe.producers.transitions import take, take_published
+from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
+from dora_pipe.schemas.control import WorkerLeft, WorkerReady
+from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.rounds import Assign, Cancel, Drain, Fence, Place, StopRun, decode_round
+from dora_pipe.schemas.wire import encode
+
+Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
+"""`replaced`: a decision names a later incarnation of this worker's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A version with its weights digest (hex)."""
+
+    version: int
+    digest: str
+
+
+NOTHING: Final = Hosted(-1, "")
+"""What a worker hosts before its first assignment."""
+
+_ORDER: Final = (
+    Phase.RUNNING,
+    Phase.ENVIRONMENT,
+    Phase.REWARDING,
+    Phase.PROMPTING,
+    Phase.RESUMING,
+    Phase.WAITING,
+    Phase.ENCODING,
+    Phase.LOGGING,
+    Phase.REPORTING,
+    Phase.LEAVING,
+)
+"""What a worker is said to wait for: the first of these that some request is in."""
+
+
+class WorkerMachine:
+    """One incarnation of a rollout worker.
+
+    Example: ``Runtime(WorkerMachine(setup, cost=meter.cost, kv_used=...), ...).run(stop)``;
+    afterwards `outcome` and `error` say how it ended.
+    """
+
+    def __init__(
+        self, setup: WorkerSetup, *, cost: Callable[[], Cost], kv_used: Callable[[], int]
+    ) -> None:
+        self.setup = setup
+        self.requests = Requests(setup)
+        self.hosted = NOTHING
+        self.target = NOTHING
+        self.loading: Hosted | None = None
+        self.outcome: Outcome = "running"
+        self.error = ""
+        self._cost = cost
+        self._kv_used = kv_used
+        self._leaving = ""
+        self._leave_by_ns = 0
+        self._status_ns = 0
+        self._role_epoch = -1
+
+    @property
+    def finished(self) -> bool:
+        """Whether this incarnation is over."""
+        return self.outcome != "running"
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """The decisions, from before this incarnation joined."""
+        decisions = TopicPartition(self.setup.topics.decisions, 0)
+        return {decisions: self.setup.decisions_from}
+
+    def wake_at(self) -> int:
+        """When the next status is due, or the end of patience while leaving."""
+        if self._leaving:
+            return min(self._status_ns, self._leave_by_ns)
+        return self._status_ns
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """Take the inputs in order, then start whatever has become possible."""
+        out = self.requests.out = Outputs()
+        for one in inputs:
+            if not self.finished:
+                _INPUTS[type(one)](self, one, now)
+        if not self.finished:
+            self._go_on(now)
+        if self.outcome in ("fenced", "replaced"):
+            self.requests.drop_all()
+            return Outputs()
+        return out
+
+    def waits_for(self) -> str:
+        """In words; empty while tokens are being sampled."""
+        if self.loading:
+            return f"the weights of version {self.loading.version}"
+        for phase in _ORDER:
+            count = self.requests.in_phase(phase)
+            if count and phase is Phase.RUNNING:
+                return ""
+            if count:
+                return (
+                    f"{count} {'request' if count == 1 else 'requests'} waiting for {phase.value}"
+                )
+        if self.hosted == NOTHING:
+            return "a first version to host"
+        return f"requests of version {self.hosted.version}"
+
+    # Inputs
+
+    def _on_record(self, record: Record, now: Now) -> None:
+        """A round. Raises SchemaError: what it decided must not be skipped."""
+        try:
+            round_ = decode_round(record.value)
+        except SchemaError as error:
+            raise SchemaError(
+                f"the round at offset {record.offset} of {record.topic}: {error.message}",
+                hint="was it written by a later version of dora-pipe?",
+            ) from None
+        if round_.role_epoch < self._role_epoch:
+            self.requests.counts["rounds of an older orchestrator"] += 1
+            return
+        self._role_epoch = round_.role_epoch
+        for decision in round_.decisions:
+            obey = _DECISIONS.get(type(decision))
+            if obey is not None and not self.finished:
+                obey(self, decision, now)
+
+    def _on_published(self, event: Published, now: Now) -> None:
+        take_published(self.requests, event, now)
+
+    def _on_request_event(self, event: Any, now: Now) -> None:
+        take(self.requests, event, now)
+
+    def _on_loaded(self, event: WeightsLoaded, now: Now) -> None:
+        if self.loading is None or event.version != self.loading.version:
+            self.requests.counts["refused"] += 1
+            return
+        self.hosted, self.loading = self.loading, None
+        self._ready(event.load_ms, now)
+
+    def _on_load_failed(self, event: LoadFailed, now: Now) -> None:
+        self.loading = None
+        self.error = f"worker {self.setup.worker} cannot host version {event.version}: "
+        self.error += event.message
+        self._leave(self.error, now)
+
+    def _on_stop_asked(self, event: StopAsked, now: Now) -> None:
+        self._leave("its process was asked to stop", now)
+
+    def _on_caught_up(self, event: CaughtUp, now: Now) -> None:
+        """Nothing depends on it: what concerns this incarnation was decided after it joined."""
+
+    # Decisions
+
+    def _mine(self, decision: Assign | Cancel | Drain | Fence | Place) -> bool:
+        """Whether it is meant for this incarnation; a later one means that this is replaced."""
+        if decision.worker != self.setup.worker:
+            return False
+        if decision.epoch > self.setup.epoch:
+            self.outcome = "replaced"
+        elif decision.epoch < self.setup.epoch:
+            self.requests.counts["decisions for an earlier epoch"] += 1
+        return decision.epoch == self.setup.epoch
+
+    def _on_place(self, place: Place, now: Now) -> None:
+        if place.worker != self.setup.worker:
+            return
+        mine = self._mine(place)
+        if self.finished or (self._leaving and mine):
+            return
+        refusal = self._refusal(place)
+        if refusal is None:
+            self.requests.place(place, now)
+            return
+        error, message, retryable = refusal
+        self.requests.fail(place, now, error, message, retryable=retryable)
+
+    def _refusal(self, place: Place) -> tuple[str, str, bool] | None:
+        """(error, message, retryable) of what cannot be taken."""
+        setup, spec = self.setup, place.spec
+        where = f"{place.trajectory} was placed on worker {setup.worker}"
+        if place.epoch != setup.epoch:
+            why = f"{where} under role epoch {place.epoch}, which ended: this is {setup.epoch}"
+            return "EarlierEpoch", why, True
+        if spec.dataset_digest != setup.digests[spec.purpose]:
+            mine = setup.digests[spec.purpose][:12]
+            why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine}"
+            return "OtherDataset", why, False
+        if Hosted(spec.version, spec.digest) != self.target:
+            why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
+            why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
+            return "OtherVersion", why, True
+        if len(self.requests.rows) >= setup.requests_max:
+            return "TooMany", f"{where}, which holds {setup.requests_max} requests already", True
+        return None
+
+    def _on_cancel(self, cancel: Cancel, now: Now) -> None:
+        if self._mine(cancel):
+            self.requests.cancel(cancel.trajectory, cancel.attempt)
+
+    def _on_assign(self, assign: Assign, now: Now) -> None:
+        if not self._mine(assign) or self._leaving:
+            return
+        self.target = Hosted(assign.version, assign.digest)
+        self.requests.hold_versions(now, self.hosted.version, self.target.version)
+        if self.target == self.hosted and self.loading is None:
+            self._ready(0.0, now)
+
+    def _on_drain(self, drain: Drain, now: Now) -> None:
+        if self._mine(drain):
+            self._leave(f"drained: {drain.reason}", now)
+
+    def _on_fence(self, fence: Fence, now: Now) -> None:
+        if self._mine(fence):
+            self.outcome = "fenced"
+
+    def _on_stop_run(self, stop: StopRun, now: Now) -> None:
+        self._leaving = self._leaving or f"the run stopped: {stop.reason}"
+        self._left(now)
+
+    # What follows
+
+    def _go_on(self, now: Now) -> None:
+        requests = self.requests
+        requests.write_progress()
+        if self._leaving:
+            if not requests.rows or now.mono_ns >= self._leave_by_ns:
+                self._left(now)
+                return
+        elif self.loading is None and self.hosted != self.target:
+            if requests.generating(self.hosted.version):
+                requests.fill(self.hosted.version, now)
+            else:
+                self._load()
+        elif self.loading is None:
+            requests.fill(self.hosted.version, now)
+        if now.mono_ns >= self._status_ns:
+            self._status_ns = now.mono_ns + self.setup.heartbeat_ns
+            self._status(now)
+
+    def _load(self) -> None:
+        self.loading = self.target
+        effect = LoadWeights(version=self.target.version, digest=self.target.digest)
+        self.requests.out.effects.append(effect)
+
+    def _ready(self, load_ms: float, now: Now) -> None:
+        """The hosted version may be the target, or one that was replaced while it was loaded."""
+        hosted = self.hosted
+        self.requests.hold_versions(now, hosted.version, self.target.version)
+        record = WorkerReady(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            version=hosted.version,
+            digest=hosted.digest,
+            load_ms=load_ms,
+        )
+        self._publish(self.setup.topics.control, record)
+
+    def _leave(self, reason: str, now: Now) -> None:
+        if self._leaving:
+            return
+        self._leaving = reason
+        self._leave_by_ns = now.mono_ns + self.setup.stop_timeout_ns
+        self.requests.leave()
+
+    def _left(self, now: Now) -> None:
+        requests = self.requests
+        record = WorkerLeft(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            reason=self._leaving,
+            progress={**requests.left, **requests.progress()},
+        )
+        self._publish(self.setup.topics.control, record)
+        self.outcome = "failed" if self.error else "left"
+        requests.drop_all()
+
+    def _status(self, now: Now) -> None:
+        requests = self.requests
+        status = WorkerStatus(
+            at_ns=now.wall_ns,
+            waits_for=self.waits_for(),
+            cost=self._cost(),
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            version=self.hosted.version,
+            active=requests.in_phase(Phase.RUNNING),
+            waiting=requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING),
+            kv_used_tokens=self._kv_used(),
+            tokens_total=requests.tokens_total,
+            progress=requests.progress(),
+        )
+        self._publish(self.setup.topics.metrics, status)
+
+    def _publish(self, topic: str, record: msgspec.Struct) -> None:
+        append = Append(topic=topic, key=self.setup.worker.encode(), value=encode(record))
+        self.requests.out.publish.append(Publish(record=append))
+
+
+_REQUEST_EVENTS: Final = (
+    TokensSampled,
+    RequestFinished,
+    Prompted,
+    Observed,
+    Rewarded,
+    TaskFailed,
+    EpisodeLost,
+    ProgressFetched,
+    TrajectoryEncoded,
+    ProgressEncoded,
+    EncodeFailed,
+)
+
+_INPUTS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
+    Record: WorkerMachine._on_record,
+    Published: WorkerMachine._on_published,
+    WeightsLoaded: WorkerMachine._on_loaded,
+    LoadFailed: WorkerMachine._on_load_failed,
+    StopAsked: WorkerMachine._on_stop_asked,
+    CaughtUp: WorkerMachine._on_caught_up,
+    **{kind: WorkerMachine._on_request_event for kind in _REQUEST_EVENTS},
+}
+
+_DECISIONS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
+    Place: WorkerMachine._on_place,
+    Cancel: WorkerMachine._on_cancel,
+    Assign: WorkerMachine._on_assign,
+    Drain: WorkerMachine._on_drain,
+    Fence: WorkerMachine._on_fence,
+    StopRun: WorkerMachine._on_stop_run,
+}
+"""Every other decision is somebody else's."""

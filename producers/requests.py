@@ -1,0 +1,329 @@
+"""The requests of a worker: what may be done with one, and what must be kept in step with it.
+
+Which event leads to what stands in `transitions`; this file keeps the queues and counters that
+belong to the phases. Everything that is to happen outside is put into `out`.
+
+Rules:
+
+1. A request enters a slot in the order in which it was placed; one between two turns goes first.
+2. Of an attempt at most one trajectory is handed to the log. From REWARDING on it counts as
+   finished and a cancellation comes too late: it is logged, and the fold decides.
+3. Progress records of a request form a chain, so at most one is under way; the offset of the last
+   acknowledged one is its `Resume`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Final
+
+from dora_pipe.bus.port import Append
+from dora_pipe.producers.effects import (
+    EncodeProgress,
+    EncodeTrajectory,
+    EngineAdd,
+    EngineCancel,
+    Score,
+)
+from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.rows import (
+    GENERATING,
+    Phase,
+    Row,
+    WorkerSetup,
+    key_of,
+    progress_of,
+    seed_of,
+    trajectory_of,
+)
+from dora_pipe.producers.sequence import TokenSequence
+from dora_pipe.producers.tasks.calls import Forget, PromptCall
+from dora_pipe.runtime import Now, Outputs, Publish
+from dora_pipe.schemas.control import FinishReason, RequestFailed, Resume
+from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.wire import encode
+
+EMIT_EVERY_TOKENS: Final = 32
+"""The engine reports a single-turn request's tokens at least so often: what has not been reported
+is lost when the worker stops."""
+
+
+class Requests:
+    """All requests of one incarnation."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.out = Outputs()
+        self.rows: dict[str, Row] = {}
+        self.counts: Counter[str] = Counter()
+        self.versions: frozenset[int] = frozenset()
+        """Versions that a request may (again) wait for here."""
+        self.tokens_total = 0
+        self.left: dict[str, Resume] = {}
+        """Progress of requests that were put down because the worker leaves."""
+        self._phases: Counter[Phase] = Counter()
+        self._generating: Counter[int] = Counter()
+        self._waiting: dict[int, dict[str, None]] = {}  # version: keys in order
+        self._returning: dict[str, None] = {}
+        self._grown: dict[str, None] = {}
+
+    # What the machine asks
+
+    def in_phase(self, *phases: Phase) -> int:
+        """How many requests are in one of these phases."""
+        return sum(self._phases[phase] for phase in phases)
+
+    def generating(self, version: int) -> int:
+        """Requests of a version that still need it in the engine."""
+        return self._generating[version]
+
+    def progress(self) -> dict[str, Resume]:
+        """Newest progress record of every open request that has one."""
+        return {row.place.trajectory: row.resume for row in self.rows.values() if row.resume}
+
+    # What the machine orders
+
+    def place(self, place: Place, now: Now) -> None:
+        """Take a request; the same placement twice is one.
+
+        Its prompt is asked for at once, not when a slot is free: a refill must not wait for it.
+        """
+        key = key_of(place.trajectory, place.attempt)
+        if key in self.rows:
+            self.counts["placed twice"] += 1
+            return
+        params = self.setup.params[place.spec.purpose]
+        self.rows[key] = row = Row(
+            key=key, place=place, params=params, placed_ns=now.wall_ns, resume=place.resume
+        )
+        self._count(row, +1)
+        self.ask_prompt(row)
+
+    def cancel(self, trajectory: str, attempt: int) -> None:
+        """Drop a request, unless it has finished already."""
+        row = self.rows.get(key_of(trajectory, attempt))
+        if row is not None and (row.phase in GENERATING or row.phase is Phase.LEAVING):
+            self.abandon(row)
+        else:
+            self.counts["cancelled too late"] += 1
+
+    def fail(self, place: Place, now: Now, error: str, message: str, *, retryable: bool) -> None:
+        """Report that a request ends here without a trajectory."""
+        self.counts["failed"] += 1
+        record = RequestFailed(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            trajectory=place.trajectory,
+            attempt=place.attempt,
+            error=error,
+            message=message,
+            retryable=retryable,
+        )
+        append = Append(
+            topic=self.setup.topics.control, key=place.trajectory.encode(), value=encode(record)
+        )
+        self.out.publish.append(Publish(record=append))
+
+    def fill(self, version: int, now: Now) -> None:
+        """Put waiting requests of a version into free slots."""
+        free = self.setup.slots - self._phases[Phase.RUNNING]
+        while free > 0:
+            queue = self._returning or self._waiting.get(version)
+            if not queue:
+                return
+            self._run(self.rows[next(iter(queue))], now)
+            free -= 1
+
+    def hold_versions(self, now: Now, *versions: int) -> None:
+        """From now on only requests of these versions wait here; the others are handed back."""
+        self.versions = frozenset(versions)
+        if self.versions.issuperset(self._generating):
+            return
+        for row in self._generating_rows():
+            if row.place.spec.version not in self.versions:
+                self.hand_back(row, now)
+
+    def write_progress(self) -> None:
+        """Start a progress record of every request that has sampled enough since the last one."""
+        for key in self._grown:
+            row = self.rows.get(key)
+            if row is not None and row.phase is Phase.RUNNING:
+                self._chunk(row, self.setup.checkpoint_tokens)
+        self._grown.clear()
+
+    def leave(self) -> None:
+        """Put down what is not finished, running requests with a last progress record."""
+        self.versions = frozenset()
+        for row in self._generating_rows():
+            if row.phase is not Phase.RUNNING or row.episode:
+                self._put_down(row)
+            else:
+                self.out.effects.append(EngineCancel(request=row.key))
+                self.enter(row, Phase.LEAVING)
+                self.last_chunk(row)
+
+    def drop_all(self) -> None:
+        """Forget everything; nothing more is asked of any port."""
+        self.rows.clear()
+        self._phases.clear()
+        self._generating.clear()
+        self._waiting.clear()
+        self._returning.clear()
+        self._grown.clear()
+
+    # Steps of a request; `transitions` says when
+
+    def enter(self, row: Row, phase: Phase) -> None:
+        """Take a request to a phase."""
+        self._count(row, -1)
+        row.phase = phase
+        self._count(row, +1)
+
+    def ask_prompt(self, row: Row) -> None:
+        """A request needs its prompt (again)."""
+        spec = row.place.spec
+        call = PromptCall(request=row.key, split=spec.purpose, index=spec.index)
+        self.out.effects.append(call)
+
+    def wait(self, row: Row) -> None:
+        """A request is ready for a slot."""
+        self.enter(row, Phase.WAITING)
+        if row.sequence.turns_taken:
+            self._returning[row.key] = None
+        else:
+            self._waiting.setdefault(row.place.spec.version, {})[row.key] = None
+
+    def ended(self, row: Row, finish: FinishReason, now: Now) -> None:
+        """The sequence is complete: ask for its reward."""
+        row.finish, row.finished_ns = finish, now.wall_ns
+        self.enter(row, Phase.REWARDING)
+        spec, sequence = row.place.spec, row.sequence
+        self.out.effects.append(
+            Score(
+                request=row.key,
+                split=spec.purpose,
+                index=spec.index,
+                answer=sequence.answer(),
+                turns=sequence.turns(),
+            )
+        )
+
+    def broken(self, row: Row, error: str, now: Now) -> None:
+        """The sequence ended in an error: logged as invalid, without asking for a reward."""
+        row.finish, row.finished_ns, row.error = "error", now.wall_ns, error
+        row.reward_error = f"not scored: {error}"
+        if row.episode:
+            self.out.effects.append(Forget(request=row.key))
+        self.encode(row)
+
+    def encode(self, row: Row) -> None:
+        """All is known: make the record."""
+        self.enter(row, Phase.ENCODING)
+        trajectory = trajectory_of(row, self.setup)
+        self.out.effects.append(EncodeTrajectory(request=row.key, trajectory=trajectory))
+
+    def grown(self, row: Row) -> None:
+        """A request may have enough for a progress record."""
+        self._grown[row.key] = None
+
+    def last_chunk(self, row: Row) -> None:
+        """A leaving request is put down as soon as all it has sampled is durable."""
+        if not self._chunk(row, 1) and not row.chunk_open:
+            self._put_down(row)
+
+    def start_again(self, row: Row, now: Now) -> None:
+        """From the prompt on, under the same version and seed."""
+        self._release(row)
+        row.restarts += 1
+        row.sequence = TokenSequence([], at_ns=now.wall_ns)
+        row.started_ns = row.first_token_ns = row.finished_ns = None
+        self.enter(row, Phase.PROMPTING)
+        self.ask_prompt(row)
+
+    def give_up(self, row: Row, now: Now, error: str, message: str, *, retryable: bool) -> None:
+        """Report a request as failed and drop it."""
+        self.fail(row.place, now, error, message, retryable=retryable)
+        self.abandon(row)
+
+    def hand_back(self, row: Row, now: Now) -> None:
+        """A request cannot have its version here any more: somebody else may."""
+        message = f"worker {self.setup.worker} has left version {row.place.spec.version}"
+        self.give_up(row, now, "Retargeted", message, retryable=True)
+
+    def abandon(self, row: Row) -> None:
+        """Drop a request with all it holds."""
+        self._release(row)
+        if row.episode or row.phase in (Phase.PROMPTING, Phase.REWARDING):
+            self.out.effects.append(Forget(request=row.key))
+        self.gone(row)
+
+    def gone(self, row: Row) -> None:
+        """A request has no more business here."""
+        self._count(row, -1)
+        self._grown.pop(row.key, None)
+        del self.rows[row.key]
+
+    def _run(self, row: Row, now: Now) -> None:
+        """Put a request into a slot; of several turns only what is left may be sampled."""
+        sequence, params = row.sequence, row.params
+        self._unlist(row)
+        self.enter(row, Phase.RUNNING)
+        sequence.start_stay(now.wall_ns)
+        row.started_ns = row.started_ns or now.wall_ns
+        sampled = sequence.sampled_tokens
+        emit_every = min(self.setup.checkpoint_tokens, EMIT_EVERY_TOKENS)
+        if row.episode:
+            params = replace(params, max_tokens=params.max_tokens - sampled)
+            sampled = emit_every = 0
+        request = EngineRequest(
+            request=row.key,
+            token_ids=list(sequence.token_ids),
+            sampled=sampled,
+            seed=seed_of(row.place),
+            params=params,
+            emit_every=emit_every,
+        )
+        self.out.effects.append(EngineAdd(request=request))
+
+    def _chunk(self, row: Row, tokens_min: int) -> bool:
+        """Start a progress record if none is under way and there is enough to write."""
+        if row.chunk_open or row.sequence.sampled_tokens - row.chunk_end < tokens_min:
+            return False
+        progress = progress_of(row, self.setup)
+        row.chunk_open = True
+        row.chunk_end = row.sequence.sampled_tokens
+        self.out.effects.append(EncodeProgress(request=row.key, progress=progress))
+        return True
+
+    def _put_down(self, row: Row) -> None:
+        if row.resume is not None:
+            self.left[row.place.trajectory] = row.resume
+        self.abandon(row)
+
+    def _release(self, row: Row) -> None:
+        """Let go of the slot, or of the place in the queue."""
+        if row.phase is Phase.RUNNING:
+            self.out.effects.append(EngineCancel(request=row.key))
+        self._unlist(row)
+
+    def _unlist(self, row: Row) -> None:
+        self._returning.pop(row.key, None)
+        version = row.place.spec.version
+        waiting = self._waiting.get(version)
+        if waiting is not None:
+            waiting.pop(row.key, None)
+            if not waiting:
+                del self._waiting[version]
+
+    def _count(self, row: Row, one: int) -> None:
+        version = row.place.spec.version
+        self._phases[row.phase] += one
+        if row.phase in GENERATING:
+            self._generating[version] += one
+            if not self._generating[version]:
+                del self._generating[version]
+
+    def _generating_rows(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.phase in GENERATING]

@@ -1,0 +1,214 @@
+"""One request on its way through a worker, and the records made of it; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.sequence import TokenSequence
+from dora_pipe.schemas.control import FinishReason, Resume, TrajectoryLogged
+from dora_pipe.schemas.identity import Purpose, trajectory_seed
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
+from dora_pipe.schemas.wire import SCHEMA_VERSION
+
+
+class Phase(Enum):
+    """Where a request is; the value says in words what it waits for."""
+
+    PROMPTING = "its prompt"
+    RESUMING = "its progress records"
+    WAITING = "a slot"
+    RUNNING = "tokens"
+    ENVIRONMENT = "its environment"
+    REWARDING = "its reward"
+    ENCODING = "the codec"
+    LOGGING = "the trajectories topic"
+    REPORTING = "the control topic"
+    LEAVING = "the progress topic"
+
+
+GENERATING = frozenset(
+    {Phase.PROMPTING, Phase.RESUMING, Phase.WAITING, Phase.RUNNING, Phase.ENVIRONMENT}
+)
+"""Phases that still need the engine: a version is kept until none of its requests is in one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a worker incarnation is told once.
+
+    Example: ``WorkerSetup(topics=Topics("demo"), worker="w0", epoch=7, slots=64, prefetch=16,
+    context_tokens=1024, checkpoint_tokens=128, turns_max=8, heartbeat_ns=500_000_000,
+    stop_timeout_ns=30_000_000_000, decisions_from=12, digests={...}, params={...})``.
+    """
+
+    topics: Topics
+    worker: str
+    epoch: int
+    """Offset of this incarnation's `worker joined`."""
+    slots: int
+    prefetch: int
+    context_tokens: int
+    checkpoint_tokens: int
+    turns_max: int
+    heartbeat_ns: int
+    stop_timeout_ns: int
+    """How long finished requests may still wait for rewards after a stop was asked."""
+    decisions_from: int
+    """Position in the decisions topic, taken before joining."""
+    digests: Mapping[Purpose, str]
+    """Digest of the data set of each purpose."""
+    params: Mapping[Purpose, SamplingParams]
+    """Sampling settings of each purpose, stop token ids included."""
+
+    @property
+    def requests_max(self) -> int:
+        """Requests held at once, whatever they wait for; a placement beyond is refused."""
+        return 4 * (self.slots + self.prefetch)
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A request. Changed by `requests.Requests` alone."""
+
+    key: str
+    place: Place
+    params: SamplingParams
+    placed_ns: int
+    phase: Phase = Phase.PROMPTING
+    sequence: TokenSequence = field(default_factory=lambda: TokenSequence([], at_ns=0))
+    episode: bool = False
+    """It has an environment: several turns, no progress records."""
+    restarts: int = 0
+    """How often its episode was lost."""
+    resume: Resume | None = None
+    """Its newest durable progress record."""
+    chunk_end: int = 0
+    """Sampled tokens that progress records cover, the one under way included."""
+    chunk_open: bool = False
+    """A progress record is under way: encoded, or appended and not yet acknowledged."""
+    asked_ns: int = 0
+    """When the environment was asked."""
+    started_ns: int | None = None
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    rewarded_ns: int | None = None
+    finish: FinishReason = "stop"
+    error: str | None = None
+    reward: float | None = None
+    reward_raw: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+    sha256: str = ""
+    value_bytes: int = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it has been in a slot since it came here."""
+        return self.started_ns is not None
+
+
+def key_of(trajectory: str, attempt: int) -> str:
+    """The name of a request inside its worker: ``key_of("g0000000042-003", 2)``."""
+    return f"{trajectory}/{attempt}"
+
+
+def seed_of(place: Place) -> int:
+    """The seed of the request's random stream: neither attempt nor worker enters it."""
+    return trajectory_seed(place.spec.seed, place.sibling)
+
+
+def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
+    """The record of a finished request."""
+    place, spec, sequence = row.place, row.place.spec, row.sequence
+    return Trajectory(
+        trajectory=place.trajectory,
+        version=spec.version,
+        digest=spec.digest,
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs,
+        sampler_logprobs=sequence.sampler_logprobs,
+        loss_mask=sequence.loss_mask,
+        reward=row.reward,
+        segments=sequence.segments,
+        meta=Meta(
+            run=setup.topics.run,
+            schema_version=SCHEMA_VERSION,
+            group=spec.group,
+            group_size=spec.size,
+            sibling=place.sibling,
+            attempt=place.attempt,
+            purpose=spec.purpose,
+            deadline=spec.deadline,
+            dataset_digest=spec.dataset_digest,
+            index=spec.index,
+            data_epoch=spec.data_epoch,
+            seed=seed_of(place),
+            prompt_tokens=sequence.prompt_tokens,
+            worker=setup.worker,
+            epoch=setup.epoch,
+            finish=row.finish,
+            times=Times(
+                placed=row.placed_ns,
+                started=row.started_ns,
+                first_token=row.first_token_ns,
+                finished=row.finished_ns,
+                rewarded=row.rewarded_ns,
+            ),
+            reward_raw=row.reward_raw,
+            reward_parts=row.reward_parts,
+            reward_error=row.reward_error,
+            error=row.error,
+            prefills=tuple(sequence.prefills),
+        ),
+    )
+
+
+def progress_of(row: Row, setup: WorkerSetup) -> Progress:
+    """The record of what was sampled since the last one. Only for single-turn requests."""
+    place, spec = row.place, row.place.spec
+    token_ids, logprobs, sampler_logprobs = row.sequence.since(row.chunk_end)
+    assert row.first_token_ns is not None and token_ids
+    return Progress(
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=spec.version,
+        digest=spec.digest,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        start=row.chunk_end,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        prefills=tuple(row.sequence.prefills),
+        previous=row.resume.offset if row.resume else -1,
+        started_ns=row.first_token_ns,
+    )
+
+
+def logged_of(row: Row, setup: WorkerSetup, *, offset: int, at_ns: int) -> TrajectoryLogged:
+    """The fact that the trajectory lies in the log at this offset of its group's partition."""
+    place, spec = row.place, row.place.spec
+    return TrajectoryLogged(
+        at_ns=at_ns,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        group=spec.group,
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=spec.version,
+        digest=spec.digest,
+        partition=spec.partition,
+        offset=offset,
+        sha256=row.sha256,
+        bytes=row.value_bytes,
+        tokens=row.sequence.sampled_tokens,
+        reward=row.reward,
+        valid=row.reward is not None,
+        finish=row.finish,
+    )

@@ -21,16 +21,16 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # what Kafka allows, short enough 
 class OpenedHere:
     """Knows the process that opened something, and whether it is closed."""
 
-    __slots__ = ("_closed", "_pid", "_what")
+    __slots__ = ("_pid", "_what", "closed")
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
 
     def check(self) -> None:
         """Raises BusError after `close` and in a forked child."""
-        if self._closed:
+        if self.closed:
             raise BusError(f"{self._what} is closed")
         if os.getpid() != self._pid:
             raise BusError(
@@ -39,7 +39,7 @@ class OpenedHere:
 
     def close(self) -> bool:
         """Whether there is something to close: the first time, and not in a forked child."""
-        first, self._closed = not self._closed, True
+        first, self.closed = not self.closed, True
         return first and os.getpid() == self._pid
 
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
@@ -33,37 +31,28 @@ from dora_pipe.bus.checks import (
     record_bytes,
     topic_missing,
 )
+from dora_pipe.bus.kafka_client import (
+    BATCH_BYTES,
+    BATCH_ROOM_BYTES,
+    CONNECT_LIMIT_S,
+    DELIVERY_LIMIT_S,
+    FETCH_BYTES,
+    PROBE_LIMIT_S,
+    QUIET_LIMIT_S,
+    RECORD_BYTES_MAX,
+    RETRY_MS,
+    TRANSACTION_LIMIT_S,
+    bounded,
+    ms,
+    our_errors,
+    send,
+    to_record,
+    topic_settings,
+)
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
+from dora_pipe.errors import BusError, OutcomeUnknown
 
-CONNECT_LIMIT_S = 10.0
-"""For the first contact with the cluster."""
-
-DELIVERY_LIMIT_S = 30.0
-"""An append that was not acknowledged by then has an unknown outcome."""
-
-TRANSACTION_LIMIT_S = 40.0
-"""The broker aborts an append that its dead writer left open; until then readers stop before it."""
-
-QUIET_LIMIT_S = 2.0
-"""A reader that heard nothing for so long asks whether the broker is there: `poll` alone is silent
-in an outage, and then leases must stand still."""
-
-PROBE_LIMIT_S = 1.0
-
-BATCH_BYTES = 512 * 1024
-"""Of one producer batch; topics take so much more than their largest record."""
-
-FETCH_BYTES = 32 * 1024 * 1024
-RECORD_BYTES_MAX = 64 * 1024 * 1024
-
-_RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
-_REPLICAS = 3
-_BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
-
-_FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
-_TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)
-_MISSING = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.UnknownTopicIdError)
+_Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 
 
 class KafkaBus:
@@ -81,9 +70,9 @@ class KafkaBus:
         self._parts: list[KafkaReader | KafkaWriter] = []
         self._specs: dict[str, TopicSpec] = {}
         self._lock = threading.Lock()  # a writer's thread looks topics up too
-        with _errors():
+        with our_errors():
             self._admin = KafkaAdminClient(
-                bootstrap_servers=self.servers, bootstrap_timeout_ms=_ms(CONNECT_LIMIT_S)
+                bootstrap_servers=self.servers, bootstrap_timeout_ms=ms(CONNECT_LIMIT_S)
             )
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
@@ -92,10 +81,10 @@ class KafkaBus:
             check_spec(spec)
         existing = set(self.topics())
         fresh = {spec.name: spec for spec in topics if spec.name not in existing}
-        with _errors(), self._lock:
+        with our_errors(), self._lock:
             if fresh:
                 brokers = len(self._admin.describe_cluster()["brokers"])
-                wanted = {name: _settings(spec, brokers) for name, spec in fresh.items()}
+                wanted = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
                 try:
                     self._admin.create_topics(wanted, wait_for_metadata=True)
                 except kafka_errors.TopicAlreadyExistsError:
@@ -106,7 +95,7 @@ class KafkaBus:
     def topics(self) -> list[str]:
         """Names of all topics, sorted, without Kafka's own."""
         self._here.check()
-        with _errors(), self._lock:
+        with our_errors(), self._lock:
             return sorted(t for t in self._admin.list_topics() if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
@@ -117,7 +106,7 @@ class KafkaBus:
         """The position after the last visible record: the last stable offset."""
         check_exists(tp, {tp.topic: self.spec(tp.topic)})
         at = KafkaPartition(*tp)
-        with _errors(), self._lock:
+        with our_errors(), self._lock:
             found = self._admin.list_partition_offsets(
                 {at: OffsetSpec.LATEST}, isolation_level=IsolationLevel.READ_COMMITTED
             )
@@ -128,23 +117,25 @@ class KafkaBus:
         for tp, position in positions.items():
             check_exists(tp, {tp.topic: self.spec(tp.topic)})
             check_position(tp, position)
-        reader = KafkaReader(self.servers, positions)
-        self._parts.append(reader)
-        return reader
+        return self._keep(KafkaReader(self.servers, positions))
 
     def writer(self, *, exclusive: str | None = None) -> KafkaWriter:
         """A writer; with a name, earlier ones of that name are fenced."""
         self._here.check()
-        writer = KafkaWriter(self, exclusive)
-        self._parts.append(writer)
-        return writer
+        return self._keep(KafkaWriter(self, exclusive))
+
+    def _keep(self, part: _Part) -> _Part:
+        """Close it with the bus at the latest."""
+        self._parts = [each for each in self._parts if not each.here.closed]
+        self._parts.append(part)
+        return part
 
     def spec(self, topic: str) -> TopicSpec:
         """The settings of a topic as they were asked for. Raises TopicMissing."""
         self._here.check()
         if topic not in self._specs:
             resource = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": None})
-            with _errors(), self._lock:
+            with our_errors(), self._lock:
                 (found,) = self._admin.describe_topics([topic])
                 if found["error_code"]:
                     raise topic_missing(topic)
@@ -153,7 +144,7 @@ class KafkaBus:
             self._specs[topic] = TopicSpec(
                 name=topic,
                 partitions=len(found["partitions"]),
-                record_bytes_max=max(1, limit - _BATCH_ROOM_BYTES),
+                record_bytes_max=max(1, limit - BATCH_ROOM_BYTES),
             )
         return self._specs[topic]
 
@@ -170,13 +161,13 @@ class KafkaReader:
     """Reads assigned partitions, never as a member of a group; fetches ahead within bounds."""
 
     def __init__(self, servers: Sequence[str], positions: Mapping[TopicPartition, int]) -> None:
-        self._here = OpenedHere("this reader")
+        self.here = OpenedHere("this reader")
         self._waiting: deque[Record] = deque()  # fetched, and over the caller's last bound
         self._heard_s = time.monotonic()
-        with _errors():
+        with our_errors():
             self._consumer = KafkaConsumer(
                 bootstrap_servers=list(servers),
-                bootstrap_timeout_ms=_ms(CONNECT_LIMIT_S),
+                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
                 isolation_level="read_committed",
                 group_id=None,
                 enable_auto_commit=False,
@@ -184,7 +175,7 @@ class KafkaReader:
                 allow_auto_create_topics=False,
                 fetch_max_bytes=FETCH_BYTES,
                 max_partition_fetch_bytes=FETCH_BYTES,
-                retry_backoff_ms=_RETRY_MS,
+                retry_backoff_ms=RETRY_MS,
             )
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])
             for tp, position in positions.items():
@@ -194,11 +185,11 @@ class KafkaReader:
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
     ) -> list[Record]:
         """Records from the present positions on; in an outage a BusError, after a probe."""
-        self._here.check()
+        self.here.check()
         if not self._waiting:
-            with _errors():
-                fetched = self._consumer.poll(_ms(timeout_s), max_records=records_max)
-            self._waiting.extend(_record(each) for part in fetched.values() for each in part)
+            with our_errors():
+                fetched = self._consumer.poll(ms(timeout_s), max_records=records_max)
+            self._waiting.extend(to_record(each) for part in fetched.values() for each in part)
             self._listen(heard=bool(fetched))
         found: list[Record] = []
         while self._waiting and len(found) < records_max:
@@ -212,9 +203,9 @@ class KafkaReader:
         """After a long silence, find out whether it is the log that is quiet or the broker."""
         now_s = time.monotonic()
         if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
-            with _errors():
+            with our_errors():
                 self._consumer.end_offsets(
-                    list(self._consumer.assignment()), timeout_ms=_ms(PROBE_LIMIT_S)
+                    list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
                 )
             heard = True
         if heard:
@@ -226,7 +217,7 @@ class KafkaReader:
         for record in self._waiting:
             if record.at == tp:
                 return record.offset
-        with _errors():
+        with our_errors():
             return int(self._consumer.position(at, timeout_ms=0))
 
     def seek(self, tp: TopicPartition, position: int) -> None:
@@ -234,16 +225,16 @@ class KafkaReader:
         check_position(tp, position)
         at = self._assigned(tp)
         self._waiting = deque(record for record in self._waiting if record.at != tp)
-        with _errors():
+        with our_errors():
             self._consumer.seek(at, position)
 
     def close(self) -> None:
         """Let go of the consumer."""
-        if self._here.close():
+        if self.here.close():
             self._consumer.close(autocommit=False)
 
     def _assigned(self, tp: TopicPartition) -> KafkaPartition:
-        self._here.check()
+        self.here.check()
         at = KafkaPartition(*tp)
         if at not in self._consumer.assignment():
             raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
@@ -256,13 +247,13 @@ class KafkaWriter:
     def __init__(self, bus: KafkaBus, exclusive: str | None) -> None:
         self._bus = bus
         self._name = exclusive
-        self._here = OpenedHere("this writer")
+        self.here = OpenedHere("this writer")
         self._broken = False
         self._producer: KafkaProducer | None = self._open()
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all, in one transaction if exclusive, and return their offsets."""
-        self._here.check()
+        self.here.check()
         if self._broken:
             raise BusError("this exclusive writer does not know what it appended; open another one")
         check_appends(records, {each.topic: self._bus.spec(each.topic) for each in records})
@@ -278,36 +269,36 @@ class KafkaWriter:
 
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
         """Before the commit of a transaction begins, a failure means: nothing was appended."""
-        with _errors(BusError if self._name else OutcomeUnknown):
+        with our_errors(BusError if self._name else OutcomeUnknown):
             if self._name:
                 producer.begin_transaction()
-            sent = [_send(producer, record) for record in records]
+            sent = [send(producer, record) for record in records]
             deadline_s = time.monotonic() + self._bus.delivery_limit_s
             offsets = [
                 int(each.get(max(0.0, deadline_s - time.monotonic())).offset) for each in sent
             ]
         if self._name:
-            with _errors(OutcomeUnknown):
-                _bounded(producer.commit_transaction, self._bus.delivery_limit_s)
+            with our_errors(OutcomeUnknown):
+                bounded(producer.commit_transaction, self._bus.delivery_limit_s)
         return offsets
 
     def _open(self) -> KafkaProducer:
-        with _errors():
+        with our_errors():
             producer = KafkaProducer(
                 bootstrap_servers=self._bus.servers,
-                bootstrap_timeout_ms=_ms(CONNECT_LIMIT_S),
+                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
                 acks="all",
                 enable_idempotence=True,
                 transactional_id=self._name,
-                transaction_timeout_ms=_ms(TRANSACTION_LIMIT_S),
-                delivery_timeout_ms=_ms(self._bus.delivery_limit_s),
-                request_timeout_ms=_ms(self._bus.delivery_limit_s),
-                max_block_ms=_ms(CONNECT_LIMIT_S),
+                transaction_timeout_ms=ms(TRANSACTION_LIMIT_S),
+                delivery_timeout_ms=ms(self._bus.delivery_limit_s),
+                request_timeout_ms=ms(self._bus.delivery_limit_s),
+                max_block_ms=ms(CONNECT_LIMIT_S),
                 max_request_size=RECORD_BYTES_MAX,
                 batch_size=BATCH_BYTES,
                 linger_ms=0,
                 allow_auto_create_topics=False,
-                retry_backoff_ms=_RETRY_MS,
+                retry_backoff_ms=RETRY_MS,
             )
             if self._name:
                 producer.init_transactions()
@@ -322,78 +313,5 @@ class KafkaWriter:
 
     def close(self) -> None:
         """Let go of the producer."""
-        if self._here.close() and self._producer is not None:
+        if self.here.close() and self._producer is not None:
             self._producer.close(timeout=PROBE_LIMIT_S)
-
-
-def _settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
-    """Everything that durability rests on is said, whatever the cluster's defaults are."""
-    replicas = min(_REPLICAS, brokers)
-    return {
-        "num_partitions": spec.partitions,
-        "replication_factor": replicas,
-        "configs": {
-            "min.insync.replicas": str(max(1, replicas - 1)),
-            "max.message.bytes": str(spec.record_bytes_max + _BATCH_ROOM_BYTES),
-            "cleanup.policy": "delete",
-            "retention.ms": "-1",
-            "retention.bytes": "-1",
-            "unclean.leader.election.enable": "false",
-            "compression.type": "producer",
-        },
-    }
-
-
-def _send(producer: KafkaProducer, record: Append) -> Any:
-    return producer.send(
-        record.topic,
-        value=record.value,
-        key=record.key,
-        headers=list(record.headers),
-        partition=record.partition,
-    )
-
-
-def _record(found: Any) -> Record:
-    return Record(
-        topic=found.topic,
-        partition=found.partition,
-        offset=found.offset,
-        key=found.key or b"",
-        value=found.value or b"",
-        headers=tuple((name, value or b"") for name, value in found.headers),
-    )
-
-
-def _bounded(call: Callable[[], None], limit_s: float) -> None:
-    """Run a call that the client itself would wait for without end."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            done.set_result(None)
-        except kafka_errors.KafkaError as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="kafka-commit", daemon=True).start()
-    done.result(limit_s)
-
-
-@contextmanager
-def _errors(otherwise: type[BusError] = BusError) -> Iterator[None]:
-    """Turn the client's errors into ours; `otherwise` is what an unspecific one means here."""
-    try:
-        yield
-    except _FENCED as error:
-        raise Fenced(f"a newer writer took over: {error}") from error
-    except _TRUNCATED as error:
-        raise LogTruncated(f"the log ends before this position: {error}") from error
-    except _MISSING as error:
-        raise TopicMissing(f"a topic is missing: {error}") from error
-    except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
-        raise otherwise(f"kafka: {type(error).__name__}: {error}") from error
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)

@@ -25,6 +25,6 @@ def open_bus(url: str) -> Bus:
     if kind == "memory":
         raise UsageError(
             "a log in memory cannot be opened by its address",
-            hint="it lives inside one process: MemoryBus(log); use sqlite:PATH between processes",
+            hint="it lives inside one process; use sqlite:PATH between processes",
         )
     raise UsageError(f"`{url}` is not a log", hint="sqlite:PATH or kafka://HOST:PORT[,HOST:PORT]")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,13 +35,13 @@ from dora_pipe.errors import BusError, BusFull, Fenced, OutcomeUnknown, TopicMis
 TOPICS_MAX = 2047
 """Of one file: what the topic's bits of a row number can hold."""
 
-WAIT_S_MAX = 0.020
+WAIT_S_MAX = 0.050
 """The longest sleep of a waiting reader; it bounds how late a record may be seen on a quiet log."""
 
-WAIT_S_MIN = 0.0005
+WAIT_S_MIN = 0.001
 
-WAIT_SHARE = 8
-"""A reader sleeps one eighth of the time that its log has been quiet."""
+WAIT_SHARE = 4
+"""A reader sleeps a quarter of the time for which nothing came: it is at most that share late."""
 
 _OFFSET_BITS = 40
 _PARTITION_BITS = 12
@@ -88,7 +87,7 @@ class SqliteBus:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._file: SqliteFile | None = None
-        self._parts: weakref.WeakSet[SqliteReader | SqliteWriter] = weakref.WeakSet()
+        self._parts: set[SqliteFile] = set()
         self._topics = _Topics()
         self._closed = False
 
@@ -136,25 +135,29 @@ class SqliteBus:
             self._find(tp)
             check_position(tp, position)
         places = [_Place(tp, self._topics.base(*tp), at) for tp, at in positions.items()]
-        reader = SqliteReader(SqliteFile(self.path), places)
-        self._parts.add(reader)
-        return reader
+        return SqliteReader(self._part(patient=True), places)
 
     def writer(self, *, exclusive: str | None = None) -> SqliteWriter:
         """A writer, with its own connection; with a name, earlier ones of that name are fenced."""
         if self._open() is None:
             raise TopicMissing(f"there is no log at {self.path}")
-        writer = SqliteWriter(SqliteFile(self.path, patient=False), exclusive)
-        self._parts.add(writer)
-        return writer
+        return SqliteWriter(self._part(patient=False), exclusive)
 
     def close(self) -> None:
         """Close the bus with its readers and writers."""
         self._closed = True
         for part in self._parts:
             part.close()
+        self._parts.clear()
         if self._file is not None:
             self._file.close()
+
+    def _part(self, *, patient: bool) -> SqliteFile:
+        """A connection for a reader or a writer, closed with the bus at the latest."""
+        self._parts = {part for part in self._parts if not part.closed}
+        part = SqliteFile(self.path, patient=patient)
+        self._parts.add(part)
+        return part
 
     def _open(self, *, create: bool = False) -> SqliteFile | None:
         """The bus's own connection; None where there is no log yet."""

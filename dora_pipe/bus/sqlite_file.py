@@ -16,7 +16,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,11 @@ class SqliteFile:
         with self.errors():
             self.connection = _connect(path, create=create)
         _live.add(self)
-        try:
-            with self.errors():
-                self._check_format()
-                self._prepare(create=create, patient=patient)
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as undo, self.errors():
+            undo.callback(self.close)
+            self._check_format()
+            self._prepare(create=create, patient=patient)
+            undo.pop_all()
 
     def _check_format(self) -> None:
         """Refuse another program's file and a newer format."""
@@ -203,6 +201,11 @@ class SqliteFile:
     def check_usable(self) -> None:
         """Raises BusError after `close` and in a forked child."""
         self._here.check()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._here.closed
 
     def close(self) -> None:
         """Close the connection; idempotent. The last one copies the write-ahead log back."""

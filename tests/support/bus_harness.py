@@ -133,5 +133,5 @@ class KafkaHarness(_Opener):
             writer._append = append  # type: ignore[method-assign]
             drop()
 
-        writer._append = lose_the_answer  # type: ignore[assignment]
+        writer._append = lose_the_answer  # type: ignore[method-assign]
         writer._drop = drop_and_heal  # type: ignore[method-assign]

@@ -1,0 +1,120 @@
+"""What kafka-python's settings, errors and records mean here; decides durability and limits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from kafka import KafkaProducer
+from kafka import errors as kafka_errors
+
+from dora_pipe.bus.port import Append, Record, TopicSpec
+from dora_pipe.errors import BusError, Fenced, LogTruncated, TopicMissing
+
+CONNECT_LIMIT_S = 10.0
+"""For the first contact with the cluster."""
+
+DELIVERY_LIMIT_S = 30.0
+"""An append that was not acknowledged by then has an unknown outcome."""
+
+TRANSACTION_LIMIT_S = 40.0
+"""The broker aborts an append that its dead writer left open; until then readers stop before it."""
+
+QUIET_LIMIT_S = 2.0
+"""A reader that heard nothing for so long asks whether the broker is there: `poll` alone is silent
+in an outage, and then leases must stand still."""
+
+PROBE_LIMIT_S = 1.0
+
+BATCH_BYTES = 512 * 1024
+"""Of one producer batch; topics take so much more than their largest record."""
+
+FETCH_BYTES = 32 * 1024 * 1024
+RECORD_BYTES_MAX = 64 * 1024 * 1024
+
+RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
+_REPLICAS = 3
+BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
+
+_FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
+_TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)
+_MISSING = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.UnknownTopicIdError)
+
+
+def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
+    """Everything that durability rests on is said, whatever the cluster's defaults are."""
+    replicas = min(_REPLICAS, brokers)
+    return {
+        "num_partitions": spec.partitions,
+        "replication_factor": replicas,
+        "configs": {
+            "min.insync.replicas": str(max(1, replicas - 1)),
+            "max.message.bytes": str(spec.record_bytes_max + BATCH_ROOM_BYTES),
+            "cleanup.policy": "delete",
+            "retention.ms": "-1",
+            "retention.bytes": "-1",
+            "unclean.leader.election.enable": "false",
+            "compression.type": "producer",
+        },
+    }
+
+
+def send(producer: KafkaProducer, record: Append) -> Any:
+    """The future of one record."""
+    return producer.send(
+        record.topic,
+        value=record.value,
+        key=record.key,
+        headers=list(record.headers),
+        partition=record.partition,
+    )
+
+
+def to_record(found: Any) -> Record:
+    """A record of ours from one of the client's."""
+    return Record(
+        topic=found.topic,
+        partition=found.partition,
+        offset=found.offset,
+        key=found.key or b"",
+        value=found.value or b"",
+        headers=tuple((name, value or b"") for name, value in found.headers),
+    )
+
+
+def bounded(call: Callable[[], None], limit_s: float) -> None:
+    """Run a call that the client itself would wait for without end."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            done.set_result(None)
+        except kafka_errors.KafkaError as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="kafka-commit", daemon=True).start()
+    done.result(limit_s)
+
+
+@contextmanager
+def our_errors(otherwise: type[BusError] = BusError) -> Iterator[None]:
+    """Turn the client's errors into ours; `otherwise` is what an unspecific one means here."""
+    try:
+        yield
+    except _FENCED as error:
+        raise Fenced(f"a newer writer took over: {error}") from error
+    except _TRUNCATED as error:
+        raise LogTruncated(f"the log ends before this position: {error}") from error
+    except _MISSING as error:
+        raise TopicMissing(f"a topic is missing: {error}") from error
+    except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
+        raise otherwise(f"kafka: {type(error).__name__}: {error}") from error
+
+
+def ms(seconds: float) -> int:
+    """Milliseconds, as the client counts."""
+    return round(seconds * 1000)

@@ -1,0 +1,149 @@
+"""Several processes on one log: nothing acknowledged is lost, nothing is torn, fencing holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from tests.support.bus_harness import KafkaHarness, SqliteHarness
+from tests.support.bus_steps import catch_up, topic_on
+from tests.support.kafka_broker import ROOT
+
+BATCH = 7
+SMOKE_ROUNDS = 4
+ROUNDS = 30
+
+
+@pytest.fixture(params=["sqlite", pytest.param("kafka", marks=pytest.mark.kafka)])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """A log that processes can share."""
+    if request.param == "sqlite":
+        made: Any = SqliteHarness(tmp_path)
+    else:
+        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield made
+    made.close()
+
+
+class WriterProcess:
+    """`tests.support.bus_writer`, started and held until `go`."""
+
+    def __init__(self, url: str, topic: str, who: str, count: int, *exclusive: str) -> None:
+        arguments = [url, topic, "0", who, str(BATCH), str(count), *exclusive]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.bus_writer", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        """The next line it says; empty when it ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        """Let it append."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> list[str]:
+        """Everything else it said."""
+        out, _ = self.process.communicate(timeout=60)
+        return out.split()
+
+
+def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
+    """What is in the log: (call, index) of each writer, in log order."""
+    at = TopicPartition(topic, 0)
+    reader = bus.reader({at: 0})
+    said: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for record in catch_up(bus, reader, at):
+        who, call, index = record.value.decode().split()
+        assert record.key == who.encode()
+        said[who].append((int(call), int(index)))
+    return said
+
+
+def sequence(records: int) -> list[tuple[int, int]]:
+    """The first so many (call, index) that a writer appends."""
+    return [divmod(i, BATCH) for i in range(records)]
+
+
+def test_processes_that_append_at_once_lose_nothing_and_keep_calls_whole(harness: Any) -> None:
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    writers = [WriterProcess(harness.url, topic, f"w{i}", 20, harness.topic("x")) for i in range(3)]
+    for writer in writers:
+        writer.go()
+    for writer in writers:
+        assert writer.end() == [str(call) for call in range(20)]
+    reader = bus.reader({TopicPartition(topic, 0): 0})
+    found = catch_up(bus, reader, TopicPartition(topic, 0))
+    for start in range(0, len(found), BATCH):
+        calls = {record.value.rsplit(b" ", 1)[0] for record in found[start : start + BATCH]}
+        assert len(calls) == 1, "another writer's records lie inside an exclusive append"
+    assert told(bus, topic) == {f"w{i}": sequence(20 * BATCH) for i in range(3)}
+
+
+def test_a_process_is_fenced_by_another(harness: Any) -> None:
+    bus = harness.open()
+    topic, name = topic_on(harness, bus), harness.topic("x")
+    zombie = WriterProcess(harness.url, topic, "zombie", 1_000_000, name)
+    zombie.go()
+    while (line := zombie.line()) and int(line) < 3:
+        pass
+    writer = bus.writer(exclusive=name)
+    rest = zombie.end()
+    assert rest[-1] == "fenced"
+    acknowledged = [line, *rest[:-1]]
+    assert told(bus, topic)["zombie"] == sequence((int(acknowledged[-1]) + 1) * BATCH)
+    writer.close()
+
+
+def kill_rounds(harness: Any, rounds: int) -> None:
+    """Kill writers at different moments of an append; half of them are exclusive."""
+    bus = harness.open()
+    topic, name = topic_on(harness, bus), harness.topic("x")
+    acknowledged = {}
+    for i in range(rounds):
+        exclusive = [name] if i % 2 else []
+        writer = WriterProcess(harness.url, topic, f"r{i}", 1_000_000, *exclusive)
+        writer.go()
+        last = ""
+        while (line := writer.line()) and int(line) < 1 + i % 5:
+            last = line
+        time.sleep(0.0007 * (i % 9))  # append by append takes about as long
+        writer.process.kill()
+        acknowledged[f"r{i}"] = int(([last, line, *writer.end()])[-1])
+    bus.writer(exclusive=name).close()  # ends what the last killed one left open
+    said = told(bus, topic)
+    for i in range(rounds):
+        who = f"r{i}"
+        calls = acknowledged[who] + 1
+        assert calls * BATCH <= len(said[who]) <= (calls + 1) * BATCH
+        assert said[who] == sequence(len(said[who])), "in order, without holes"
+        whole = harness.url.startswith("sqlite") or i % 2
+        assert not whole or len(said[who]) % BATCH == 0, "an append was torn"
+
+
+def test_killed_writers_lose_nothing_that_was_acknowledged(harness: Any) -> None:
+    kill_rounds(harness, SMOKE_ROUNDS)
+    assert harness.open().topics()
+
+
+@pytest.mark.slow
+def test_many_killed_writers_lose_nothing_that_was_acknowledged(harness: Any) -> None:
+    kill_rounds(harness, ROUNDS)
+    assert harness.open().topics()

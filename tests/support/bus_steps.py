@@ -1,0 +1,86 @@
+"""Harnesses and small steps that the checks of the bus contract are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+
+PATIENCE_S = 30.0
+"""How long a check waits for what must come; only a broken bus ever waits so long."""
+
+
+class Harness(Protocol):
+    """One log, and how to open it."""
+
+    waits: bool
+    """Whether a poll really waits; the memory bus has no time of its own."""
+    shared: bool
+    """Whether other processes can open `url`."""
+    url: str
+
+    def open(self) -> Bus:
+        """One more bus on the same log; the caller closes it, or the harness at the end."""
+        ...
+
+    def topic(self, name: str) -> str:
+        """A name that nobody else uses."""
+        ...
+
+    def make_next_append_unknown(self, writer: Writer) -> None:
+        """The next append of this writer lands, but the writer does not hear of it."""
+        ...
+
+
+Check = Callable[[Harness], None]
+
+
+def topic_on(harness: Harness, bus: Bus, *, partitions: int = 1, record_bytes_max: int = 0) -> str:
+    """A fresh topic."""
+    name = harness.topic("t")
+    spec = TopicSpec(name=name, partitions=partitions)
+    if record_bytes_max:
+        spec = TopicSpec(name=name, partitions=partitions, record_bytes_max=record_bytes_max)
+    bus.create([spec])
+    return name
+
+
+def read(reader: Reader, count: int) -> list[Record]:
+    """Exactly the next `count` records."""
+    found: list[Record] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(found) < count:
+        found += reader.poll(timeout_s=0.5, records_max=count - len(found))
+        assert time.monotonic() < deadline_s, f"{len(found)} of {count} records came"
+    return found
+
+
+def catch_up(bus: Bus, reader: Reader, at: TopicPartition) -> list[Record]:
+    """Everything up to the end, by the only right meaning of "caught up"."""
+    found: list[Record] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while reader.position(at) < bus.end(at):
+        found += reader.poll(timeout_s=0.2)
+        assert time.monotonic() < deadline_s, f"stuck at {reader.position(at)} of {bus.end(at)}"
+    return found
+
+
+def values(records: Sequence[Record]) -> list[bytes]:
+    """The values only."""
+    return [record.value for record in records]
+
+
+def appends(topic: str, *texts: str, partition: int = 0) -> list[Append]:
+    """One record for each text."""
+    return [Append(topic=topic, value=text.encode(), partition=partition) for text in texts]
+
+
+def read_poll(reader: Reader, *, records_max: int = 500, bytes_max: int = 1 << 20) -> list[Record]:
+    """The first poll that returns something."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    found: list[Record] = []
+    while not found and time.monotonic() < deadline_s:
+        found = reader.poll(timeout_s=0.5, records_max=records_max, bytes_max=bytes_max)
+    return found

@@ -1,0 +1,200 @@
+"""The memory bus does exactly the faults that it is told, and has no time of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dora_pipe.bus.memory import (
+    AppendFault,
+    FaultPlan,
+    MemoryBus,
+    MemoryLog,
+    ScriptedFaults,
+)
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
+
+AT = TopicPartition("t", 0)
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.ms = 0
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+def bus_with(faults: FaultPlan | None = None, *, bytes_max: int | None = None) -> MemoryBus:
+    bus = MemoryBus(MemoryLog(bytes_max=bytes_max), faults=faults or ScriptedFaults())
+    bus.create([TopicSpec(name="t")])
+    return bus
+
+
+def texts(*given: str) -> list[Append]:
+    return [Append(topic="t", value=text.encode()) for text in given]
+
+
+def landed(bus: Bus) -> list[str]:
+    reader = bus.reader({AT: 0})
+    return [record.value.decode() for record in reader.poll(timeout_s=0)]
+
+
+def test_gaps_are_the_same_in_every_run() -> None:
+    offsets = []
+    for _ in range(2):
+        writer = bus_with().writer()
+        offsets.append([writer.append(texts("a", "b")) for _ in range(4)])
+    assert offsets[0] == offsets[1] == [[0, 1], [3, 4], [7, 8], [12, 13]]
+
+
+def test_a_failed_append_lands_nothing_and_can_be_tried_again() -> None:
+    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="failed")}))
+    writer = bus.writer()
+    with pytest.raises(BusError) as failed:
+        writer.append(texts("a"))
+    assert type(failed.value) is BusError
+    assert landed(bus) == []
+    writer.append(texts("a"))
+    assert landed(bus) == ["a"]
+
+
+@pytest.mark.parametrize("lands", [0, 1, 2, 3])
+def test_an_unknown_append_lands_the_prefix_that_was_asked_for(lands: int) -> None:
+    bus = bus_with(ScriptedFaults(appends={1: AppendFault(kind="unknown", lands=lands)}))
+    writer = bus.writer()
+    writer.append(texts("first"))
+    with pytest.raises(OutcomeUnknown):
+        writer.append(texts("a", "b", "c"))
+    writer.append(texts("last"))
+    assert landed(bus) == ["first", *["a", "b", "c"][:lands], "last"]
+
+
+def test_a_fenced_writer_is_fenced_even_when_its_outcome_was_unknown() -> None:
+    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="unknown")}))
+    old = bus.writer(exclusive="trainer")
+    with pytest.raises(OutcomeUnknown):
+        old.append(texts("a"))
+    bus.writer(exclusive="trainer")
+    with pytest.raises(Fenced):
+        old.append(texts("a"))
+    assert landed(bus) == []
+
+
+def test_a_full_log_refuses_the_whole_call_and_takes_what_fits() -> None:
+    bus = bus_with(bytes_max=10)
+    writer = bus.writer()
+    with pytest.raises(BusFull):
+        writer.append(texts("12345", "123456"))
+    writer.append(texts("12345", "12345"))
+    with pytest.raises(BusFull):
+        writer.append(texts("1"))
+    assert landed(bus) == ["12345", "12345"]
+
+
+def test_full_can_also_be_planned() -> None:
+    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="full")}))
+    with pytest.raises(BusFull):
+        bus.writer().append(texts("a"))
+    assert landed(bus) == []
+
+
+def test_a_delayed_append_is_seen_when_its_time_has_come_and_hides_what_follows() -> None:
+    clock = Clock()
+    late = ScriptedFaults(appends={1: AppendFault(kind="delayed", delay_ms=50)})
+    bus = MemoryBus(faults=late, now_ms=clock)
+    bus.create([TopicSpec(name="t")])
+    writer, reader = bus.writer(), bus.reader({AT: 0})
+    (first,) = writer.append(texts("now"))
+    (second,) = writer.append(texts("late"))
+    writer.append(texts("behind"))
+    assert [record.value for record in reader.poll(timeout_s=0)] == [b"now"]
+    assert first < reader.position(AT) == bus.end(AT) == second, "caught up before the hidden one"
+    assert bus.next_visible_ms() == 50
+    clock.ms = 49
+    assert reader.poll(timeout_s=9) == []
+    clock.ms = 50
+    assert [record.value for record in reader.poll(timeout_s=0)] == [b"late", b"behind"]
+    assert reader.position(AT) == bus.end(AT)
+    assert bus.next_visible_ms() is None
+
+
+def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:
+    bus = bus_with(ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=5)}))
+    (offset,) = bus.writer().append(texts("mine"))
+    reader = bus.reader({AT: offset + 1})
+    assert reader.poll(timeout_s=0) == []
+    assert reader.position(AT) == offset + 1, "not truncated, and it does not go back"
+
+
+def test_a_planned_poll_fails_and_loses_nothing() -> None:
+    bus = bus_with(ScriptedFaults(polls={0, 1}))
+    bus.writer().append(texts("a"))
+    reader = bus.reader({AT: 0})
+    for _ in range(2):
+        with pytest.raises(BusError):
+            reader.poll(timeout_s=1)
+    assert reader.position(AT) == 0
+    assert [record.value for record in reader.poll(timeout_s=0)] == [b"a"]
+
+
+def test_a_fault_plan_sees_the_call_and_the_records() -> None:
+    class NoSecrets:
+        """Refuses by content, as a simulator may."""
+
+        def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+            secret = any(record.value == b"secret" for record in records)
+            return AppendFault(kind="failed") if secret else None
+
+        def on_poll(self, call: int) -> bool:
+            return False
+
+    bus = bus_with(NoSecrets())
+    writer = bus.writer()
+    writer.append(texts("open"))
+    with pytest.raises(BusError):
+        writer.append(texts("secret"))
+    assert landed(bus) == ["open"]
+
+
+def test_roles_share_a_log_and_have_their_own_faults() -> None:
+    log = MemoryLog()
+    well = MemoryBus(log)
+    well.create([TopicSpec(name="t")])
+    ill = MemoryBus(log, faults=ScriptedFaults(appends={0: AppendFault(kind="failed")}))
+    with pytest.raises(BusError):
+        ill.writer().append(texts("ill"))
+    ill.close()
+    well.writer().append(texts("well"))
+    assert landed(MemoryBus(log)) == ["well"]
+
+
+def test_a_truncated_log_is_noticed_by_its_readers() -> None:
+    bus = bus_with()
+    writer = bus.writer()
+    kept, lost = [writer.append(texts(text))[0] for text in ("kept", "lost")]
+    reader = bus.reader({AT: 0})
+    assert len(reader.poll(timeout_s=0)) == 2
+    bus.log.truncate(AT, lost)
+    with pytest.raises(LogTruncated):
+        reader.poll(timeout_s=0)
+    assert landed(bus) == ["kept"]
+    assert bus.log.bytes_held == len("kept")
+    assert kept < bus.end(AT) <= lost
+
+
+def test_no_partition_starves_another() -> None:
+    bus = MemoryBus()
+    bus.create([TopicSpec(name="t", partitions=2)])
+    writer = bus.writer()
+    writer.append(texts(*(["flood"] * 100)))
+    writer.append([Append(topic="t", partition=1, value=b"other")])
+    reader = bus.reader({AT: 0, TopicPartition("t", 1): 0})
+    seen: list[Record] = []
+    for _ in range(3):
+        seen += reader.poll(timeout_s=0, records_max=10)
+    assert b"other" in [record.value for record in seen]

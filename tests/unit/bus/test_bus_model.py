@@ -1,0 +1,111 @@
+"""Whatever is appended, sought and polled in whatever steps: a bus is a list with gaps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+
+PARTITIONS = 3
+
+sizes = st.integers(min_value=0, max_value=40)
+partitions = st.integers(min_value=0, max_value=PARTITIONS - 1)
+append_steps = st.lists(st.tuples(partitions, sizes), min_size=1, max_size=6)
+poll_steps = st.tuples(st.integers(1, 5), st.integers(1, 80))
+seek_steps = st.tuples(partitions, st.floats(0, 1))
+steps = st.lists(
+    st.one_of(
+        append_steps.map(lambda step: ("append", step)),
+        poll_steps.map(lambda step: ("poll", step)),
+        seek_steps.map(lambda step: ("seek", step)),
+    ),
+    max_size=25,
+)
+
+
+class Model:
+    """What must be in the log, and where the reader must be."""
+
+    def __init__(self, bus: Bus, reader: Reader) -> None:
+        self.bus, self.reader = bus, reader
+        self.writer = bus.writer()
+        self.offsets: dict[int, list[int]] = defaultdict(list)
+        self.values: dict[int, list[bytes]] = defaultdict(list)
+        self.count = 0
+
+    def append(self, step: list[tuple[int, int]]) -> None:
+        """Distinct values of the given sizes."""
+        call = []
+        for partition, size in step:
+            self.count += 1
+            value = b"%d:" % self.count + bytes(size)
+            call.append(Append(topic="t", partition=partition, value=value))
+        for each, offset in zip(call, self.writer.append(call), strict=True):
+            assert not self.offsets[each.partition] or offset > self.offsets[each.partition][-1]
+            self.offsets[each.partition].append(offset)
+            self.values[each.partition].append(each.value)
+
+    def seek(self, step: tuple[int, float]) -> None:
+        """Anywhere up to the end, gaps included."""
+        at = TopicPartition("t", step[0])
+        position = round(step[1] * self.bus.end(at))
+        self.reader.seek(at, position)
+        assert self.reader.position(at) == position
+
+    def poll(self, step: tuple[int, int]) -> int:
+        """Exactly the next records of every partition, within the bounds; how many came."""
+        records_max, bytes_max = step
+        before = {p: self.reader.position(TopicPartition("t", p)) for p in range(PARTITIONS)}
+        found = self.reader.poll(timeout_s=0, records_max=records_max, bytes_max=bytes_max)
+        assert len(found) <= records_max
+        assert len(found) <= 1 or sum(len(record.value) for record in found) <= bytes_max
+        for p in range(PARTITIONS):
+            mine = [record for record in found if record.partition == p]
+            first = bisect_left(self.offsets[p], before[p])
+            wanted = slice(first, first + len(mine))
+            assert [record.offset for record in mine] == self.offsets[p][wanted]
+            assert [record.value for record in mine] == self.values[p][wanted]
+            self.check_position(p, first + len(mine), before[p])
+        return len(found)
+
+    def check_position(self, partition: int, passed: int, before: int) -> None:
+        """Behind everything returned, not behind anything else, never backwards."""
+        at = TopicPartition("t", partition)
+        position = self.reader.position(at)
+        assert before <= position <= self.bus.end(at)
+        assert not passed or position > self.offsets[partition][passed - 1]
+        rest = self.offsets[partition][passed:]
+        assert not rest or position <= rest[0]
+
+
+def check_against_model(bus: Bus, script: list[tuple[str, object]]) -> None:
+    """Play the script, then read to the end."""
+    bus.create([TopicSpec(name="t", partitions=PARTITIONS)])
+    places = [TopicPartition("t", partition) for partition in range(PARTITIONS)]
+    model = Model(bus, bus.reader(dict.fromkeys(places, 0)))
+    for name, step in script:
+        getattr(model, name)(step)
+    while model.poll((100, 1 << 20)):
+        pass
+    assert all(model.reader.position(at) == bus.end(at) for at in places), "caught up"
+    bus.close()
+
+
+@given(steps)
+def test_the_memory_bus_is_a_list_with_gaps(script: list[tuple[str, object]]) -> None:
+    check_against_model(MemoryBus(), script)
+
+
+@settings(max_examples=60)
+@given(script=steps)
+def test_the_sqlite_bus_is_a_list_with_gaps(
+    tmp_path_factory: pytest.TempPathFactory, script: list[tuple[str, object]]
+) -> None:
+    check_against_model(SqliteBus(tmp_path_factory.mktemp("bus") / "log.sqlite"), script)

@@ -1,0 +1,1 @@
+"""Bytes of every released schema version, and the values they hold."""

@@ -1,0 +1,104 @@
+"""Writes the bytes of the values; a file that exists stays: released bytes never change.
+
+python -m tests.golden.make
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_pipe.schemas import control, metrics, rounds
+from dora_pipe.schemas.dead_letter import encode_dead_letter
+from dora_pipe.schemas.headers import header_pairs
+from dora_pipe.schemas.trajectory import Meta
+from dora_pipe.schemas.trajectory_codec import encode_progress, encode_trajectory
+from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
+from tests.golden import arrow_values, values
+
+FOLDER = Path(__file__).parent / f"v{SCHEMA_VERSION}"
+RECORD_BYTES_MAX = 10 * 1024 * 1024
+
+
+def kind_of(record: msgspec.Struct) -> str:
+    """The tag of a record."""
+    return str(record.__struct_config__.tag)
+
+
+def pairs_to_bytes(pairs: tuple[tuple[str, bytes], ...]) -> bytes:
+    """Headers as one file: a line per header."""
+    return b"".join(name.encode() + b": " + value + b"\n" for name, value in pairs)
+
+
+def pairs_from_bytes(data: bytes) -> tuple[tuple[str, bytes], ...]:
+    """The headers in such a file."""
+    split = [line.split(b": ", 1) for line in data.splitlines()]
+    return tuple((name.decode(), value) for name, value in split)
+
+
+def field_lines() -> list[str]:
+    """Every field of every JSON record: name, type, whether a writer must give it."""
+    kinds: dict[str, type[msgspec.Struct]] = {}
+    for union in (control.AnyControl, metrics.AnyMetrics, rounds.Round, Meta):
+        _collect(union, kinds)
+    return [
+        f"{name}.{field.encode_name}: {_type_name(field.type)} "
+        f"{'required' if field.required else 'optional'}"
+        for name, kind in sorted(kinds.items())
+        for field in msgspec.structs.fields(kind)
+    ]
+
+
+def _collect(kind: Any, kinds: dict[str, type[msgspec.Struct]]) -> None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        kinds[kind.__name__] = kind
+        for field in msgspec.structs.fields(kind):
+            _collect(field.type, kinds)
+    for part in typing.get_args(kind):
+        _collect(part, kinds)
+
+
+def _type_name(kind: Any) -> str:
+    """A type as it is written in the code, without modules."""
+    text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    return re.sub(r"\b(\w+\.)+", "", text)
+
+
+def files() -> dict[str, bytes]:
+    """Path below `FOLDER` to content, as today's code writes it."""
+    letter, letter_headers = encode_dead_letter(
+        arrow_values.DEAD_LETTER, record_bytes_max=RECORD_BYTES_MAX
+    )
+    made = {
+        "fields.txt": "".join(f"{line}\n" for line in field_lines()).encode(),
+        **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},
+        **{f"metrics/{kind_of(one)}.json": encode(one) for one in values.METRICS},
+        "decisions/round.json": encode(values.ROUND),
+        "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
+        "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],
+        "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
+        "progress/progress.arrow.zst": encode_progress(arrow_values.PROGRESS),
+        "dead-letters/value.bin": letter,
+        "dead-letters/headers.txt": pairs_to_bytes(letter_headers),
+    }
+    return made
+
+
+def main() -> None:
+    """Write what is missing and name it."""
+    for name, content in files().items():
+        path = FOLDER / name
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        sys.stdout.write(f"{path.relative_to(FOLDER.parent)}\n")
+
+
+if __name__ == "__main__":
+    main()

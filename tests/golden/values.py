@@ -1,0 +1,280 @@
+"""The values whose bytes lie beside this file: every record kind, every field somewhere set."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dora_pipe.schemas import control, metrics, policy, rounds
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
+from dora_pipe.schemas.rounds import GroupSpec
+
+AT_NS = 1_790_000_000_123_456_789
+DIGEST = "a1" * 32
+OTHER_DIGEST = "b2" * 32
+SHA256 = "c3" * 32
+DATA_DIGEST = "d4" * 32
+GROUP = "g0000000042"
+SECOND = "g0000000043"
+
+TENSORS = (
+    policy.Tensor(name="embed.weight", dtype="float32", shape=(16, 4), sha256="e5" * 32),
+    policy.Tensor(name="norm.weight", dtype="float32", shape=(4,), sha256="f6" * 32),
+)
+MANIFEST = policy.Manifest(digest=policy.weights_digest(TENSORS), bytes=272, tensors=TENSORS)
+
+GROUPS = (
+    TakenGroup(
+        group=GROUP,
+        version=3,
+        deadline=5,
+        trajectories=(
+            TakenTrajectory(
+                trajectory=f"{GROUP}-000", attempt=1, epoch=7, partition=2, offset=90, sha256=SHA256
+            ),
+            TakenTrajectory(
+                trajectory=f"{GROUP}-001", attempt=2, epoch=9, partition=2, offset=95, sha256=DIGEST
+            ),
+        ),
+    ),
+    TakenGroup(
+        group=SECOND,
+        version=4,
+        deadline=6,
+        trajectories=(
+            TakenTrajectory(
+                trajectory=f"{SECOND}-000", attempt=1, epoch=7, partition=3, offset=0, sha256=SHA256
+            ),
+        ),
+    ),
+)
+
+CONTROL: tuple[control.AnyControl, ...] = (
+    control.RunStarted(
+        at_ns=AT_NS,
+        run="demo",
+        schema_version=1,
+        config={"run": {"name": "demo", "steps": 20}, "staleness": {"in_flight_batches": None}},
+        config_digest=DIGEST,
+        dataset_digest=DATA_DIGEST,
+        dataset_rows=1000,
+        eval_digest=OTHER_DIGEST,
+        eval_rows=64,
+        seed=2**62 + 1,
+        policy=MANIFEST,
+        assets_digest=SHA256,
+        planner="consolidate 1",
+        package="0.1.0",
+        lineage=control.Lineage(run="before", step=12, digest=OTHER_DIGEST),
+    ),
+    control.RoleStarted(
+        at_ns=AT_NS,
+        role="trainer",
+        role_epoch=2,
+        instance="trainer-5f",
+        host="machine-1",
+        pid=4242,
+        package="0.1.0",
+    ),
+    control.WorkerJoined(
+        at_ns=AT_NS,
+        worker="w0",
+        instance="w0-7c",
+        host="machine-2",
+        pid=4243,
+        slots=64,
+        prefetch=16,
+        kv_tokens=65536,
+        engine="torch",
+        engine_version="1",
+        dtype="float32",
+        device="cpu",
+        declares=("batch_invariant", "counter_sampling"),
+        assets_digest=SHA256,
+        reward_digest=OTHER_DIGEST,
+        package="0.1.0",
+    ),
+    control.WorkerReady(at_ns=AT_NS, worker="w0", epoch=7, version=3, digest=DIGEST, load_ms=12.25),
+    control.WorkerLeft(
+        at_ns=AT_NS,
+        worker="w0",
+        epoch=7,
+        reason="drained",
+        progress={f"{GROUP}-002": Resume(tokens=128, partition=2, offset=17)},
+    ),
+    control.TrajectoryLogged(
+        at_ns=AT_NS,
+        worker="w0",
+        epoch=7,
+        group=GROUP,
+        trajectory=f"{GROUP}-000",
+        attempt=1,
+        version=3,
+        digest=DIGEST,
+        partition=2,
+        offset=90,
+        sha256=SHA256,
+        bytes=1431,
+        tokens=21,
+        reward=0.75,
+        valid=True,
+        finish="stop",
+    ),
+    control.RequestFailed(
+        at_ns=AT_NS,
+        worker="w0",
+        epoch=7,
+        trajectory=f"{GROUP}-003",
+        attempt=1,
+        error="ResourceError",
+        message="sequence is longer than a slot è 1025 > 1024",
+        retryable=True,
+    ),
+    control.StepCommitted(
+        at_ns=AT_NS,
+        step=4,
+        attempt=2,
+        role_epoch=2,
+        groups=GROUPS,
+        batch_digest=batch_digest(GROUPS),
+        digest_before=DIGEST,
+        digest_after=MANIFEST.digest,
+        policy=MANIFEST,
+        contributions=policy.Blob(sha256="17" * 32, bytes=4096),
+        figures={"loss": -0.0125, "grad_norm": 0.5, "tokens": 63.0},
+        settings={
+            "trainer.learning_rate": 3e-4,
+            "run.steps": 20,
+            "objective.loss": "token-mean",
+            "objective.advantage_std": True,
+        },
+        numerics={"torch": "2.13.0", "threads": "1"},
+        decisions_next=77,
+        compute_s=1.5,
+        checkpoint=policy.Blob(sha256="28" * 32, bytes=8192),
+        adopted=True,
+    ),
+    control.BatchRefused(
+        at_ns=AT_NS,
+        step=4,
+        attempt=1,
+        role_epoch=2,
+        offenders=(control.Offender(group=GROUP, trajectory=f"{GROUP}-001", why="sha256 differs"),),
+    ),
+    control.Command(
+        at_ns=AT_NS,
+        user="ada",
+        verb="set",
+        args={"key": "trainer.learning_rate", "value": 1e-4},
+    ),
+    control.WeightsAdopted(
+        at_ns=AT_NS,
+        step=4,
+        role_epoch=3,
+        digest_committed=DIGEST,
+        digest_replayed=OTHER_DIGEST,
+        why="numerics differ: device",
+    ),
+)
+
+COST = metrics.Cost(total_s=10.5, bus_s=1.25, control_s=0.5, codec_s=0.75, rss_bytes=123_456_789)
+
+METRICS: tuple[metrics.AnyMetrics, ...] = (
+    metrics.WorkerStatus(
+        at_ns=AT_NS,
+        waits_for="a decision",
+        cost=COST,
+        worker="w0",
+        epoch=7,
+        version=3,
+        active=12,
+        waiting=4,
+        kv_used_tokens=2048,
+        tokens_total=99_999,
+        progress={f"{GROUP}-002": Resume(tokens=128, partition=2, offset=17)},
+    ),
+    metrics.TrainerStatus(
+        at_ns=AT_NS,
+        waits_for="batch 5",
+        cost=COST,
+        role_epoch=2,
+        step=5,
+        phase="idle",
+        cached_records=31,
+        cached_bytes=45_000,
+    ),
+    metrics.OrchestratorStatus(
+        at_ns=AT_NS,
+        waits_for="g0000000043",
+        cost=COST,
+        role_epoch=1,
+        version=5,
+        open_groups=8,
+        queued_requests=3,
+    ),
+)
+
+SPEC = GroupSpec(
+    group=GROUP,
+    ordinal=42,
+    purpose="train",
+    version=3,
+    digest=DIGEST,
+    deadline=5,
+    partition=2,
+    dataset_digest=DATA_DIGEST,
+    index=17,
+    data_epoch=1,
+    seed=2**62 + 3,
+    size=8,
+)
+
+OBSERVATIONS: tuple[rounds.AnyObservation, ...] = (
+    rounds.LeaseExpired(worker="w1", epoch=9),
+    rounds.Progressed(trajectory=f"{GROUP}-002", resume=Resume(tokens=128, partition=2, offset=17)),
+    rounds.KvPressure(worker="w0", epoch=7, used_tokens=60_000),
+    rounds.PlanPeriod(),
+)
+
+DECISIONS: tuple[rounds.AnyDecision, ...] = (
+    rounds.Dispatch(reason="a slot is free", spec=SPEC),
+    rounds.Place(
+        reason="its worker was lost",
+        spec=SPEC,
+        trajectory=f"{GROUP}-002",
+        sibling=2,
+        attempt=2,
+        worker="w0",
+        epoch=7,
+        resume=Resume(tokens=128, partition=2, offset=17),
+    ),
+    rounds.Cancel(
+        reason="its group failed", trajectory=f"{GROUP}-004", attempt=1, worker="w0", epoch=7
+    ),
+    rounds.Assign(reason="freed", worker="w0", epoch=7, version=4, digest=OTHER_DIGEST),
+    rounds.Drain(reason="asked by ada", worker="w2", epoch=11),
+    rounds.Fence(reason="lease expired", worker="w1", epoch=9),
+    rounds.TakeBatch(
+        reason="B finished",
+        step=4,
+        attempt=2,
+        groups=GROUPS,
+        settings={"trainer.learning_rate": 3e-4},
+    ),
+    rounds.End(reason="all rewards equal", group=SECOND, fate="filtered"),
+    rounds.StopRun(reason="20 steps are committed"),
+)
+
+FOLDED = rounds.fold_bytes(5, b'{"kind":"drain"}') + rounds.fold_bytes(7, b"{}")
+"""Control bytes that the round below folds, as far as its chain is concerned."""
+
+_BARE = rounds.Round(
+    ordinal=64,
+    role_epoch=1,
+    now_ns=5_000_000_000,
+    control_next=8,
+    observations=OBSERVATIONS,
+    decisions=DECISIONS,
+    state_digest="39" * 32,
+)
+ROUND = msgspec.structs.replace(_BARE, chain=rounds.chain_of(rounds.GENESIS_CHAIN, FOLDED, _BARE))

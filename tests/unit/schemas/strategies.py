@@ -1,0 +1,195 @@
+"""Hypothesis strategies for records; every value they draw is one that a writer may write."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from dora_pipe.schemas import control, metrics, policy, rounds
+from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Meta, Segment, SegmentKind, Times, Trajectory
+
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+WHOLE = st.integers(0, 2**62)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ASCII = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+HEX = st.binary(min_size=32, max_size=32).map(bytes.hex)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | FLOATS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+_PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    int: INTEGERS,
+    float: FLOATS,
+    str: TEXT,
+    bool: st.booleans(),
+    type(None): st.none(),
+    Any: JSON,
+}
+
+
+def struct(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """Any value of a record class, from the types of its fields."""
+    fields = {field.name: of_type(field.type) for field in msgspec.structs.fields(kind)}
+    return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
+
+
+def of_type(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field's type; containers are short."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return struct(kind)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return st.dictionaries(TEXT, of_type(parts[1]), max_size=3)
+    if origin is tuple and parts[-1] is ...:
+        return st.lists(of_type(parts[0]), max_size=3).map(tuple)
+    if origin is types.UnionType:
+        return st.one_of([of_type(part) for part in parts])
+    return st.sampled_from(_words(kind))
+
+
+def _words(literal: Any) -> tuple[str, ...]:
+    assert typing.get_origin(literal) is typing.Literal, literal
+    return typing.get_args(literal)
+
+
+CONTROL = st.one_of([struct(kind) for kind in typing.get_args(control.AnyControl)])
+METRICS = st.one_of([struct(kind) for kind in typing.get_args(metrics.AnyMetrics)])
+ROUNDS = struct(rounds.Round)
+MANIFESTS = struct(policy.Manifest)
+TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda one: one.group)
+
+
+@st.composite
+def logprobs(draw: st.DrawFn, size: int) -> list[float]:
+    """Log-probs as an engine gives them: Python floats, some not representable as float32."""
+    number = st.floats(-3e38, 0.0) | st.floats(-20.0, 0.0)
+    return draw(st.lists(number, min_size=size, max_size=size))
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> list[Segment]:
+    """Segments that tile a short sequence."""
+    found: list[Segment] = []
+    at = 0
+    for _ in range(draw(st.integers(0, 4))):
+        end = at + draw(st.integers(0, 6))
+        found.append(
+            Segment(
+                kind=draw(st.sampled_from(_words(SegmentKind))),
+                start=at,
+                end=end,
+                turn=draw(st.integers(0, 9)),
+                start_ns=draw(WHOLE),
+                end_ns=draw(WHOLE),
+                worker=draw(TEXT),
+                epoch=draw(st.integers(-1, 99)),
+                version=draw(st.integers(-1, 99)),
+                tool=draw(TEXT),
+                ok=draw(st.booleans()),
+            )
+        )
+        at = end
+    return found
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """A trajectory that `check` accepts."""
+    tiles = draw(segments())
+    mask = [int(one.kind == "model") for one in tiles for _ in range(one.start, one.end)]
+    size = len(mask)
+    own = _masked(draw(logprobs(size)), mask)
+    sampler = own if draw(st.booleans()) else _masked(draw(logprobs(size)), mask)
+    reward = draw(st.none() | FLOATS)
+    meta = draw(metas(size, why=None if reward is not None else draw(TEXT)))
+    return Trajectory(
+        trajectory=trajectory_id(meta.group, meta.sibling),
+        version=draw(WHOLE),
+        digest=draw(HEX),
+        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)),
+        logprobs=own,
+        sampler_logprobs=sampler,
+        loss_mask=mask,
+        reward=reward,
+        segments=tiles,
+        meta=meta,
+    )
+
+
+@st.composite
+def metas(draw: st.DrawFn, size: int, why: str | None) -> Meta:
+    """The JSON column of a trajectory of `size` tokens."""
+    purpose: Purpose = draw(st.sampled_from(_words(Purpose)))
+    meta: Meta = draw(struct(Meta))
+    return msgspec.structs.replace(
+        meta,
+        purpose=purpose,
+        run=draw(ASCII),
+        worker=draw(ASCII),
+        group=group_id(purpose, draw(st.integers(0, 10**10 - 1))),
+        sibling=draw(st.integers(0, 999)),
+        prompt_tokens=draw(st.integers(0, size)),
+        reward_error=why,
+        times=draw(struct(Times)),
+    )
+
+
+@st.composite
+def progress(draw: st.DrawFn) -> Progress:
+    """A progress record."""
+    size = draw(st.integers(0, 8))
+    own = draw(logprobs(size))
+    return Progress(
+        trajectory=trajectory_id(group_id("train", draw(st.integers(0, 10**10 - 1))), 1),
+        attempt=draw(st.integers(0, 2**31 - 1)),
+        version=draw(WHOLE),
+        digest=draw(HEX),
+        worker=draw(TEXT),
+        epoch=draw(WHOLE),
+        start=draw(st.integers(0, 2**31 - 1)),
+        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)),
+        logprobs=own,
+        sampler_logprobs=own if draw(st.booleans()) else draw(logprobs(size)),
+        prefills=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3))),
+        previous=draw(st.integers(-1, 2**62)),
+        started_ns=draw(WHOLE),
+    )
+
+
+DEAD_LETTERS = st.builds(
+    DeadLetter,
+    topic=TEXT,
+    partition=WHOLE,
+    offset=WHOLE,
+    why=TEXT,
+    path=TEXT,
+    at_ns=WHOLE,
+    key=st.binary(max_size=9),
+    value=st.none() | st.binary(max_size=99),
+    headers=st.lists(st.tuples(TEXT, st.binary(max_size=9)), max_size=3).map(tuple),
+)
+
+
+def rounded(values: Sequence[float | None]) -> Any:
+    """What a list of log-probs is after one rounding to float32."""
+    return [None if value is None else float(np.float32(value)) for value in values]
+
+
+def _masked(values: list[float], mask: list[int]) -> list[float | None]:
+    assert not any(math.isnan(value) for value in values)
+    return [value if one else None for value, one in zip(values, mask, strict=True)]

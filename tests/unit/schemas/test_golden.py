@@ -1,0 +1,136 @@
+"""Today's code reads the bytes of every released schema version, and says the same of them.
+
+A file that is missing is made by `python -m tests.golden.make`. A file that differs means that a
+released record changed: that is a mistake, not a file to make again.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.schemas import control, metrics, rounds
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.headers import header_pairs, parse_headers
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
+from dora_pipe.schemas.wire import encode
+from tests.golden import arrow_values, make, values
+
+V1 = Path(make.__file__).parent / "v1"
+
+JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
+    *((f"control/{make.kind_of(one)}", control.decode_control, one) for one in values.CONTROL),
+    *((f"metrics/{make.kind_of(one)}", metrics.decode_metrics, one) for one in values.METRICS),
+    ("decisions/round", rounds.decode_round, values.ROUND),
+]
+
+
+@pytest.mark.parametrize(("name", "decode", "expected"), JSON, ids=[one[0] for one in JSON])
+def test_json_record_has_its_golden_value_and_bytes(
+    name: str, decode: Callable[[bytes], Any], expected: msgspec.Struct
+) -> None:
+    data = (V1 / f"{name}.json").read_bytes()
+    assert decode(data) == expected
+    assert encode(expected) == data
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("several-turns", arrow_values.TRAJECTORY), ("plain", arrow_values.PLAIN_TRAJECTORY)],
+)
+def test_trajectory_has_its_golden_value(name: str, expected: Any) -> None:
+    data = (V1 / f"trajectories/{name}.arrow.zst").read_bytes()
+    assert decode_trajectory(data) == expected
+
+
+def test_progress_has_its_golden_value() -> None:
+    data = (V1 / "progress/progress.arrow.zst").read_bytes()
+    assert decode_progress(data) == arrow_values.PROGRESS
+
+
+def test_headers_have_their_golden_value_and_bytes() -> None:
+    pairs = make.pairs_from_bytes((V1 / "trajectories/headers.txt").read_bytes())
+    assert parse_headers(pairs) == arrow_values.HEADERS
+    assert header_pairs(arrow_values.HEADERS) == pairs
+
+
+def test_dead_letter_has_its_golden_value_and_bytes() -> None:
+    value = (V1 / "dead-letters/value.bin").read_bytes()
+    pairs = make.pairs_from_bytes((V1 / "dead-letters/headers.txt").read_bytes())
+    assert decode_dead_letter(value, pairs) == arrow_values.DEAD_LETTER
+    made = make.files()
+    assert made["dead-letters/value.bin"] == value
+    assert made["dead-letters/headers.txt"] == make.pairs_to_bytes(pairs)
+
+
+def test_every_record_kind_has_golden_bytes() -> None:
+    wanted = {f"control/{kind}.json" for kind in control.KINDS}
+    wanted |= {f"metrics/{kind}.json" for kind in metrics.KINDS}
+    assert {f"control/{make.kind_of(one)}.json" for one in values.CONTROL} <= wanted
+    missing = sorted(name for name in wanted | set(make.files()) if not (V1 / name).exists())
+    assert missing == [], "run python -m tests.golden.make"
+
+
+def test_every_topic_has_golden_bytes() -> None:
+    topics = {topic.removeprefix("demo.") for topic in Topics("demo").all()}
+    assert {path.name for path in V1.iterdir() if path.is_dir()} == topics
+
+
+def test_golden_round_has_every_observation_and_decision() -> None:
+    for union, found in (
+        (rounds.AnyObservation, values.ROUND.observations),
+        (rounds.AnyDecision, values.ROUND.decisions),
+    ):
+        assert {type(one) for one in found} == set(typing.get_args(union))
+
+
+def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
+    seen: dict[type[msgspec.Struct], set[str]] = {}
+    for record in (*values.CONTROL, *values.METRICS, values.ROUND):
+        _note_fields(record, msgspec.json.decode(encode(record)), seen)
+    for meta in (arrow_values.TRAJECTORY.meta, arrow_values.PLAIN_TRAJECTORY.meta):
+        _note_fields(meta, msgspec.json.decode(encode(meta)), seen)
+    missing = {
+        kind.__name__: sorted(set(kind.__struct_encode_fields__) - names)
+        for kind, names in seen.items()
+    }
+    assert {kind: names for kind, names in missing.items() if names} == {}
+
+
+def test_digests_of_the_golden_values_are_pinned() -> None:
+    assert batch_digest(values.GROUPS) == (
+        "94679a331a4b481e6c443511e29211ce1c9103af6c1ad79d551e580e51cd8359"
+    )
+    assert values.MANIFEST.digest == (
+        "c2369e84ead3a95018cc9dcf3f4c189ab075dc659025ec30ce9326ead28c6349"
+    )
+    assert rounds.chain_of(rounds.GENESIS_CHAIN, values.FOLDED, values.ROUND) == (
+        "c4f373e5cb41d4d2ad71689fbf5905f6ac9e44f3f3619ea6a1a4b449702ef137"
+    )
+
+
+def _note_fields(
+    record: msgspec.Struct, plain: Any, seen: dict[type[msgspec.Struct], set[str]]
+) -> None:
+    """Which fields of which struct stand in the JSON, at every depth that is not array-like."""
+    if not isinstance(plain, dict):
+        return
+    seen.setdefault(type(record), set()).update(plain)
+    for name in plain:
+        value = getattr(record, name, None)
+        for one, inner in _pairs(value, plain[name]):
+            if isinstance(one, msgspec.Struct):
+                _note_fields(one, inner, seen)
+
+
+def _pairs(value: Any, plain: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, tuple) and isinstance(plain, list):
+        return list(zip(value, plain, strict=True))
+    return [(value, plain)]

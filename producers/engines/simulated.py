@@ -1,0 +1,208 @@
+"""An engine without a model: tokens and lengths are hashes, a step takes no real time.
+
+It keeps every promise it declares (counter sampling, batch invariance, exact prefill), so that
+the roles and the simulator can be tested with it, and it needs neither torch nor a device. The
+tokens are a function of (weights digest, seed, position): a trajectory that was mixed from two
+policy versions does not equal one of either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dora_pipe.errors import PolicyError
+from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
+    COUNTER_SAMPLING,
+    PREFILL_EXACT,
+    EngineEvent,
+    EngineRequest,
+    RequestFinished,
+    StopReason,
+    TokensSampled,
+    WeightsLoaded,
+)
+from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.stops import Decode, StopText
+
+VOCABULARY = 96
+"""Token ids are in range(VOCABULARY), like those of the arithmetic demo."""
+END_TOKEN = 2
+"""Ends a turn; the hash never draws it."""
+LENGTH_MU = 1.2
+LENGTH_SIGMA = 1.3
+LENGTH_UNITS_MAX = 60
+"""Turn lengths in tokens are 2 n + 3, n log-normal(mu, sigma) within 1..60: the demo's."""
+
+_MASK = (1 << 64) - 1
+_GREEDY_SEED = 0
+
+Lengths = Callable[[int, int], int]
+"""(seed, turn) -> sampled tokens of that turn, its end token included; at least 1."""
+
+
+def mix64(value: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def long_tailed_length(seed: int, turn: int) -> int:
+    """Tokens of a turn: 5 to 123, median 9, a tail as in the demo; a function of (seed, turn)."""
+    first, second = mix64(mix64(seed) ^ turn), mix64(mix64(seed ^ _MASK) ^ turn)
+    radius = math.sqrt(-2 * math.log((first + 1) / 2**64))
+    normal = radius * math.cos(2 * math.pi * second / 2**64)
+    units = math.ceil(math.exp(LENGTH_MU + LENGTH_SIGMA * normal))
+    return 2 * min(max(units, 1), LENGTH_UNITS_MAX) + 3
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in its slot; `position` is the index of the next token in the sequence."""
+
+    request: EngineRequest
+    position: int
+    sampled: int
+    turn_ends: int
+    """The count of sampled tokens at which the end token comes."""
+    stops: StopText | None
+    first_token_ns: int = 0
+    new_tokens: list[int] = field(default_factory=list)
+    new_logprobs: list[float] = field(default_factory=list)
+
+
+class SimulatedEngine:
+    """See the module. `now_ns` gives the wall clock for `first_token_ns` (the simulator's own).
+
+    `decode` is needed for stop strings only. `load` reads no file.
+
+    Example: ``SimulatedEngine(slots=8, context_tokens=256)``
+    """
+
+    name = "simulated"
+    version = "1"
+    declares = frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
+    device = "none"
+    dtype = "none"
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        context_tokens: int,
+        lengths: Lengths = long_tailed_length,
+        decode: Decode | None = None,
+        now_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.slots = slots
+        self.context_tokens = context_tokens
+        self._lengths = lengths
+        self._decode = decode
+        self._now_ns = now_ns
+        self._key = 0
+        self._rows: dict[str, _Row] = {}
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """Take `digest` for the weights; the file is not read. Raises as the port says."""
+        if self._rows:
+            raise ValueError(f"{len(self._rows)} rows are active; weights change between requests")
+        if version < 0 or not digest:
+            raise PolicyError(f"version {version} with digest {digest!r} is no policy")
+        self._key = int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big")
+        return WeightsLoaded(version=version, digest=digest, load_ms=0.0)
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        check_request(
+            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
+        )
+        self._rows[request.request] = _Row(
+            request=request,
+            position=len(request.token_ids),
+            sampled=request.sampled,
+            turn_ends=self._turn_end(request.seed, request.sampled),
+            stops=stop_text(request, self._decode),
+        )
+
+    def cancel(self, request: str) -> None:
+        """See the port."""
+        self._rows.pop(request, None)
+
+    def step(self) -> list[EngineEvent]:
+        """See the port; events come in the order in which the requests were added."""
+        events: list[EngineEvent] = []
+        for name, row in list(self._rows.items()):
+            reason = self._advance(row)
+            every = row.request.emit_every
+            if reason is not None or (every and len(row.new_tokens) >= every):
+                events.append(self._emit(row))
+            if reason is not None:
+                events.append(RequestFinished(request=name, reason=reason))
+                del self._rows[name]
+        return events
+
+    @property
+    def active(self) -> int:
+        """See the port."""
+        return len(self._rows)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """See the port: what a real engine would hold."""
+        return sum(row.position for row in self._rows.values())
+
+    def close(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+
+    def _turn_end(self, seed: int, sampled: int) -> int:
+        """The end of the turn that the token after `sampled` ones belongs to."""
+        end, turn = 0, 0
+        while end <= sampled:
+            end += max(1, self._lengths(seed, turn))
+            turn += 1
+        return end
+
+    def _advance(self, row: _Row) -> StopReason | None:
+        """Sample one token; why the request ends with it, or None."""
+        request, params = row.request, row.request.params
+        token, logprob = self._sample(row)
+        if not row.new_tokens and row.position == len(request.token_ids):
+            row.first_token_ns = self._now_ns()
+        row.new_tokens.append(token)
+        row.new_logprobs.append(logprob)
+        row.position += 1
+        row.sampled += 1
+        if token in params.stop_ids or (row.stops is not None and row.stops.feed(token)):
+            return "stop"
+        full = row.position >= self.context_tokens
+        return "length" if full or row.sampled >= params.max_tokens else None
+
+    def _sample(self, row: _Row) -> tuple[int, float]:
+        """Token and log-prob, functions of (digest, seed, position)."""
+        greedy = row.request.params.temperature == 0
+        seed = _GREEDY_SEED if greedy else row.request.seed
+        drawn = mix64(mix64(self._key ^ seed) ^ row.position)
+        token = drawn % (VOCABULARY - 1)
+        token += token >= END_TOKEN
+        if row.sampled + 1 == row.turn_ends:
+            token = END_TOKEN
+        return token, -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
+
+    def _emit(self, row: _Row) -> TokensSampled:
+        tokens, logprobs = row.new_tokens, row.new_logprobs
+        row.new_tokens, row.new_logprobs = [], []
+        plain = row.request.params.temperature != 0
+        return TokensSampled(
+            request=row.request.request,
+            token_ids=tokens,
+            logprobs=logprobs,
+            sampler_logprobs=logprobs if plain else [0.0] * len(tokens),
+            first_token_ns=row.first_token_ns,
+        )

@@ -1,0 +1,149 @@
+"""Tiny Hugging Face model directories, made on the fly: random weights, a tokenizer of their own.
+
+`make_qwen2` has the shape of the demo's policy (0.55 M parameters, one character per token);
+`make_llama_gqa` is about as large but differs wherever a mistake could hide: grouped-query
+attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-level tokenizer
+(a character may take several tokens) that puts a `<s>` before every text.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+"""Ids of the special tokens, the same in both models."""
+QWEN2_VOCABULARY = 4 + 1 + 95
+"""Special tokens, the newline, the printable characters of ASCII."""
+LLAMA_VOCABULARY = 3 + 256
+"""Special tokens and one token per byte."""
+
+
+def make_qwen2(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a 0.55 M-parameter Qwen2 with a character tokenizer to `directory` and return it.
+
+    `scale` widens the logits (random weights are close to uniform); `changes` go to the config.
+    """
+    settings: dict[str, Any] = dict(
+        vocab_size=QWEN2_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=context_tokens,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    torch.manual_seed(seed)
+    build: Any = Qwen2ForCausalLM
+    model = build(Qwen2Config(**(settings | changes)))
+    return _save(model, character_tokenizer(), directory, scale)
+
+
+def make_llama_gqa(
+    directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
+) -> Path:
+    """Write a 0.5 M-parameter grouped-query Llama with a byte tokenizer; see `make_qwen2`."""
+    settings: dict[str, Any] = dict(
+        vocab_size=LLAMA_VOCABULARY,
+        hidden_size=144,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=context_tokens,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    torch.manual_seed(seed)
+    build: Any = LlamaForCausalLM
+    model = build(LlamaConfig(**(settings | changes)))
+    return _save(model, byte_tokenizer(), directory, scale, max_shard_size="1MB")
+
+
+def character_tokenizer() -> Any:
+    """One token per printable ASCII character or newline; any other byte becomes `<unk>`.
+
+    It is byte-level like every Qwen2 tokenizer: `AutoTokenizer` rebuilds the pipeline by the
+    model type and takes no more than the vocabulary from other kinds.
+    """
+    characters = "\n " + string.digits + string.ascii_letters + string.punctuation
+    return _byte_level(["<pad>", "<bos>", "<eos>", "<unk>"], characters.encode())
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte of UTF-8; every text begins with `<s>` unless special tokens are off."""
+    return _byte_level(["<pad>", "<s>", "</s>"], bytes(range(256)), prefix="<s>")
+
+
+def _byte_level(specials: list[str], alphabet: bytes, prefix: str = "") -> Any:
+    names = specials + [_BYTE_NAMES[byte] for byte in alphabet]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    unknown = "<unk>" if "<unk>" in specials else None
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if prefix:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{prefix} $A", special_tokens=[(prefix, vocabulary[prefix])]
+        )
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(
+        tokenizer_object=tokenizer,
+        pad_token=specials[PAD_ID],
+        bos_token=specials[BOS_ID],
+        eos_token=specials[EOS_ID],
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_names() -> list[str]:
+    """The printable stand-ins of the 256 bytes in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable}
+    names |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [names[byte] for byte in range(256)]
+
+
+_BYTE_NAMES = _byte_names()
+
+
+def _save(model: Any, tokenizer: Any, directory: Path, scale: float, **options: Any) -> Path:
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith("bias"):
+                weights.normal_(std=0.02)  # zero biases would hide that they are forgotten
+            elif weights.dim() == 1:
+                weights.add_(torch.randn_like(weights) * 0.1)
+        model.get_output_embeddings().weight.mul_(scale)
+    model.float().eval().save_pretrained(directory, **options)
+    tokenizer.save_pretrained(directory)
+    return directory

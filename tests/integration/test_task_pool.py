@@ -1,0 +1,240 @@
+"""The task pool with real processes: calls, answers, and tasks that cannot be opened."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.producers.tasks import pool as pool_module
+from dora_pipe.producers.tasks import wire
+from dora_pipe.producers.tasks.calls import (
+    PromptReady,
+    Rewarded,
+    TaskFailed,
+)
+from dora_pipe.producers.tasks.pool import TaskPool, survey
+from tests.support.task_pool import (
+    USER_MODULE,
+    ask,
+    gather,
+    prompt,
+    score,
+    task,
+    write_module,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_module(tmp_path)
+
+
+@pytest.fixture
+def pool(folder: Path) -> Iterator[TaskPool]:
+    with TaskPool(task(folder)) as opened:
+        opened.wait()
+        yield opened
+
+
+# What a task brings, and plain calls.
+
+
+def test_facts_are_digests_and_sizes_of_the_users_task(folder: Path) -> None:
+    facts = survey(task(folder))
+    assert (facts.train_rows, facts.eval_rows) == (8, 2)
+    assert len({facts.train_digest, facts.eval_digest, facts.reward_digest}) == 3
+    assert survey(task(folder, rows=7)).train_digest != facts.train_digest
+    (folder / "odd_task.py").write_text(USER_MODULE + "# changed\n")
+    assert survey(task(folder)).reward_digest != facts.reward_digest
+
+
+def test_prompts_and_rewards_come_back_under_their_request(pool: TaskPool) -> None:
+    pool.submit(prompt("a", 3))
+    pool.submit(score("b", "anything", 2))
+    assert pool.pending == 2
+    assert sorted(gather(pool, 2), key=lambda event: event.request) == [
+        PromptReady(request="a", text="row 3", episode=False),
+        Rewarded(request="b", reward=102.0, raw=None, parts={}),
+    ]
+    assert pool.pending == 0
+
+
+def test_row_changed_by_a_reward_is_fresh_for_the_next_call(pool: TaskPool) -> None:
+    for _ in range(2):
+        assert ask(pool, score("a", "", 5)) == Rewarded(
+            request="a", reward=105.0, raw=None, parts={}
+        )
+
+
+def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None:
+    rich = Rewarded(request="a", reward=0.5, raw=1.0, parts={"exact": 1.0})
+    assert ask(pool, score("a", "rich")) == rich
+    assert ask(pool, score("a", "one")) == Rewarded(request="a", reward=1.0, raw=None, parts={})
+    assert ask(pool, score("a", "true")) == Rewarded(request="a", reward=1.0, raw=None, parts={})
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("nan", "NoAnswer", "the reward is nan"),
+        ("inf", "NoAnswer", "the reward is inf"),
+        ("none", "NoAnswer", "the reward is NoneType, not a number"),
+        ("text", "NoAnswer", "the reward is str, not a number"),
+        ("bad part", "NoAnswer", "part `length` is nan"),
+        ("exit", "SystemExit", "3"),
+        ("surrogate", "UnicodeEncodeError", "surrogates not allowed"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_and_never_a_zero(
+    pool: TaskPool, text: str, error: str, message: str
+) -> None:
+    event = ask(pool, score("a", text))
+    assert isinstance(event, TaskFailed)
+    assert event.error == error
+    assert message in event.message
+    assert pool.deaths == 0
+
+
+def test_what_a_reward_raises_is_told_on_one_line_of_bounded_length(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    # Opened here: what capfd catches in fixtures is not what it catches in the test.
+    with TaskPool(task(folder)) as pool:
+        event = ask(pool, score("a", "raise"))
+        assert isinstance(event, TaskFailed)
+        assert event.error == "ValueError"
+        assert len(event.message) == 300
+        assert "\n" not in event.message
+        assert "Traceback" in capfd.readouterr().err
+
+
+def test_what_users_print_goes_to_stderr_and_their_input_is_empty(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    # Opened here: what capfd catches in fixtures is not what it catches in the test.
+    with TaskPool(task(folder)) as pool:
+        printed = ask(pool, score("a", "print"))
+        read = ask(pool, score("b", "input"))
+        assert isinstance(printed, Rewarded)
+        assert read == Rewarded(request="b", reward=0.0, raw=None, parts={})
+        seen = capfd.readouterr()
+        assert "hello" in seen.err
+        assert "raw bytes" in seen.err
+        assert seen.out == ""
+
+
+def test_row_that_does_not_exist_is_an_error(pool: TaskPool) -> None:
+    for index in (8, -1):
+        event = ask(pool, prompt("a", index))
+        assert isinstance(event, TaskFailed)
+        assert f"row {index} of 8" in event.message
+
+
+def test_more_calls_than_a_window_all_come_back(folder: Path) -> None:
+    count = 40 * pool_module.WINDOW
+    with TaskPool(task(folder, processes=2)) as pool:
+        for number in range(count):
+            pool.submit(score(f"r{number}", "", number % 8))
+        events = gather(pool, count)
+    rewards = {event.request: event.reward for event in events if isinstance(event, Rewarded)}
+    assert rewards == {f"r{number}": 100.0 + number % 8 for number in range(count)}
+
+
+def test_texts_larger_than_a_pipe_come_through(pool: TaskPool) -> None:
+    long = "word " * 200_000
+    for number in range(3):
+        pool.submit(score(f"r{number}", long))
+    assert all(isinstance(event, Rewarded) for event in gather(pool, 3))
+
+
+def test_call_too_long_for_a_frame_fails_alone(
+    pool: TaskPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 1000)
+    event = ask(pool, score("a", "x" * 2000))
+    assert isinstance(event, TaskFailed)
+    assert "above the limit" in event.message
+    assert isinstance(ask(pool, score("b", "one")), Rewarded)
+
+
+def test_request_with_a_call_is_not_given_a_second_one(pool: TaskPool) -> None:
+    pool.submit(score("a", "one"))
+    with pytest.raises(ValueError, match="a has a call already"):
+        pool.submit(score("a", "one"))
+    assert len(gather(pool, 1)) == 1
+
+
+def test_queue_has_a_bound(pool: TaskPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "QUEUE_MAX", 2)
+    pool.submit(score("a", "one"))
+    pool.submit(score("b", "one"))
+    with pytest.raises(ResourceError, match="2 calls already"):
+        pool.submit(score("c", "one"))
+
+
+# Tasks that cannot be opened, or change.
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kind": "arithmetics"}, ConfigError, "unknown task `arithmetics`"),
+        ({"kind": "odd_task:Odds"}, TaskError, "`odd_task` has no `Odds`"),
+        ({"kind": "no_such_module:Odd"}, TaskError, "cannot import `no_such_module`"),
+        ({"kind": "broken:Odd"}, TaskError, "ZeroDivisionError"),
+        ({"options": {"row": 1}}, ConfigError, "task.options.row"),
+        ({"options": {"rows": 0}}, TaskError, "has no rows"),
+    ],
+)
+def test_task_that_cannot_be_opened_is_refused_with_its_reason(
+    folder: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    config = {"kind": "odd_task:Odd", "directory": str(folder), **changes}
+    with pytest.raises(error, match=message):
+        survey(model.Task(**config))
+
+
+def test_data_that_changed_under_a_run_is_found_by_the_next_process(folder: Path) -> None:
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    (folder / "dying.py").write_text("import os\ndef score(row, text): os._exit(1)\n")
+    config = model.Task(kind="jsonl", data=str(rows), reward="dying:score", directory=str(folder))
+    with TaskPool(config) as pool:
+        pool.wait()
+        rows.write_text('{"prompt": "b"}\n')
+        pool.submit(score("a", ""))
+        with pytest.raises(TaskError, match="not what it was"):
+            gather(pool, 2)
+
+
+# Costs.
+
+
+def test_reward_call_costs_the_worker_less_than_a_tenth_of_a_millisecond() -> None:
+    count, text = 4000, " ".join(f"c{n} 3" for n in range(20)) + " = 3"
+    with TaskPool(model.Task(kind="arithmetic")) as pool:
+        pool.wait()
+        sent, done, start_s = 0, 0, time.process_time()
+        while done < count:
+            while sent < count and pool.pending < 64:
+                pool.submit(score(f"r{sent}", text, sent))
+                sent += 1
+            done += len(pool.poll(wait_s=0.1))
+        spent_s = time.process_time() - start_s
+    assert spent_s / count < 100e-6
+
+
+def test_task_process_never_imports_torch_by_itself() -> None:
+    program = (
+        "import sys, dora_pipe.producers.tasks.server, dora_pipe.producers.tasks.pool\n"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'pyarrow') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert shown.stdout.decode().strip() == "[]"

@@ -1,0 +1,144 @@
+"""What tests of the task pool share: a user's module that does everything wrong, and polling."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks.calls import (
+    PromptCall,
+    RewardCall,
+    Rewarded,
+    TaskEvent,
+)
+from dora_pipe.producers.tasks.pool import TaskPool
+
+LIMIT_S = 0.5
+DEADLINE_S = 20.0
+
+USER_MODULE = """
+import ctypes, os, subprocess, sys, time
+from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Task
+
+REWARDS = {
+    "one": lambda: 1, "true": lambda: True, "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"), "none": lambda: None, "text": lambda: "1.0",
+    "rich": lambda: Reward(value=0.5, raw=1.0, parts={"exact": 1.0}),
+    "bad part": lambda: Reward(value=0.5, parts={"length": float("nan")}),
+    "exit": lambda: sys.exit(3), "die": lambda: os._exit(7),
+    "crash": lambda: os.kill(os.getpid(), 11), "pid": os.getpid,
+    "print": lambda: print("hello", flush=True) or os.write(1, b"raw bytes") and 1.0,
+    "input": lambda: float(len(sys.stdin.read())),
+    "surrogate": lambda: Reward(value=1.0, parts={"\\ud800": 1.0}),
+}
+
+def forever():
+    while True:
+        pass
+
+def orphan():
+    subprocess.Popen(["sleep", "1000"])
+    forever()
+
+class Counting(Environment):
+    def reset(self, row):
+        self.turns = 0
+        return f"episode of {row['n']}"
+    def step(self, text):
+        self.turns += 1
+        if text == "die": os._exit(9)
+        if text == "hang": forever()
+        if text == "raise": raise RuntimeError("no such\\nmove")
+        if text == "nonsense": return "not an observation"
+        return Observation(text=f"{text} {self.turns}", done=text == "stop", tool="echo")
+    def reward(self, text, turns):
+        return self.turns + 0.5 if text == "ask the episode" else None
+    def close(self):
+        print(f"closed after {self.turns}", file=sys.stderr, flush=True)
+
+class Odd(Task):
+    def __init__(self, rows=8, episodes=False):
+        self.count, self.episodes = rows, episodes
+    def rows(self, split):
+        return [{"n": n} for n in range(self.count if split == "train" else 2)]
+    def prompt(self, row):
+        return f"row {row['n']}"
+    def environment(self, row):
+        return Counting() if self.episodes else None
+    def reward(self, row, text, turns):
+        if text == "forever": forever()
+        if text == "orphan": orphan()
+        if text == "slow": time.sleep(0.05)
+        if text == "raise": raise ValueError("x" * 1000 + "\\nline")
+        row["n"] += 100  # must not stay
+        return REWARDS[text]() if text in REWARDS else float(row["n"])
+"""
+
+
+def write_module(folder: Path) -> Path:
+    """A prompt call."""
+    """Put the module `odd_task` into a folder."""
+    (folder / "odd_task.py").write_text(USER_MODULE)
+    return folder
+
+
+def task(folder: Path, *, processes: int = 1, **options: Any) -> model.Task:
+    """The configuration of the odd task, with a short time limit."""
+    return model.Task(
+        kind="odd_task:Odd",
+        directory=str(folder),
+        options=options,
+        processes=processes,
+        reward_timeout_s=LIMIT_S,
+        environment_timeout_s=LIMIT_S,
+    )
+
+
+def score(request: str, text: str, index: int = 0) -> RewardCall:
+    """A reward call."""
+    return RewardCall(request=request, split="train", index=index, text=text, turns=(text,))
+
+
+def prompt(request: str, index: int = 0) -> PromptCall:
+    return PromptCall(request=request, split="train", index=index)
+
+
+def gather(pool: TaskPool, count: int) -> list[TaskEvent]:
+    """Poll until there are `count` events, and fail when they do not come."""
+    events: list[TaskEvent] = []
+    end = time.monotonic() + DEADLINE_S
+    while len(events) < count:
+        assert time.monotonic() < end, f"only {events}"
+        events += pool.poll(wait_s=0.1)
+    return events
+
+
+def ask(pool: TaskPool, call: Any) -> TaskEvent:
+    """Submit one call and wait for its event."""
+    pool.submit(call)
+    (event,) = gather(pool, 1)
+    return event
+
+
+def pid_of(pool: TaskPool) -> int:
+    """The process that answers now."""
+    event = ask(pool, score("pid", "pid"))
+    assert isinstance(event, Rewarded)
+    return int(event.reward)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie that nobody reaps counts)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def wait_until_gone(pid: int) -> bool:
+    """Wait for a process to end; whether it did."""
+    end = time.monotonic() + DEADLINE_S
+    while not is_gone(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_gone(pid)

@@ -1,0 +1,1 @@
+"""Tests of config, in this process and without IO."""

@@ -1,0 +1,1 @@
+"""Tests of tasks, in this process and without IO."""

@@ -37,8 +37,7 @@ class StepResult:
 
     figures: Mapping[str, float]
     contributions: Sequence[Mapping[str, Any]]
-    """trajectory, group, version, staleness, reward, advantage, tokens, ratio_mean, ratio_min,
-    ratio_max, clipped_share, loss_share, minibatch, micro_batch"""
+    """Rows of the contributions file (see `contributions.SCHEMA`), in the order of the batch."""
     compute_s: float
 
 
@@ -54,6 +53,10 @@ class Trainer(Protocol):
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """One training step. Raises NonFinite (the state is then no longer valid)."""
+        ...
+
+    def manifest(self) -> Manifest:
+        """The manifest of the present weights, without writing them."""
         ...
 
     def save_weights(self, path: Path) -> Manifest:

@@ -1,0 +1,47 @@
+"""The contributions file: what each trajectory of a step did to the weights, as an Arrow file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.ipc
+
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("trajectory", pa.utf8(), nullable=False),
+        pa.field("group", pa.utf8(), nullable=False),
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("staleness", pa.int64(), nullable=False),
+        pa.field("reward", pa.float64()),  # null: not valid, masked
+        pa.field("advantage", pa.float64()),  # null: not valid, masked
+        pa.field("tokens", pa.int64(), nullable=False),  # sampled ones
+        # The figures below are null where no gradient was computed: the trajectory was masked,
+        # or its advantage was zero and there was no KL term.
+        pa.field("ratio_mean", pa.float64()),
+        pa.field("ratio_min", pa.float64()),
+        pa.field("ratio_max", pa.float64()),
+        pa.field("clipped_share", pa.float64()),
+        pa.field("kl", pa.float64()),
+        pa.field("loss_share", pa.float64()),
+        pa.field("minibatch", pa.int64(), nullable=False),  # which update of the step
+        pa.field("micro_batch", pa.int64()),  # which pass of that update
+    ]
+)
+"""One row per trajectory, in the order of the batch."""
+
+
+def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as an Arrow IPC file. Raises OSError."""
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
+    with path.open("wb") as file, pyarrow.ipc.new_file(file, SCHEMA) as writer:
+        writer.write_table(table)
+
+
+def read_contributions(path: Path) -> list[dict[str, Any]]:
+    """The rows of a contributions file, in the order of the batch."""
+    with path.open("rb") as file, pyarrow.ipc.open_file(file) as reader:
+        rows: list[dict[str, Any]] = reader.read_all().to_pylist()
+    return rows

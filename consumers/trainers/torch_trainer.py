@@ -1,0 +1,228 @@
+"""The training step on torch: a function of (weights, optimizer state, batch, settings).
+
+It decides nothing about the run. What makes equal inputs give equal bytes: packing that depends on
+the batch alone, one fixed number of threads, deterministic kernels, no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+from torch import Tensor
+
+from dora_pipe.consumers.objectives.advantage import token_weights
+from dora_pipe.consumers.objectives.grpo import grpo_terms, row_figures
+from dora_pipe.consumers.packing import MicroBatch, Row, minibatches, pack
+from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
+from dora_pipe.consumers.trainers.step import Item, Sums, contribution, figures_of, items_of
+from dora_pipe.consumers.trainers.torch_device import compute_clock, deterministic, device_class
+from dora_pipe.consumers.trainers.torch_model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.trainers.torch_optimizer import Optimizer
+from dora_pipe.errors import NonFinite, PolicyError
+from dora_pipe.policies.digest import read_manifest
+from dora_pipe.policies.safetensors_file import manifest_in_memory, write_tensors
+from dora_pipe.schemas.policy import Manifest
+
+VERSION: Final = "1"
+"""Of the arithmetic; part of the numerics fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """What stays the same while a run lasts; see `dora_pipe.config.model.Trainer`."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    micro_batch_tokens: int = 16384
+    threads: int = 1
+    device: str = "cpu"
+
+
+class TorchTrainer:
+    """GRPO on a Hugging Face causal LM.
+
+    Example::
+
+        trainer = TorchTrainer(assets, reference=store.weights_path(version_0))
+        trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
+        trainer.train(batch, {"trainer.learning_rate": 3e-4, ...}).figures["loss"]
+    """
+
+    name = "torch"
+    version = VERSION
+
+    def __init__(
+        self, assets: Path, *, reference: Path, options: TorchOptions | None = None
+    ) -> None:
+        self._assets = assets
+        self._reference_path = reference
+        self._options = options or TorchOptions()
+        self._model = TorchModel(assets, device=self._options.device)
+        self._reference: TorchModel | None = None
+        self._optimizer = self._fresh_optimizer()
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        found = read_manifest(weights).digest
+        if found != digest:
+            raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
+        with deterministic(self._options.threads):
+            self._model.load(weights)
+        self._optimizer = self._fresh_optimizer()
+        if optimizer is not None:
+            self._optimizer.load(optimizer)
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One step: several updates. Raises NonFinite (the state is then no longer valid)."""
+        clock = compute_clock(self._options.device, self._options.threads)
+        start_s = clock()
+        step = step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
+        items = [items_of(batch.step, group, step) for group in batch.groups]
+        sums = Sums()
+        with deterministic(self._options.threads):
+            for number, groups in enumerate(minibatches(items, step.minibatches)):
+                chosen = [item for group in groups for item in group]
+                for item in chosen:
+                    item.minibatch = number
+                self._update(chosen, step, sums)
+            self._check_weights(batch.step)
+        flat = [item for group in items for item in group]
+        return StepResult(
+            figures=figures_of(flat, sums),
+            contributions=[contribution(item) for item in flat],
+            compute_s=clock() - start_s,
+        )
+
+    def manifest(self) -> Manifest:
+        """The manifest of the present weights."""
+        return manifest_in_memory(self._model.sources())
+
+    def save_weights(self, path: Path) -> Manifest:
+        """Write the present weights to a safetensors file and describe them. Raises OSError."""
+        return write_tensors(path, self._model.sources())
+
+    def save_optimizer(self, path: Path) -> None:
+        """Write the optimizer state to a safetensors file. Raises OSError."""
+        self._optimizer.save(path)
+
+    def numerics(self) -> dict[str, str]:
+        """What the bits of a step depend on beside its inputs."""
+        options = self._options
+        return {
+            "trainer": f"{self.name} {self.version}",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "device": device_class(options.device),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "world_size": "1",
+            "threads": str(options.threads),
+            "micro_batch_tokens": str(options.micro_batch_tokens),
+        }
+
+    def _fresh_optimizer(self) -> Optimizer:
+        return Optimizer(
+            list(self._model.parameters()),
+            betas=self._options.betas,
+            weight_decay=self._options.weight_decay,
+        )
+
+    def _update(self, items: Sequence[Item], step: StepSettings, sums: Sums) -> None:
+        """One optimizer update from a minibatch; none if nothing in it has a gradient."""
+        valid = [item for item in items if item.advantage is not None]
+        weights = token_weights([item.counted for item in valid], step.loss)
+        # A zero advantage without a KL term has a gradient of exactly zero: it still counts in
+        # the mean, but nothing is computed for it.
+        chosen = [
+            (item, weight)
+            for item, weight in zip(valid, weights, strict=True)
+            if item.counted and (item.advantage or step.kl > 0.0)
+        ]
+        if not chosen:
+            return
+        rows = [
+            Row(
+                ordinal=item.ordinal,
+                sibling=item.sibling,
+                tokens=len(item.trajectory.token_ids),
+            )
+            for item, _ in chosen
+        ]
+        self._optimizer.clear()
+        for number, micro in enumerate(pack(rows, padded_tokens_max=step.micro_batch_tokens)):
+            self._accumulate([chosen[row] for row in micro.rows], micro, number, step, sums)
+        norm = self._optimizer.gradient_norm(step.grad_norm_max)
+        if not math.isfinite(norm) or not math.isfinite(sums.loss):
+            raise NonFinite(
+                f"gradient norm {norm}, loss {sums.loss}",
+                hint="`dora-pipe command fail-batch` ends the groups of this batch as failed",
+            )
+        self._optimizer.update(step.learning_rate)
+        sums.updates += 1
+        sums.grad_norms.append(norm)
+
+    def _accumulate(
+        self,
+        chosen: Sequence[tuple[Item, float]],
+        micro: MicroBatch,
+        number: int,
+        step: StepSettings,
+        sums: Sums,
+    ) -> None:
+        """Add the gradient of one pass, and note what each of its rows did."""
+        passage = self._passage([item for item, _ in chosen], micro)
+        weights = self._per_token([weight for _, weight in chosen], passage)
+        terms = grpo_terms(
+            self._model.logprobs(passage),
+            passage.behaviour,
+            self._per_token([item.advantage or 0.0 for item, _ in chosen], passage),
+            clip_low=step.clip_low,
+            clip_high=step.clip_high,
+            kl=step.kl,
+            reference=self._reference_logprobs(passage) if step.kl > 0.0 else None,
+        )
+        loss = (terms.loss * weights).sum()
+        torch.autograd.backward(loss)
+        sums.loss += float(loss.detach())
+        sums.padded_tokens += micro.padded_tokens
+        figures = row_figures(terms, weights, passage.lengths)
+        for (item, _), one in zip(chosen, figures, strict=True):
+            item.figures, item.micro_batch = one, number
+
+    def _passage(self, items: Sequence[Item], micro: MicroBatch) -> Passage:
+        rows = [
+            (one.token_ids, one.loss_mask, one.logprobs)
+            for one in (item.trajectory for item in items)
+        ]
+        return passage_of(rows, width=micro.width, device=self._options.device)
+
+    def _per_token(self, values: Sequence[float], passage: Passage) -> Tensor:
+        spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(
+            torch.tensor(passage.lengths)
+        )
+        return spread.to(self._options.device)
+
+    def _reference_logprobs(self, passage: Passage) -> Tensor:
+        if self._reference is None:
+            self._reference = TorchModel(self._assets, device=self._options.device)
+            self._reference.load(self._reference_path)
+        with torch.no_grad():
+            return self._reference.logprobs(passage)
+
+    def _check_weights(self, step: int) -> None:
+        finite = all(
+            bool(torch.isfinite(parameter).all()) for _, parameter in self._model.parameters()
+        )
+        if not finite:
+            raise NonFinite(
+                f"step {step} left weights that are not finite",
+                hint="lower trainer.learning_rate with `dora-pipe command set`",
+            )

@@ -3,8 +3,9 @@
 An exclusive writer is a transactional producer whose transactional.id is its name: every append is
 one short transaction, a second writer of that name fences the first, and readers are
 `read_committed`, so they see nothing of a fenced writer. Other writers are idempotent producers
-that wait for all acknowledgements; a writer that does not know the outcome of an append makes
-itself a new producer before the next one, so that no late retry comes behind it.
+that wait for all acknowledgements. One that does not know the outcome of an append ends its
+producer, so that nothing is retried later, and makes another before the next append; what was on
+the wire may still land behind it. An exclusive writer's successor prevents even that.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from dora_pipe.bus.kafka_client import (
     RETRY_MS,
     TRANSACTION_LIMIT_S,
     bounded,
+    discard,
     ms,
     our_errors,
     send,
@@ -309,9 +311,9 @@ class KafkaWriter:
         self._broken = self._name is not None
         producer, self._producer = self._producer, None
         if producer is not None:
-            producer.close(timeout=0)
+            discard(producer)
 
     def close(self) -> None:
         """Let go of the producer."""
         if self.here.close() and self._producer is not None:
-            self._producer.close(timeout=PROBE_LIMIT_S)
+            discard(self._producer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kafka import KafkaProducer
@@ -83,6 +83,16 @@ def to_record(found: Any) -> Record:
         value=found.value or b"",
         headers=tuple((name, value or b"") for name, value in found.headers),
     )
+
+
+def discard(producer: KafkaProducer) -> None:
+    """Close at once, without sending anything that waits.
+
+    The public `close` flushes first, and leaves the sending thread running if that takes too long.
+    """
+    producer._sender.force_close()
+    with suppress(kafka_errors.KafkaTimeoutError):
+        producer.close(timeout=PROBE_LIMIT_S)
 
 
 def bounded(call: Callable[[], None], limit_s: float) -> None:

@@ -1,0 +1,141 @@
+"""A real broker that freezes, dies and comes back: bounded waits, one error each, nothing lost."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_client import PROBE_LIMIT_S, QUIET_LIMIT_S
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, OutcomeUnknown
+from tests.support.kafka_broker import KafkaBroker
+
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    # The client leaves the sockets of refused connections to the collector.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+AT = TopicPartition("t", 0)
+DELIVERY_LIMIT_S = 3.0
+SLACK_S = 10.0
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[KafkaBroker]:
+    """A broker of this test's own: it will be hurt."""
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+    with KafkaBroker(tmp_path) as broker:
+        yield broker
+    gc.collect()
+
+
+@pytest.fixture
+def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
+    bus = KafkaBus([broker.bootstrap], delivery_limit_s=DELIVERY_LIMIT_S)
+    bus.create([TopicSpec(name="t")])
+    yield bus
+    bus.close()
+
+
+def texts(*given: str) -> list[Append]:
+    return [Append(topic="t", value=text.encode()) for text in given]
+
+
+def read_until(bus: KafkaBus, last: bytes) -> list[bytes]:
+    """Everything up to a value that must come."""
+    reader = bus.reader({AT: 0})
+    found: list[Record] = []
+    deadline_s = time.monotonic() + 30
+    while not found or found[-1].value != last:
+        found += reader.poll(timeout_s=1)
+        assert time.monotonic() < deadline_s
+    return [record.value for record in found]
+
+
+def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
+    broker: KafkaBroker, bus: KafkaBus
+) -> None:
+    plain, exclusive = bus.writer(), bus.writer(exclusive="x")
+    plain.append(texts("plain"))
+    exclusive.append(texts("exclusive"))
+    broker.freeze()
+    began_s = time.monotonic()
+    with pytest.raises(OutcomeUnknown):
+        plain.append(texts("perhaps"))
+    with pytest.raises(BusError):
+        exclusive.append(texts("not committed"))
+    assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
+    broker.thaw()
+    with pytest.raises(BusError):
+        exclusive.append(texts("never"))
+    plain.append(texts("again"))
+    bus.writer(exclusive="x").append(texts("end"))
+    found = read_until(bus, b"end")
+    assert [value for value in found if value != b"perhaps"] == [
+        b"plain",
+        b"exclusive",
+        b"again",
+        b"end",
+    ]
+    assert found.count(b"perhaps") <= 1
+
+
+def test_a_killed_broker_comes_back_with_everything_acknowledged(
+    broker: KafkaBroker, bus: KafkaBus
+) -> None:
+    writer, reader = bus.writer(), bus.reader({AT: 0})
+    acknowledged = [f"{i}" for i in range(50)]
+    for text in acknowledged:
+        writer.append(texts(text))
+    assert len(reader.poll(timeout_s=5, records_max=1)) == 1
+    broker.kill()
+    with pytest.raises(BusError):
+        writer.append(texts("lost or not"))
+    broker.start()
+    writer.append(texts("end"))
+    found = [value.decode() for value in read_until(bus, b"end")]
+    assert found[:50] == acknowledged
+    rest: list[Record] = []
+    while len(rest) < len(found) - 1:
+        rest += reader.poll(timeout_s=1)
+    assert [record.value.decode() for record in rest] == found[1:], "the reader went on"
+
+
+def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
+    broker: KafkaBroker, bus: KafkaBus
+) -> None:
+    reader = bus.reader({AT: 0})
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < QUIET_LIMIT_S + 1:
+        assert reader.poll(timeout_s=0.1) == [], "a quiet log is no outage"
+    broker.freeze()
+    began_s = time.monotonic()
+    with pytest.raises(BusError):
+        while time.monotonic() - began_s < SLACK_S:
+            reader.poll(timeout_s=0.1)
+    assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + 2
+    with pytest.raises(BusError):
+        reader.poll(timeout_s=0.1)
+    broker.thaw()
+    bus.writer().append(texts("back"))
+    assert [record.value for record in reader.poll(timeout_s=20)] == [b"back"]
+
+
+def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: KafkaBus) -> None:
+    broker.kill()
+    began_s = time.monotonic()
+    with pytest.raises(BusError) as refused:
+        KafkaBus([broker.bootstrap])
+    assert "\n" not in refused.value.message
+    with pytest.raises(BusError):
+        bus.end(AT)
+    assert time.monotonic() - began_s < 4 * SLACK_S

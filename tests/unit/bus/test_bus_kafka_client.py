@@ -1,0 +1,85 @@
+"""What kafka-python says and what we make of it, without any broker."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from kafka import errors as kafka_errors
+
+from dora_pipe.bus.kafka_client import BATCH_ROOM_BYTES, bounded, our_errors, topic_settings
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.errors import (
+    BusError,
+    DoraError,
+    Fenced,
+    LogTruncated,
+    OutcomeUnknown,
+    TopicMissing,
+)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (kafka_errors.ProducerFencedError(), Fenced),
+        (kafka_errors.InvalidProducerEpochError(), Fenced),
+        (kafka_errors.OffsetOutOfRangeError({}), LogTruncated),
+        (kafka_errors.LogTruncationError({}), LogTruncated),
+        (kafka_errors.UnknownTopicOrPartitionError(), TopicMissing),
+        (kafka_errors.KafkaTimeoutError("slow"), BusError),
+        (kafka_errors.KafkaConnectionError("gone"), BusError),
+        (TimeoutError("slow"), BusError),
+    ],
+)
+def test_each_error_of_the_client_has_one_meaning(theirs: Exception, ours: type[DoraError]) -> None:
+    with pytest.raises(BusError) as raised, our_errors():
+        raise theirs
+    assert type(raised.value) is ours
+    assert "\n" not in raised.value.message
+
+
+def test_what_is_unspecific_in_a_commit_is_an_unknown_outcome_and_fencing_is_not() -> None:
+    with pytest.raises(OutcomeUnknown), our_errors(OutcomeUnknown):
+        raise kafka_errors.KafkaTimeoutError("slow")
+    with pytest.raises(Fenced), our_errors(OutcomeUnknown):
+        raise kafka_errors.ProducerFencedError
+
+
+def test_a_commit_that_never_returns_is_left_at_its_limit() -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(60)
+
+    with pytest.raises(OutcomeUnknown), our_errors(OutcomeUnknown):
+        bounded(hang, 0.01)
+    release.set()
+
+
+def test_a_commit_s_own_error_comes_through() -> None:
+    def fail() -> None:
+        raise kafka_errors.ProducerFencedError
+
+    with pytest.raises(Fenced), our_errors(OutcomeUnknown):
+        bounded(fail, 5)
+
+
+@pytest.mark.parametrize(
+    ("brokers", "replicas", "in_sync"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (5, 3, 2)]
+)
+def test_topics_are_as_durable_as_the_cluster_allows(
+    brokers: int, replicas: int, in_sync: int
+) -> None:
+    settings = topic_settings(TopicSpec(name="t", partitions=4, record_bytes_max=100), brokers)
+    assert settings["replication_factor"] == replicas
+    assert settings["num_partitions"] == 4
+    assert settings["configs"] == {
+        "min.insync.replicas": str(in_sync),
+        "max.message.bytes": str(100 + BATCH_ROOM_BYTES),
+        "cleanup.policy": "delete",
+        "retention.ms": "-1",
+        "retention.bytes": "-1",
+        "unclean.leader.election.enable": "false",
+        "compression.type": "producer",
+    }

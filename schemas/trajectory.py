@@ -205,8 +205,7 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
         raise SchemaError("exactly one of reward and reward_error must be there", path="$.reward")
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
         raise SchemaError("reward is not finite", path="$.reward")
-    if _DIGEST.fullmatch(trajectory.digest) is None:
-        raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
+    check_digest(trajectory.digest)
     if trajectory.version < 0:
         raise SchemaError(f"version {trajectory.version} is none", path="$.version")
     if not 0 <= meta.prompt_tokens <= len(arrays.token_ids):
@@ -220,11 +219,18 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
         raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
 
 
+def check_digest(digest: str) -> None:
+    """Raise SchemaError unless this is a weights digest."""
+    if _DIGEST.fullmatch(digest) is None:
+        raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
+
+
 def _array(
     values: Sequence[Any], dtype: type[np.float32] | None, name: str
 ) -> np.ndarray[Any, Any]:
     try:
-        return np.asarray(values, dtype)
+        with np.errstate(over="ignore"):  # It becomes infinite, and is refused as that.
+            return np.asarray(values, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise SchemaError(str(error).splitlines()[0], path=f"$.{name}") from None
 

@@ -26,6 +26,7 @@ from dora_pipe.schemas.trajectory import (
     Segment,
     Trajectory,
     check_arrays,
+    check_digest,
     check_fields,
 )
 
@@ -281,7 +282,5 @@ def _segments(rows: Sequence[Any]) -> list[Segment]:
 
 
 def _digest_bytes(digest: str) -> bytes:
-    try:
-        return bytes.fromhex(digest)
-    except ValueError:
-        raise SchemaError("weights digest is not 64 hex digits", path="$.digest") from None
+    check_digest(digest)
+    return bytes.fromhex(digest)

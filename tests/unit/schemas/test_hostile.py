@@ -1,0 +1,243 @@
+"""Whatever bytes come in, a reader gets a record or a SchemaError, in bounded memory."""
+
+from __future__ import annotations
+
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas import arrow_frame
+from dora_pipe.schemas.control import decode_control
+from dora_pipe.schemas.dead_letter import HEADER, decode_dead_letter
+from dora_pipe.schemas.headers import header_pairs, parse_headers
+from dora_pipe.schemas.metrics import decode_metrics
+from dora_pipe.schemas.rounds import decode_round
+from dora_pipe.schemas.trajectory_codec import (
+    TRAJECTORY,
+    decode_progress,
+    decode_trajectory,
+    encode_progress,
+    encode_trajectory,
+)
+from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
+from tests.golden import arrow_values, make, values
+
+Decode = Callable[[bytes], Any]
+
+JSON: list[tuple[Decode, bytes]] = [
+    *((decode_control, encode(one)) for one in values.CONTROL),
+    *((decode_metrics, encode(one)) for one in values.METRICS),
+    (decode_round, encode(values.ROUND)),
+]
+ARROW: list[tuple[Decode, bytes]] = [
+    (decode_trajectory, encode_trajectory(arrow_values.TRAJECTORY)[0]),
+    (decode_trajectory, encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0]),
+    (decode_progress, encode_progress(arrow_values.PROGRESS)),
+]
+DECODERS = (decode_control, decode_metrics, decode_round, decode_trajectory, decode_progress)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, of: bytes) -> bytes:
+    """Bytes with a few bits, runs or lengths changed."""
+    data = bytearray(of)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        how = draw(st.integers(0, 4))
+        if how == 0 and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == 1:
+            data[at : at + 1] = draw(st.binary(max_size=4))
+        elif how == 2:
+            del data[at : at + draw(st.integers(1, 16))]
+        elif how == 3:
+            data[at : at + 8] = struct.pack("<q", draw(st.integers(-(2**63), 2**63 - 1)))
+        else:
+            del data[at:]
+    return bytes(data)
+
+
+def refused_or_read(decode: Decode, data: bytes) -> bool:
+    """True when it was read; anything but a SchemaError passes through and fails the test."""
+    try:
+        decode(data)
+    except SchemaError as error:
+        assert "\n" not in str(error)
+        assert error.path.startswith("$")
+        return False
+    return True
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"[" * 100_000)
+@example(b'{"kind":"\\ud800"}')
+@example(b'{"kind":17}')
+def test_random_bytes_are_refused_by_every_reader(data: bytes) -> None:
+    for decode in DECODERS:
+        with pytest.raises(SchemaError):
+            decode(data)
+
+
+@pytest.mark.parametrize("digits", ["1" * 5000, "1e999", "-1e999", "NaN", "Infinity", "1.5"])
+def test_number_that_is_none_is_refused(digits: str) -> None:
+    commit = encode(values.CONTROL[7]).replace(b'"step":4', b'"step":' + digits.encode())
+    with pytest.raises(SchemaError):
+        decode_control(commit)
+
+
+@settings(max_examples=400)
+@given(st.data(), st.sampled_from(JSON))
+def test_mutated_json_is_read_or_refused(data: st.DataObject, record: tuple[Decode, bytes]) -> None:
+    refused_or_read(record[0], data.draw(mutations(record[1])))
+
+
+@settings(max_examples=300)
+@given(st.data(), st.sampled_from(ARROW))
+def test_mutated_frame_is_refused(data: st.DataObject, record: tuple[Decode, bytes]) -> None:
+    mutated = data.draw(mutations(record[1]))
+    assert mutated == record[1] or not refused_or_read(record[0], mutated)
+
+
+@settings(max_examples=600)
+@given(st.data(), st.sampled_from(ARROW))
+def test_mutated_stream_in_a_sound_frame_is_read_or_refused(
+    data: st.DataObject, record: tuple[Decode, bytes]
+) -> None:
+    raw = arrow_frame.decompress(record[1])
+    refused_or_read(record[0], zstandard.compress(data.draw(mutations(raw))))
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=70)), max_size=3), st.data())
+def test_mutated_headers_are_read_or_refused(
+    more: list[tuple[str, bytes]], data: st.DataObject
+) -> None:
+    pairs = [*header_pairs(arrow_values.HEADERS), *more]
+    place = data.draw(st.integers(0, len(pairs) - 1))
+    pairs[place] = (pairs[place][0], data.draw(mutations(pairs[place][1])))
+    refused_or_read(lambda _: parse_headers(pairs), b"")
+
+
+@given(st.data())
+def test_mutated_dead_letter_is_read_or_refused(data: st.DataObject) -> None:
+    made = make.files()
+    header = dict(make.pairs_from_bytes(made["dead-letters/headers.txt"]))[HEADER]
+    mutated = data.draw(mutations(header))
+    refused_or_read(lambda value: decode_dead_letter(value, [(HEADER, mutated)]), b"\xde\xad")
+
+
+def test_json_above_the_bound_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(SchemaError, match=f"above {RECORD_BYTES_MAX}"):
+        decode_control(b'{"kind":"' + b"x" * RECORD_BYTES_MAX + b'"}')
+
+
+def bomb(*, says_its_size: bool, raw_bytes: int) -> bytes:
+    """A small frame that becomes `raw_bytes` zeros."""
+    compressor = zstandard.ZstdCompressor(level=1, write_content_size=says_its_size)
+    if says_its_size:
+        return compressor.compress(bytes(raw_bytes))
+    stream = compressor.compressobj()
+    pieces = [stream.compress(bytes(1 << 20)) for _ in range(raw_bytes >> 20)]
+    return b"".join([*pieces, stream.flush()])
+
+
+@pytest.mark.parametrize("says_its_size", [True, False])
+def test_frame_beyond_the_bound_is_refused(says_its_size: bool) -> None:
+    frame = bomb(says_its_size=says_its_size, raw_bytes=arrow_frame.RAW_BYTES_MAX + (1 << 20))
+    assert len(frame) < 1 << 14
+    with pytest.raises(SchemaError, match=f"above {arrow_frame.RAW_BYTES_MAX}"):
+        decode_trajectory(frame)
+
+
+def test_frame_that_claims_a_size_beyond_the_bound_costs_nothing() -> None:
+    header = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 1 << 50) + b"\x01\x00\x00"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SchemaError, match=f"frame of {1 << 50} bytes is above"):
+        decode_trajectory(header)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024  # KiB
+
+
+def test_frame_without_a_size_is_read() -> None:
+    stream = zstandard.ZstdCompressor(level=3).compressobj()
+    raw = arrow_frame.decompress(ARROW[0][1])
+    frame = stream.compress(raw) + stream.flush()
+    assert zstandard.frame_content_size(frame) == -1
+    assert decode_trajectory(frame) == arrow_values.TRAJECTORY
+
+
+def test_frame_with_something_behind_it_is_refused() -> None:
+    with pytest.raises(SchemaError, match="not a zstd frame"):
+        decode_trajectory(ARROW[0][1] + b"x")
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_arrow_body_is_refused_because_nothing_bounds_it(codec: str) -> None:
+    batch = pa.record_batch({"trajectory": ["x" * 1000]})
+    with pytest.raises(SchemaError, match="body is compressed"):
+        decode_trajectory(stream_of(batch, pa.ipc.IpcWriteOptions(compression=codec)))
+
+
+def test_dictionary_is_refused() -> None:
+    batch = pa.record_batch({"trajectory": pa.array(["x"]).dictionary_encode()})
+    with pytest.raises(SchemaError, match="dictionary message instead of a record batch"):
+        decode_trajectory(stream_of(batch))
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_another_number_of_rows_is_refused(rows: int) -> None:
+    batch = pa.record_batch({"trajectory": ["x"] * rows})
+    with pytest.raises(SchemaError, match=f"{rows} rows instead of 1"):
+        decode_trajectory(stream_of(batch))
+
+
+def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
+    """Arrow itself takes the batch for a schema and reads beyond it."""
+    raw = arrow_frame.decompress(ARROW[0][1])
+    tail = raw[len(TRAJECTORY.head) :]
+    with pytest.raises(SchemaError, match="record batch message instead of a schema"):
+        decode_trajectory(zstandard.compress(tail))
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
+    """In a process of its own: a crash of the reader would take the tests with it."""
+    program = (
+        "import random, resource, sys, zstandard\n"
+        "from tests.unit.schemas import test_hostile as t\n"
+        "r = random.Random(7)\n"
+        "raws = [(d, t.arrow_frame.decompress(v)) for d, v in t.ARROW]\n"
+        "read = 0\n"
+        "for _ in range(100_000):\n"
+        "    decode, raw = r.choice(raws)\n"
+        "    data = bytearray(raw)\n"
+        "    for _ in range(r.choice((1, 1, 2, 4, 16))):\n"
+        "        at = r.randrange(len(data))\n"
+        "        data[at] = r.choice((data[at] ^ (1 << r.randrange(8)), 0, 127, 255))\n"
+        "    read += t.refused_or_read(decode, zstandard.compress(bytes(data)))\n"
+        "print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    read, rss_kib = map(int, done.stdout.split())
+    assert 0 < read < 100_000
+    assert rss_kib < 400 * 1024
+
+
+def stream_of(batch: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> bytes:
+    """A frame around a stream with this batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return zstandard.compress(sink.getvalue().to_pybytes())

@@ -1,0 +1,284 @@
+"""What must hold inside a trajectory holds at both ends, or is named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from hypothesis import given
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.trajectory import Segment, Trajectory, check
+from dora_pipe.schemas.trajectory_codec import (
+    TRAJECTORY,
+    decode_progress,
+    decode_trajectory,
+    encode_progress,
+    encode_trajectory,
+)
+from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
+from tests.golden.arrow_values import TRAJECTORY as SOUND
+from tests.unit.schemas import strategies
+
+TILES = list(SOUND.segments)
+
+
+def with_meta(**changes: Any) -> Trajectory:
+    """The sound trajectory with another JSON column."""
+    return replace(SOUND, meta=msgspec.structs.replace(SOUND.meta, **changes))
+
+
+def changed(values: Any, place: int, value: Any) -> list[Any]:
+    """A copy of an array with one entry changed."""
+    copy = list(values)
+    copy[place] = value
+    return copy
+
+
+LOGPROBS, SAMPLER, MASK = SOUND.logprobs, SOUND.sampler_logprobs, SOUND.loss_mask
+
+BROKEN: list[tuple[str, Trajectory, str, str]] = [
+    (
+        "short log-probs",
+        replace(SOUND, logprobs=LOGPROBS[:-1]),
+        "$.logprobs",
+        "9 entries for 10 tokens",
+    ),
+    ("short sampler", replace(SOUND, sampler_logprobs=[]), "$.sampler_logprobs", "0 entries"),
+    ("long mask", replace(SOUND, loss_mask=[*MASK, 1]), "$.loss_mask", "11 entries"),
+    ("mask of 2", replace(SOUND, loss_mask=changed(MASK, 4, 2)), "$.loss_mask[4]", "neither"),
+    (
+        "negative token",
+        replace(SOUND, token_ids=changed(SOUND.token_ids, 1, -1)),
+        "$.token_ids[1]",
+        "negative",
+    ),
+    (
+        "log-prob where nothing was sampled",
+        replace(SOUND, logprobs=changed(LOGPROBS, 6, -0.5)),
+        "$.logprobs[6]",
+        "disagree",
+    ),
+    (
+        "no log-prob where one was sampled",
+        replace(SOUND, sampler_logprobs=changed(SAMPLER, 3, None)),
+        "$.sampler_logprobs[3]",
+        "disagree",
+    ),
+    (
+        "NaN where one was sampled",
+        replace(SOUND, logprobs=changed(LOGPROBS, 3, math.nan)),
+        "$.logprobs[3]",
+        "disagree",
+    ),
+    (
+        "positive log-prob",
+        replace(SOUND, logprobs=changed(LOGPROBS, 8, 1e-3)),
+        "$.logprobs[8]",
+        "not <= 0",
+    ),
+    (
+        "infinite log-prob",
+        replace(SOUND, logprobs=changed(LOGPROBS, 8, -math.inf)),
+        "$.logprobs[8]",
+        "not <= 0",
+    ),
+    (
+        "log-prob that is infinite as a float32",
+        replace(SOUND, sampler_logprobs=changed(SAMPLER, 9, -1e39)),
+        "$.sampler_logprobs[9]",
+        "not <= 0",
+    ),
+    (
+        "segments with a gap",
+        replace(SOUND, segments=TILES[:1] + TILES[2:]),
+        "$.segments[1]",
+        "tile",
+    ),
+    ("segments that stop short", replace(SOUND, segments=TILES[:-1]), "$.segments", "reach"),
+    (
+        "segment beyond the end",
+        replace(SOUND, segments=[*TILES[:-1], replace(TILES[-1], end=11)]),
+        "$.segments[3]",
+        "tile",
+    ),
+    (
+        "segment that ends before it starts",
+        replace(SOUND, segments=[*TILES[:-1], replace(TILES[-1], end=7)]),
+        "$.segments[3]",
+        "tile",
+    ),
+    (
+        "model segment that was not sampled",
+        replace(SOUND, segments=changed(TILES, 2, replace(TILES[2], kind="model"))),
+        "$.segments[2]",
+        "disagree",
+    ),
+    (
+        "tool segment that was sampled",
+        replace(SOUND, segments=changed(TILES, 1, replace(TILES[1], kind="tool"))),
+        "$.segments[1]",
+        "disagree",
+    ),
+    ("reward and error", with_meta(reward_error="crashed"), "$.reward", "exactly one"),
+    ("neither reward nor error", replace(SOUND, reward=None), "$.reward", "exactly one"),
+    ("reward that is NaN", replace(SOUND, reward=math.nan), "$.reward", "finite"),
+    ("infinite reward", replace(SOUND, reward=math.inf), "$.reward", "finite"),
+    ("short digest", replace(SOUND, digest="ab"), "$.digest", "64 hex"),
+    ("digest that is no hex", replace(SOUND, digest="zz" * 32), "$.digest", "64 hex"),
+    ("digest in capitals", replace(SOUND, digest="AB" * 32), "$.digest", "64 hex"),
+    ("negative version", replace(SOUND, version=-1), "$.version", "-1"),
+    ("long prompt", with_meta(prompt_tokens=11), "$.meta.prompt_tokens", "longer"),
+    ("strange id", replace(SOUND, trajectory="t1"), "$.trajectory", "not a trajectory id"),
+    ("foreign group", with_meta(group="g0000000041"), "$.trajectory", "not of this group"),
+    ("foreign sibling", with_meta(sibling=4), "$.trajectory", "not of this group"),
+    ("foreign purpose", with_meta(purpose="eval"), "$.trajectory", "not of this group"),
+]
+
+UNWRITABLE: list[tuple[Trajectory, str]] = [
+    (replace(SOUND, token_ids=changed(SOUND.token_ids, 0, 2**31)), "$.token_ids"),
+    (replace(SOUND, token_ids=changed(SOUND.token_ids, 0, 1.5)), "$.token_ids"),
+    (replace(SOUND, token_ids=changed(SOUND.token_ids, 0, None)), "$.token_ids"),
+    (replace(SOUND, version=2**63), "$.version"),
+    (replace(SOUND, logprobs=changed(LOGPROBS, 3, "a")), "$.logprobs"),
+    (with_meta(reward_raw=math.nan), "$.reward_raw"),
+    (with_meta(reward_parts={"a": math.inf}), "$.reward_parts.a"),
+    (with_meta(extra={"a": [0.5, {"b": -math.inf}]}), "$.extra.a[1].b"),
+    (replace(SOUND, version=1.5), "$.version"),  # type: ignore[arg-type]
+    (replace(SOUND, loss_mask=changed(MASK, 3, 0.5)), "$.loss_mask"),
+    (replace(SOUND, loss_mask=changed(MASK, 3, 257)), "$.loss_mask"),
+    (replace(SOUND, token_ids=np.full(10, 2.5)), "$.token_ids"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "path", "why"), [one[1:] for one in BROKEN], ids=[one[0] for one in BROKEN]
+)
+def test_broken_trajectory_is_refused_by_check_and_by_the_writer_with_its_path(
+    trajectory: Trajectory, path: str, why: str
+) -> None:
+    with pytest.raises(SchemaError, match=why) as found:
+        check(trajectory)
+    assert found.value.path == path
+    with pytest.raises(SchemaError) as found:
+        encode_trajectory(trajectory)
+    assert found.value.path == path
+
+
+@pytest.mark.parametrize(("trajectory", "path"), UNWRITABLE, ids=[one[1] for one in UNWRITABLE])
+def test_value_that_its_column_cannot_hold_is_refused_by_the_writer(
+    trajectory: Trajectory, path: str
+) -> None:
+    with pytest.raises(SchemaError) as found:
+        encode_trajectory(trajectory)
+    assert found.value.path == path
+
+
+@given(strategies.trajectories())
+def test_check_accepts_what_the_writer_accepts(trajectory: Trajectory) -> None:
+    check(trajectory)
+    check(decode_trajectory(encode_trajectory(trajectory)[0]))
+
+
+FOREIGN: list[tuple[str, Any, str]] = [
+    ("loss_mask", [[0, 0, 0, 1, 1, 1, 0, 0, 1, 0]], "$.logprobs[9]"),
+    ("token_ids", [[1, 2]], "$.loss_mask"),
+    ("token_ids", [[1, None, 3, 4, 5, 6, 7, 8, 9, 10]], "$.token_ids"),
+    ("loss_mask", [[None] * 10], "$.loss_mask"),
+    ("token_ids", [None], "$.token_ids"),
+    ("weights_digest", [None], "$.weights_digest"),
+    ("reward", [None], "$.reward"),
+    ("segments", [[]], "$.segments"),
+    ("segments", [[None]], "$.segments[0]"),
+    ("segments", [[{"kind": "later", "start": 0}]], "$.segments[0].kind"),
+    ("segments", [[{"kind": "model", "start": None}]], "$.segments[0].start"),
+    ("meta_json", ["{}"], "$.meta"),
+    ("meta_json", ["nonsense"], "$.meta"),
+    ("logprobs", [[math.nan, None, None, -0.1, -1.7, -1.0, None, None, 0.0, -30.0]], "$.logprobs"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "path"), FOREIGN)
+def test_broken_record_of_another_writer_is_refused_by_the_reader(
+    name: str, value: Any, path: str
+) -> None:
+    with pytest.raises(SchemaError) as found:
+        decode_trajectory(rewritten(**{name: value}))
+    assert found.value.path == path
+
+
+def test_reader_says_which_key_of_the_json_column_is_wrong() -> None:
+    meta = msgspec.json.decode(msgspec.json.encode(SOUND.meta))
+    meta["times"]["placed"] = "yesterday"
+    with pytest.raises(SchemaError, match="Expected `int`, got `str`") as found:
+        decode_trajectory(rewritten(meta_json=[msgspec.json.encode(meta).decode()]))
+    assert found.value.path == "$.meta.times.placed"
+
+
+def test_empty_trajectory_without_tokens_is_a_record_too() -> None:
+    empty = replace(
+        PLAIN_TRAJECTORY,
+        token_ids=[],
+        logprobs=[],
+        sampler_logprobs=[],
+        loss_mask=[],
+        segments=[],
+        meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, prompt_tokens=0),
+    )
+    assert decode_trajectory(encode_trajectory(empty)[0]) == empty
+
+
+def test_sampled_and_valid_say_what_the_arrays_and_the_reward_say() -> None:
+    assert (SOUND.sampled, SOUND.valid) == (5, True)
+    assert (PLAIN_TRAJECTORY.sampled, PLAIN_TRAJECTORY.valid) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"start": -1}, "$.start"),
+        ({"version": -1}, "$.version"),
+        ({"attempt": -1}, "$.attempt"),
+        ({"logprobs": [-0.1]}, "$.logprobs"),
+        ({"logprobs": [-0.1, None, -0.2]}, "$.logprobs"),
+        ({"logprobs": [-0.1, 0.5, -0.2]}, "$.logprobs[1]"),
+        ({"sampler_logprobs": [-0.1, -math.inf, -0.2]}, "$.sampler_logprobs[1]"),
+        ({"token_ids": [1, 2, -3]}, "$.token_ids[2]"),
+        ({"prefills": (None,)}, "$.prefills"),
+        ({"digest": "xy"}, "$.digest"),
+    ],
+)
+def test_broken_progress_is_refused_with_its_path(changes: dict[str, Any], path: str) -> None:
+    with pytest.raises(SchemaError) as found:
+        encode_progress(replace(PROGRESS, **changes))
+    assert found.value.path == path
+
+
+def test_progress_is_not_read_as_a_trajectory_nor_a_trajectory_as_progress() -> None:
+    with pytest.raises(SchemaError, match="0 columns"):
+        decode_trajectory(encode_progress(PROGRESS))
+    with pytest.raises(SchemaError, match="0 columns"):
+        decode_progress(encode_trajectory(SOUND)[0])
+
+
+def test_segment_of_no_engine_has_no_worker() -> None:
+    segment = Segment(kind="prompt", start=0, end=1, turn=0, start_ns=0, end_ns=0)
+    assert (segment.worker, segment.epoch, segment.version) == ("", -1, -1)
+
+
+def rewritten(**columns: Any) -> bytes:
+    """The sound trajectory as another writer makes it, with some columns changed."""
+    row = dict(TRAJECTORY.unseal(encode_trajectory(SOUND)[0]).arrays)
+    for name, value in columns.items():
+        row[name] = pa.array(value, row[name].type)
+    batch = pa.record_batch(row)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return zstandard.compress(sink.getvalue().to_pybytes())

@@ -5,10 +5,11 @@ decided about this incarnation lies behind it. It hosts one version and has a ta
 differ, requests of the hosted version that it already has are finished (a decision may take them
 away), then the target is loaded; requests of the target wait for it. Any other version is refused.
 
-Leaving (asked by a signal or a decision): nothing more is taken, running requests get a last
-progress record, finished ones are still logged, then `worker left` says how far each had come.
-Fenced: everything is dropped, nothing is published any more under this epoch, the loop ends; the
-role joins again under a new epoch, if nobody else has taken its name.
+Three ways out. Drained: nothing more is taken, what is here is finished, then `worker left`. Asked
+to stop: running requests get a last progress record, finished ones are still logged, then
+`worker left` says how far each had come. Fenced: everything is dropped, nothing is published any
+more under this epoch, the loop ends; the role joins again under a new epoch, if nobody else has
+taken its name.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class WorkerMachine:
         self.error = ""
         self._cost = cost
         self._kv_used = kv_used
+        self._draining = ""
         self._leaving = ""
         self._leave_by_ns = 0
         self._status_ns = 0
@@ -202,8 +204,8 @@ class WorkerMachine:
         if place.worker != self.setup.worker:
             return
         mine = self._mine(place)
-        if self.finished or (self._leaving and mine):
-            return
+        if self.finished or (mine and (self._leaving or self._draining)):
+            return  # `worker left` hands it back, with all others
         refusal = self._refusal(place)
         if refusal is None:
             self.requests.place(place, now)
@@ -235,7 +237,7 @@ class WorkerMachine:
             self.requests.cancel(cancel.trajectory, cancel.attempt)
 
     def _on_assign(self, assign: Assign, now: Now) -> None:
-        if not self._mine(assign) or self._leaving:
+        if not self._mine(assign) or self._leaving or self._draining:
             return
         self.target = Hosted(assign.version, assign.digest)
         self.requests.hold_versions(now, self.hosted.version, self.target.version)
@@ -244,7 +246,7 @@ class WorkerMachine:
 
     def _on_drain(self, drain: Drain, now: Now) -> None:
         if self._mine(drain):
-            self._leave(f"drained: {drain.reason}", now)
+            self._draining = self._draining or f"drained: {drain.reason}"
 
     def _on_fence(self, fence: Fence, now: Now) -> None:
         if self._mine(fence):
@@ -259,10 +261,12 @@ class WorkerMachine:
     def _go_on(self, now: Now) -> None:
         requests = self.requests
         requests.write_progress()
+        late = self._leaving and now.mono_ns >= self._leave_by_ns
+        if late or ((self._leaving or self._draining) and not requests.rows):
+            self._left(now)
+            return
         if self._leaving:
-            if not requests.rows or now.mono_ns >= self._leave_by_ns:
-                self._left(now)
-                return
+            pass
         elif self.loading is None and self.hosted != self.target:
             if requests.generating(self.hosted.version):
                 requests.fill(self.hosted.version, now)
@@ -306,7 +310,7 @@ class WorkerMachine:
             at_ns=now.wall_ns,
             worker=self.setup.worker,
             epoch=self.setup.epoch,
-            reason=self._leaving,
+            reason=self._leaving or self._draining,
             progress={**requests.left, **requests.progress()},
         )
         self._publish(self.setup.topics.control, record)

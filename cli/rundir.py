@@ -1,0 +1,135 @@
+"""A run's directory: what lies where, and how a run is found by its name or path.
+
+runs/NAME/
+  config.toml     the resolved configuration
+  log.sqlite      the log, unless the bus is elsewhere
+  policies/       policies and checkpoints under their digests
+  logs/           what each role said
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.load import dump_toml, load_config
+from dora_pipe.config.model import Config
+from dora_pipe.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.schemas.topics import Topics
+
+RUNS = Path("runs")
+"""Where runs lie, seen from where the command is started."""
+
+FREE_BYTES_MIN = 200 * 1024 * 1024
+"""A run does not start on a disk with less room than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def logs(self) -> Path:
+        """One file of talk per role."""
+        return self.path / "logs"
+
+    def config(self) -> Config:
+        """The run's configuration as it was stored."""
+        return load_config(self.config_file, ())
+
+    def bus_url(self, config: Config) -> str:
+        """Where the log is."""
+        return config.bus.url or f"sqlite:{self.path / 'log.sqlite'}"
+
+    def store(self, config: Config) -> Path:
+        """Where policies lie."""
+        return Path(config.store.path) if config.store.path else self.path / "policies"
+
+    def exists(self) -> bool:
+        """Whether a run was made here."""
+        return self.config_file.is_file()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run whose log is open."""
+
+    directory: RunDir
+    config: Config
+    topics: Topics
+    bus: Bus
+
+    @property
+    def store(self) -> Path:
+        """Where its policies lie."""
+        return self.directory.store(self.config)
+
+
+def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
+    """The directory that a configuration's run has."""
+    return RunDir(runs / config.run.name)
+
+
+def find_run(name: str, runs: Path = RUNS) -> RunDir:
+    """A run by path or by name. Raises UsageError, naming the runs there are."""
+    for candidate in (RunDir(Path(name)), RunDir(runs / name)):
+        if candidate.exists():
+            return candidate
+    there = sorted(path.parent.name for path in runs.glob("*/config.toml"))
+    hint = f"there are: {', '.join(there)}" if there else f"there is no run in {runs}/ yet"
+    raise UsageError(f"no run {name!r}", hint=hint)
+
+
+@contextmanager
+def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
+    """A run with its log open, for as long as the block lasts."""
+    directory = find_run(name, runs)
+    config = directory.config()
+    bus = open_bus(directory.bus_url(config))
+    try:
+        yield OpenRun(directory=directory, config=config, topics=Topics(config.run.name), bus=bus)
+    finally:
+        bus.close()
+
+
+def create(config: Config, runs: Path = RUNS) -> RunDir:
+    """Make the directory of a new run; one that is there already is never overwritten."""
+    directory = run_dir(config, runs)
+    if directory.exists():
+        raise ConfigError(
+            f"run {config.run.name!r} exists in {directory.path}",
+            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+        )
+    directory.path.mkdir(parents=True, exist_ok=True)
+    check_room(directory.path)
+    directory.logs.mkdir(exist_ok=True)
+    store_config(directory, config)
+    return directory
+
+
+def store_config(directory: RunDir, config: Config) -> None:
+    """Write the resolved configuration into the run's directory, all or nothing."""
+    partial = directory.config_file.with_suffix(".partial")
+    partial.write_text(dump_toml(config))
+    partial.replace(directory.config_file)
+
+
+def check_room(path: Path) -> None:
+    """Refuse to start on a full disk. Raises ResourceError."""
+    free = shutil.disk_usage(path).free
+    if free < FREE_BYTES_MIN:
+        raise ResourceError(
+            f"{free // 1024**2} MiB free at {path}", hint="make room, or run from another disk"
+        )

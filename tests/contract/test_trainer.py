@@ -1,0 +1,176 @@
+"""What every trainer keeps: equal inputs give equal bytes, and its files bring its state back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.consumers.contributions import read_contributions, write_contributions
+from dora_pipe.consumers.trainers.port import Settings, TrainBatch, Trainer
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+from dora_pipe.errors import PolicyError
+from dora_pipe.policies.digest import read_manifest
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.policy import Manifest
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa, make_qwen2
+
+
+@dataclass
+class Subject:
+    """A kind of trainer, with version 0 of a policy it can train."""
+
+    store: PolicyStore
+    policy: Manifest
+    make: Callable[[], Trainer]
+
+    def fresh(self) -> Trainer:
+        """One that has loaded version 0."""
+        trainer = self.make()
+        weights = self.store.weights_path(self.policy.digest)
+        trainer.load(weights, digest=self.policy.digest, optimizer=None)
+        return trainer
+
+
+def _torch_subject(root: Path, make_model: Callable[[Path], Path]) -> Subject:
+    store = PolicyStore(root / "policies")
+    policy, assets = store.import_model(make_model(root / "model"))
+    reference = store.weights_path(policy.digest)
+    options = TorchOptions(micro_batch_tokens=256)
+    return Subject(
+        store=store,
+        policy=policy,
+        make=lambda: TorchTrainer(store.assets_path(assets), reference=reference, options=options),
+    )
+
+
+def _simulated_subject(root: Path) -> Subject:
+    store = PolicyStore(root / "policies")
+    return Subject(
+        store=store, policy=store.publish_weights(initial_weights), make=SimulatedTrainer
+    )
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama-gqa", "simulated"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    root = tmp_path_factory.mktemp(str(request.param))
+    if request.param == "simulated":
+        return _simulated_subject(root)
+    return _torch_subject(root, {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[request.param])
+
+
+def batches(count: int) -> list[TrainBatch]:
+    return [make_batch(seed=step, step=step, groups=3, siblings=3) for step in range(count)]
+
+
+def train(trainer: Trainer, *steps: TrainBatch, settings: Settings = SETTINGS) -> list[str]:
+    """Train steps one after the other; the weights digest after each."""
+    digests = []
+    for batch in steps:
+        trainer.train(batch, settings)
+        digests.append(trainer.manifest().digest)
+    return digests
+
+
+def test_two_runs_from_the_same_checkpoint_are_bit_equal(subject: Subject) -> None:
+    steps = batches(3)
+    first = train(subject.fresh(), *steps)
+    assert first == train(subject.fresh(), *steps)
+    assert len({subject.policy.digest, *first}) == 4
+
+
+def test_saved_and_loaded_it_goes_on_as_if_it_had_never_stopped(
+    subject: Subject, tmp_path: Path
+) -> None:
+    steps = batches(4)
+    trainer = subject.fresh()
+    train(trainer, *steps[:2])
+    manifest = trainer.save_weights(tmp_path / "weights")
+    trainer.save_optimizer(tmp_path / "optimizer")
+    uninterrupted = train(trainer, *steps[2:])
+    loaded = subject.make()
+    loaded.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "optimizer")
+    assert train(loaded, *steps[2:]) == uninterrupted
+
+
+def test_optimizer_state_is_written_as_it_was_read(subject: Subject, tmp_path: Path) -> None:
+    trainer = subject.fresh()
+    train(trainer, *batches(2))
+    manifest = trainer.save_weights(tmp_path / "weights")
+    trainer.save_optimizer(tmp_path / "one")
+    loaded = subject.make()
+    loaded.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "one")
+    loaded.save_optimizer(tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_optimizer_state_of_version_0_can_be_kept_too(subject: Subject, tmp_path: Path) -> None:
+    subject.fresh().save_optimizer(tmp_path / "optimizer")
+    trainer = subject.make()
+    weights = subject.store.weights_path(subject.policy.digest)
+    trainer.load(weights, digest=subject.policy.digest, optimizer=tmp_path / "optimizer")
+    steps = batches(1)
+    assert train(trainer, *steps) == train(subject.fresh(), *steps)
+
+
+def test_without_its_optimizer_state_it_goes_on_elsewhere(subject: Subject, tmp_path: Path) -> None:
+    steps = batches(2)
+    trainer = subject.fresh()
+    train(trainer, steps[0])
+    manifest = trainer.save_weights(tmp_path / "weights")
+    loaded = subject.make()
+    loaded.load(tmp_path / "weights", digest=manifest.digest, optimizer=None)
+    assert train(loaded, steps[1]) != train(trainer, steps[1])
+
+
+def test_manifest_is_that_of_the_file_it_writes(subject: Subject, tmp_path: Path) -> None:
+    trainer = subject.fresh()
+    assert trainer.manifest() == subject.policy
+    train(trainer, *batches(1))
+    written = trainer.save_weights(tmp_path / "weights")
+    assert trainer.manifest() == written == read_manifest(tmp_path / "weights")
+    assert [(one.name, one.dtype, one.shape) for one in written.tensors] == [
+        (one.name, one.dtype, one.shape) for one in subject.policy.tensors
+    ]
+
+
+def test_weights_with_another_digest_are_refused(subject: Subject) -> None:
+    weights = subject.store.weights_path(subject.policy.digest)
+    with pytest.raises(PolicyError, match="other weights"):
+        subject.make().load(weights, digest="0" * 64, optimizer=None)
+
+
+def test_weights_as_optimizer_state_are_refused(subject: Subject) -> None:
+    weights = subject.store.weights_path(subject.policy.digest)
+    with pytest.raises(PolicyError):
+        subject.make().load(weights, digest=subject.policy.digest, optimizer=weights)
+
+
+def test_every_digit_of_the_learning_rate_counts(subject: Subject) -> None:
+    steps = batches(1)
+    other = {**SETTINGS, "trainer.learning_rate": 1.001e-3}
+    assert train(subject.fresh(), *steps) != train(subject.fresh(), *steps, settings=other)
+
+
+def test_contributions_have_a_row_per_trajectory_in_the_order_of_the_batch(
+    subject: Subject, tmp_path: Path
+) -> None:
+    batch = make_batch(seed=1, step=2, groups=3, siblings=4, valid=0.7)
+    result = subject.fresh().train(batch, SETTINGS)
+    write_contributions(tmp_path / "rows", result.contributions)
+    rows = read_contributions(tmp_path / "rows")
+    trajectories = [one for group in batch.groups for one in group.trajectories]
+    assert [row["trajectory"] for row in rows] == [one.trajectory for one in trajectories]
+    assert [row["reward"] for row in rows] == [one.reward for one in trajectories]
+    assert [row["advantage"] is None for row in rows] == [not one.valid for one in trajectories]
+    assert {row["staleness"] for row in rows} == {2}
+    assert result.figures["tokens"] > 0
+
+
+def test_fingerprint_is_made_of_words_and_stays(subject: Subject) -> None:
+    numerics = subject.make().numerics()
+    assert numerics == subject.fresh().numerics()
+    assert numerics["trainer"].startswith(subject.make().name)
+    assert all(isinstance(value, str) and value for value in numerics.values())

@@ -1,0 +1,121 @@
+"""Trajectories and batches made from a seed, for tests of whatever reads them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from dora_pipe.consumers.trainers.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+
+SETTINGS: Settings = {
+    "trainer.learning_rate": 1e-3,
+    "trainer.grad_norm_max": 1.0,
+    "trainer.minibatches": 2,
+    "objective.clip_low": 0.2,
+    "objective.clip_high": 0.28,
+    "objective.loss": "token-mean",
+    "objective.advantage_std": True,
+    "objective.kl": 0.0,
+}
+"""Logged keys as a batch decision carries them."""
+
+
+def make_trajectory(
+    trajectory: str,
+    *,
+    run: str = "r",
+    version: int = 0,
+    digest: str = "0" * 64,
+    deadline: int = 2,
+    attempt: int = 0,
+    worker: str = "w0",
+    epoch: int = 7,
+    group_size: int = 8,
+    prompt: Sequence[int] = (4, 5, 6),
+    sampled: Sequence[int] = (7, 8, 2),
+    logprobs: Sequence[float] | None = None,
+    reward: float | None = 1.0,
+) -> Trajectory:
+    """A single-turn trajectory; its log-probs are those of a coarse guess if none are given."""
+    purpose, ordinal, sibling = parse_trajectory_id(trajectory)
+    start, end = len(prompt), len(prompt) + len(sampled)
+    known = [-4.5] * len(sampled) if logprobs is None else logprobs
+    column: list[float | None] = [*[None] * start, *known]
+    return Trajectory(
+        trajectory=trajectory,
+        version=version,
+        digest=digest,
+        token_ids=[*prompt, *sampled],
+        logprobs=column,
+        sampler_logprobs=column,
+        loss_mask=[0] * start + [1] * len(sampled),
+        reward=reward,
+        segments=[
+            Segment(kind="prompt", start=0, end=start, turn=0, start_ns=1, end_ns=1),
+            Segment(
+                kind="model",
+                start=start,
+                end=end,
+                turn=0,
+                start_ns=1,
+                end_ns=2,
+                worker=worker,
+                epoch=epoch,
+                version=version,
+            ),
+        ],
+        meta=Meta(
+            run=run,
+            schema_version=1,
+            group=group_id(purpose, ordinal),
+            group_size=group_size,
+            sibling=sibling,
+            attempt=attempt,
+            purpose=purpose,
+            deadline=deadline,
+            dataset_digest="d" * 64,
+            index=0,
+            data_epoch=0,
+            seed=1,
+            prompt_tokens=start,
+            worker=worker,
+            epoch=epoch,
+            finish="stop",
+            times=Times(placed=1),
+            reward_error=None if reward is not None else "the checker crashed",
+        ),
+    )
+
+
+def make_batch(
+    *,
+    seed: int,
+    step: int = 0,
+    groups: int = 4,
+    siblings: int = 4,
+    tokens: tuple[int, int] = (3, 40),
+    vocabulary: int = 90,
+    valid: float = 1.0,
+) -> TrainBatch:
+    """A batch of random trajectories; a share of `1 - valid` has no valid reward."""
+    chance = random.Random(seed)
+    made = []
+    for ordinal in range(groups):
+        group = group_id("train", ordinal)
+        rows = []
+        for sibling in range(siblings):
+            size = chance.randint(*tokens)
+            rows.append(
+                make_trajectory(
+                    trajectory_id(group, sibling),
+                    group_size=siblings,
+                    prompt=[chance.randrange(4, vocabulary) for _ in range(5)],
+                    sampled=[chance.randrange(4, vocabulary) for _ in range(size)],
+                    logprobs=[-4.3 - chance.random() * 0.5 for _ in range(size)],
+                    reward=chance.random() if chance.random() < valid else None,
+                )
+            )
+        made.append(TrainGroup(group=group, version=0, trajectories=rows))
+    return TrainBatch(step=step, groups=made)

@@ -1,0 +1,78 @@
+"""Advantages compare siblings of a group; weights make a mean over a minibatch."""
+
+import itertools
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.consumers.objectives.advantage import (
+    STD_FLOOR,
+    Averaging,
+    group_advantages,
+    token_weights,
+)
+
+rewards = st.lists(
+    st.one_of(st.none(), st.floats(-10, 10, allow_subnormal=False)), min_size=1, max_size=12
+)
+
+
+def test_advantage_is_distance_from_the_group_mean_in_standard_deviations() -> None:
+    found = group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=True)
+    scale = statistics.stdev([1.0, 0.0, 0.0, 0.0]) + STD_FLOOR
+    assert found == pytest.approx([0.75 / scale, *[-0.25 / scale] * 3], rel=1e-12)
+
+
+def test_without_the_division_it_is_the_plain_distance() -> None:
+    assert group_advantages([3.0, 1.0], divide_by_std=False) == [1.0, -1.0]
+
+
+def test_invalid_sibling_stays_none_and_does_not_move_the_others() -> None:
+    with_invalid = group_advantages([1.0, None, 0.0], divide_by_std=True)
+    assert with_invalid[1] is None
+    assert [with_invalid[0], with_invalid[2]] == group_advantages([1.0, 0.0], divide_by_std=True)
+
+
+@pytest.mark.parametrize("values", [[0.1] * 7, [5.0], [None, 2.0], [None, None]])
+def test_group_without_a_difference_has_advantages_of_exactly_zero(
+    values: list[float | None],
+) -> None:
+    expected = [None if value is None else 0.0 for value in values]
+    assert group_advantages(values, divide_by_std=True) == expected
+
+
+@given(rewards, st.booleans())
+def test_advantages_of_valid_siblings_add_up_to_nothing_and_keep_their_order(
+    values: list[float | None], divide_by_std: bool
+) -> None:
+    found = group_advantages(values, divide_by_std=divide_by_std)
+    assert [one is None for one in found] == [one is None for one in values]
+    pairs = [(value, one) for value, one in zip(values, found, strict=True) if value is not None]
+    sizes = [abs(one) for _, one in pairs if one is not None]
+    total = math.fsum(one for _, one in pairs if one is not None)
+    assert abs(total) <= 1e-9 * max(1.0, *sizes, 1.0) * max(1, len(pairs))
+    ordered = sorted(pairs)
+    assert all(
+        left[1] is not None and right[1] is not None and left[1] <= right[1] + 1e-12
+        for left, right in itertools.pairwise(ordered)
+    )
+
+
+@pytest.mark.parametrize("averaging", ["token-mean", "sequence-mean"])
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20))
+def test_weights_of_all_tokens_add_up_to_one(averaging: Averaging, lengths: list[int]) -> None:
+    weights = token_weights(lengths, averaging)
+    assert math.fsum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1.0)
+
+
+def test_token_mean_weighs_tokens_and_sequence_mean_weighs_trajectories_alike() -> None:
+    assert token_weights([1, 3], "token-mean") == [0.25, 0.25]
+    assert token_weights([1, 3], "sequence-mean") == [0.5, 1 / 6]
+
+
+def test_trajectory_without_tokens_weighs_nothing() -> None:
+    assert token_weights([0], "token-mean") == [0.0]
+    assert token_weights([0, 2], "sequence-mean") == [0.0, 0.25]

@@ -1,0 +1,72 @@
+"""A batch is cut by what it holds and by nothing else."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.consumers.packing import FILL_MIN, Row, minibatches, pack
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=80)
+limits = st.integers(1, 4000)
+
+
+def rows(tokens: list[int]) -> list[Row]:
+    return [Row(ordinal=i // 4, sibling=i % 4, tokens=count) for i, count in enumerate(tokens)]
+
+
+@given(lengths, limits)
+def test_every_row_is_in_exactly_one_pass_and_fits(tokens: list[int], limit: int) -> None:
+    packed = pack(rows(tokens), padded_tokens_max=limit)
+    assert sorted(row for micro in packed for row in micro.rows) == list(range(len(tokens)))
+    for micro in packed:
+        assert micro.width == max(tokens[row] for row in micro.rows)
+        assert micro.padded_tokens <= limit or len(micro.rows) == 1
+
+
+@given(lengths, limits, st.integers(0, 1000))
+def test_passes_do_not_depend_on_the_order_of_the_rows(
+    tokens: list[int], limit: int, seed: int
+) -> None:
+    given_rows = rows(tokens)
+    shuffled = random.Random(seed).sample(given_rows, len(given_rows))
+    one = pack(given_rows, padded_tokens_max=limit)
+    other = pack(shuffled, padded_tokens_max=limit)
+    assert [[given_rows[row] for row in micro.rows] for micro in one] == [
+        [shuffled[row] for row in micro.rows] for micro in other
+    ]
+
+
+def test_equal_lengths_keep_dispatch_order() -> None:
+    (micro,) = pack(rows([5] * 6), padded_tokens_max=1000)
+    assert micro.rows == (0, 1, 2, 3, 4, 5)
+
+
+def test_long_tail_does_not_pad_everybody() -> None:
+    tokens = [500] * 2 + [20] * 200
+    packed = pack(rows(tokens), padded_tokens_max=100_000)
+    padded = sum(micro.padded_tokens for micro in packed)
+    assert padded == sum(tokens)
+    assert [micro.width for micro in packed] == [500, 20]
+
+
+def test_few_short_rows_share_a_pass_although_they_differ() -> None:
+    assert FILL_MIN * 10 > 5
+    assert len(pack(rows([10, 5, 1]), padded_tokens_max=1000)) == 1
+
+
+def test_row_above_the_limit_gets_a_pass_of_its_own() -> None:
+    packed = pack(rows([100, 10, 10]), padded_tokens_max=30)
+    assert [micro.rows for micro in packed] == [(0,), (1, 2)]
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 10))
+def test_minibatches_deal_every_group_once_and_differ_by_one_at_most(
+    groups: list[int], count: int
+) -> None:
+    dealt = minibatches(groups, count)
+    assert sorted(group for part in dealt for group in part) == sorted(groups)
+    sizes = [len(part) for part in dealt]
+    assert all(sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert len(dealt) == min(count, len(groups))

@@ -29,8 +29,19 @@ def until(done: Callable[[], bool]) -> None:
 
 def collect(zygote: Zygote, count: int) -> list[Report]:
     reports: list[Report] = []
-    until(lambda: bool(reports.extend(zygote.reports(0.05)) or len(reports) >= count))
+
+    def enough() -> bool:
+        reports.extend(zygote.reports(0.05))
+        return len(reports) >= count
+
+    until(enough)
     return reports
+
+
+def wait_for_signal(name: str) -> int:
+    """A role that does nothing until a signal ends it."""
+    signal.pause()
+    return 0
 
 
 def supervise(zygote: Zygote, *names: str, watch: Callable[[], None], logs: Path) -> Supervisor:
@@ -64,7 +75,7 @@ def test_a_role_is_forked_under_its_name_and_its_exit_code_comes_back() -> None:
 
 
 def test_a_killed_role_is_reported_with_its_signal() -> None:
-    zygote = Zygote(lambda name: signal.pause() or 0)
+    zygote = Zygote(wait_for_signal)
     zygote.spawn("w0")
     (started,) = collect(zygote, 1)
     os.kill(started.pid, signal.SIGKILL)
@@ -86,7 +97,7 @@ def test_a_role_finds_the_modules_that_the_zygote_imported() -> None:
 
 
 def test_no_role_outlives_the_supervisor() -> None:
-    zygote = Zygote(lambda name: signal.pause() or 0)
+    zygote = Zygote(wait_for_signal)
     zygote.spawn("w0")
     (started,) = collect(zygote, 1)
     zygote.close()
@@ -94,7 +105,7 @@ def test_no_role_outlives_the_supervisor() -> None:
 
 
 def test_no_role_outlives_a_zygote_that_is_killed() -> None:
-    zygote = Zygote(lambda name: signal.pause() or 0)
+    zygote = Zygote(wait_for_signal)
     zygote.spawn("w0")
     (started,) = collect(zygote, 1)
     os.kill(zygote.pid, signal.SIGKILL)

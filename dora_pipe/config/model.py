@@ -2,7 +2,8 @@
 
 Keys are `frozen` (a resumed run must have the same), `logged` (may change; in force from the next
 step, recorded in the log) or `free` (addresses, sizes, timing). `FROZEN` and `LOGGED` name the
-first two; everything else is free.
+first two; everything else is free. The docstrings are what `config show` and
+docs/configuration.md print; `load` reads a file and checks what one section asks of another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Siblings = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
 
@@ -25,30 +27,34 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Run(Section, frozen=True, kw_only=True):
-    """[run]"""
+    """What run this is, and how long."""
 
     name: RunName
+    """Letters, digits, `-` and `_`; the name of its directory and of its topics."""
     steps: Positive
     """The run ends when this many steps are committed."""
     seed: NonNegative = 0
+    """Decides the order of prompts and every sampled token."""
 
 
 class Model(Section, frozen=True, kw_only=True):
-    """[model]"""
+    """The policy that is trained: version 0."""
 
     path: str
     """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
     dtype: Literal["float32"] = "float32"
+    """Of weights and computation."""
 
 
 class Task(Section, frozen=True, kw_only=True):
-    """[task]"""
+    """What is learnt: data, environment and reward."""
 
     kind: str
     """`arithmetic`, `calculator`, `jsonl`, or `module:attribute` of a user's Task."""
     data: str = ""
     """Training data file; empty where the task makes its own rows."""
     eval_data: str = ""
+    """Evaluation data file; empty where the task makes its own rows, or there is none."""
     reward: str = ""
     """`module:function`, for `jsonl`."""
     directory: str = ""
@@ -58,19 +64,24 @@ class Task(Section, frozen=True, kw_only=True):
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
     reward_timeout_s: PositiveFloat = 10.0
+    """A reward that takes longer is killed; its trajectory is invalid."""
     environment_timeout_s: PositiveFloat = 10.0
+    """The same for a prompt and for one step of an environment."""
     turns_max: Positive = 8
+    """Turns of the model in one trajectory, where there is an environment."""
 
 
 class Sampling(Section, frozen=True, kw_only=True):
-    """[sampling], and [evaluation.sampling]"""
+    """How tokens are drawn."""
 
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keeps the most likely tokens that together reach this share; 1 keeps every token."""
     top_k: NonNegative = 0
     """0 keeps every token."""
     min_p: Share = 0.0
+    """Drops tokens less likely than this share of the likeliest; 0 keeps every token."""
     max_tokens: Positive = 256
     """Sampled tokens per trajectory, over all its turns."""
     stop: tuple[str, ...] = ()
@@ -78,9 +89,9 @@ class Sampling(Section, frozen=True, kw_only=True):
 
 
 class Groups(Section, frozen=True, kw_only=True):
-    """[groups]"""
+    """Groups of siblings, and batches of groups."""
 
-    size: Positive = 8
+    size: Siblings = 8
     """Siblings per group."""
     per_step: Positive = 32
     """Groups per training step (B)."""
@@ -93,7 +104,7 @@ class Groups(Section, frozen=True, kw_only=True):
 
 
 class Staleness(Section, frozen=True, kw_only=True):
-    """[staleness]"""
+    """The bound (C3), and how much of it is used."""
 
     max_staleness: NonNegative = 2
     """eta: a group of version w is trained at a step <= w + eta."""
@@ -102,23 +113,29 @@ class Staleness(Section, frozen=True, kw_only=True):
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
-    """[evaluation]"""
+    """Evaluation on fixed prompts with fixed seeds."""
 
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates only the first and the last policy."""
     prompts: NonNegative = 64
     """Rows of the evaluation data, from the first; 0 switches evaluation off."""
-    siblings: Positive = 1
+    siblings: Siblings = 1
+    """Trajectories per row."""
     sampling: Sampling = Sampling()
+    """Keys that are not given are as in [sampling]."""
 
 
 class Objective(Section, frozen=True, kw_only=True):
-    """[objective]"""
+    """The loss."""
 
     kind: Literal["grpo"] = "grpo"
+    """Group-relative advantages with a clipped ratio (GRPO, DAPO)."""
     clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
+    """The ratio is clipped above 1 + clip_high."""
     loss: Literal["token-mean", "sequence-mean"] = "token-mean"
+    """Mean over all tokens of a minibatch, or over trajectories of their means."""
     advantage_std: bool = True
     """Divide the group's advantages by their standard deviation."""
     kl: NonNegativeFloat = 0.0
@@ -126,13 +143,18 @@ class Objective(Section, frozen=True, kw_only=True):
 
 
 class Trainer(Section, frozen=True, kw_only=True):
-    """[trainer]"""
+    """The training engine and its optimizer (AdamW)."""
 
     kind: Literal["torch"] = "torch"
+    """Which engine."""
     learning_rate: PositiveFloat = 1e-5
+    """Constant; it may be changed between steps."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Of AdamW; below 1."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of AdamW."""
     grad_norm_max: PositiveFloat = 1.0
+    """Longer gradients are scaled down to this norm."""
     minibatches: Positive = 1
     """Optimizer updates per step."""
     micro_batch_tokens: Positive = 16384
@@ -140,15 +162,18 @@ class Trainer(Section, frozen=True, kw_only=True):
     checkpoint_every: Positive = 10
     """Steps between checkpoints of the optimizer state."""
     threads: Positive = 1
+    """Of the trainer's process; equal bits are promised under an equal number."""
 
 
 class Workers(Section, frozen=True, kw_only=True):
-    """[workers]"""
+    """Rollout workers."""
 
     count: NonNegative = 2
     """Started by `run`; others may join."""
     engine: Literal["torch"] = "torch"
+    """Which engine generates."""
     slots: Positive = 64
+    """Requests that one worker generates at the same time."""
     prefetch: NonNegative = 16
     """Placed requests a worker holds ahead of its slots."""
     context_tokens: Positive = 1024
@@ -156,31 +181,37 @@ class Workers(Section, frozen=True, kw_only=True):
     checkpoint_tokens: Positive = 128
     """A progress record every so many sampled tokens."""
     threads: Positive = 1
+    """Of each worker's process."""
 
 
 class Bus(Section, frozen=True, kw_only=True):
-    """[bus]"""
+    """Where the log is."""
 
     url: str = ""
     """`sqlite:PATH` or `kafka://host:port,...`; empty is log.sqlite in the run directory."""
     partitions: Positive = 4
-    """Of the trajectories and progress topics. Frozen once the topics exist."""
+    """Of the trajectories and progress topics."""
 
 
 class Timing(Section, frozen=True, kw_only=True):
-    """[timing]"""
+    """Heartbeats, leases and restarts."""
 
     heartbeat_s: PositiveFloat = 0.5
+    """Between two status records of a role."""
     lease_s: PositiveFloat = 10.0
+    """How long a silent role counts as alive; more than two heartbeats."""
     plan_period_s: PositiveFloat = 30.0
+    """The orchestrator plans anew at least this often."""
     restarts_max: NonNegative = 5
     """Restarts of one role within `restart_window_s` before `run` gives up."""
     restart_window_s: PositiveFloat = 60.0
+    """See `restarts_max`."""
     stop_timeout_s: PositiveFloat = 30.0
+    """How long roles may take to stop in order before they are killed."""
 
 
 class Store(Section, frozen=True, kw_only=True):
-    """[store]"""
+    """Policies and checkpoints."""
 
     path: str = ""
     """Policies and checkpoints; empty is `policies` in the run directory."""
@@ -242,6 +273,7 @@ FROZEN = frozenset(
         "trainer.kind",
         "trainer.betas",
         "trainer.weight_decay",
+        "trainer.micro_batch_tokens",
         "bus.partitions",
     }
 )

@@ -1,0 +1,293 @@
+"""How a TOML file and overrides become a `Config`: strictly, with paths resolved, and checked.
+
+It decides what one section asks of another (`_CHECKS`) and which keys differ between two
+configurations. Everything wrong is a ConfigError of one line that names the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.describe import dump_toml
+from dora_pipe.config.model import (
+    FROZEN,
+    LOGGED,
+    Config,
+    Sampling,
+    Section,
+    in_flight_batches,
+)
+from dora_pipe.errors import ConfigError
+
+__all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config"]
+
+PATH_KEYS: Final = ("model.path", "task.data", "task.eval_data", "task.directory", "store.path")
+"""Relative to the configuration file; in an override, to where the command is started."""
+
+_SQLITE = "sqlite:"
+_AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
+
+Table = dict[str, Any]
+
+
+def load_config(path: Path, overrides: Sequence[str]) -> Config:
+    """Read a configuration file and lay `key=value` overrides over it.
+
+    Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``).
+    Raises ConfigError.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    folder = path.resolve().parent
+    _resolve_paths(table, folder)
+    for text in overrides:
+        override = _parse_override(text)
+        _resolve_paths(override, Path.cwd())
+        _merge(table, override, "")
+    _fill_in(table, folder)
+    return from_plain(table)
+
+
+def from_plain(table: Mapping[str, Any]) -> Config:
+    """A checked Config from plain values, as they stand in TOML or in `run started`.
+
+    Raises ConfigError.
+    """
+    _check_keys(table, Config, "")
+    try:
+        config = msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error))) from error
+    for key, value in leaves(config).items():
+        if not _is_plain(value):
+            raise ConfigError(f"{key}: a number is not finite, or a value is no plain one")
+    for check in _CHECKS:
+        for problem in check(config):
+            raise ConfigError(problem)
+    return config
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Every key under its dotted name, in the order of the file; `task.options` is one key."""
+    return dict(_leaves(config, ""))
+
+
+def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The keys that differ: (frozen, logged, free)."""
+    before, after = leaves(old), leaves(new)
+    changed = {key for key in before if before[key] != after[key]}
+    frozen = frozenset(key for key in changed if key in FROZEN or key.split(".")[0] in FROZEN)
+    logged = frozenset(changed & LOGGED)
+    return frozen, logged, frozenset(changed - frozen - logged)
+
+
+def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# Overrides, paths and defaults that depend on other keys.
+
+
+def _parse_override(text: str) -> Table:
+    key, sign, value = text.partition("=")
+    if not sign or "\n" in text:
+        raise ConfigError(f"-o {text!r}: not of the form key=value")
+    try:
+        return tomllib.loads(f"{key} = {value}")
+    except tomllib.TOMLDecodeError as error:
+        bare = value.strip()
+        if bare[:1] in ("'", '"', "[", "{"):
+            raise ConfigError(f"-o {text}: {error}") from error
+    try:
+        return tomllib.loads(f"{key} = {json.dumps(bare)}")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"-o {text}: {error}") from error
+
+
+def _merge(table: Table, override: Table, prefix: str) -> None:
+    for key, value in override.items():
+        there = table.get(key)
+        if isinstance(value, dict) and isinstance(there, dict):
+            _merge(there, value, f"{prefix}{key}.")
+        elif isinstance(there, dict):
+            raise ConfigError(f"{prefix}{key}: is a section, not a key")
+        else:
+            table[key] = value
+
+
+def _resolve_paths(table: Table, folder: Path) -> None:
+    for dotted in PATH_KEYS:
+        section, name = dotted.split(".")
+        values = table.get(section)
+        if isinstance(values, dict) and isinstance(values.get(name), str) and values[name]:
+            values[name] = _resolved(values[name], folder)
+    bus = table.get("bus")
+    url = bus.get("url") if isinstance(bus, dict) else None
+    if isinstance(bus, dict) and isinstance(url, str) and url.startswith(_SQLITE):
+        path = url.removeprefix(_SQLITE)
+        bus["url"] = _SQLITE + (_resolved(path, folder) if path else "")
+
+
+def _resolved(path: str, folder: Path) -> str:
+    return str((folder / Path(path).expanduser()).resolve())
+
+
+def _fill_in(table: Table, folder: Path) -> None:
+    """What is not given: the folder of users' modules, and how evaluation samples."""
+    task = table.get("task")
+    if isinstance(task, dict):
+        task["directory"] = task.get("directory") or str(folder)
+    sampling = table.get("sampling", {})
+    evaluation = table.setdefault("evaluation", {})
+    if isinstance(sampling, dict) and isinstance(evaluation, dict):
+        own = evaluation.get("sampling", {})
+        if isinstance(own, dict):
+            evaluation["sampling"] = {**sampling, **own}
+
+
+# What is wrong with it.
+
+
+def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
+    """Raise ConfigError for a key that does not exist, naming the nearest one."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for key, value in table.items():
+        if key not in fields:
+            what = "section" if isinstance(value, dict) and not prefix else "key"
+            raise ConfigError(f"unknown {what} `{prefix}{key}`", hint=_hint(key, prefix, fields))
+        kind = fields[key]
+        if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
+            _check_keys(value, kind, f"{prefix}{key}.")
+
+
+def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, fields, n=1)
+    if near:
+        return f"did you mean `{prefix}{near[0]}`?"
+    elsewhere = [name for name in _ALL_KEYS if name.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"did you mean `{elsewhere[0]}`?"
+    partly = [name for name in fields if key in name or name in key]
+    names = ", ".join(f"`{name}`" for name in partly or fields)
+    return f"there is {names}" if len(partly or fields) == 1 else f"there are {names}"
+
+
+def _all_keys(section: type[Section], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        yield f"{prefix}{field.name}"
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from _all_keys(field.type, f"{prefix}{field.name}.")
+
+
+_ALL_KEYS: Final = tuple(_all_keys(Config, ""))
+
+
+def _explain(message: str) -> str:
+    """msgspec's message with the key in front."""
+    found = _AT.match(message)
+    what, path = (found["what"], found["path"]) if found else (message, "")
+    missing = _MISSING.match(what)
+    if missing:
+        return f"`{path}.{missing['key']}` is missing".replace("`.", "`")
+    return f"{path}: {what[0].lower()}{what[1:]}" if path else what
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON carries it: TOML also has dates, nan and inf."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(inner) for inner in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | int)
+
+
+def _check_staleness(config: Config) -> Iterator[str]:
+    budget = config.staleness.max_staleness + 1
+    chosen = in_flight_batches(config.staleness)
+    if not 1 <= chosen <= budget:
+        yield (
+            f"staleness.in_flight_batches: {chosen:g} is not between 1 and {budget}"
+            " (max_staleness + 1)"
+        )
+
+
+def _check_groups(config: Config) -> Iterator[str]:
+    groups, minibatches = config.groups, config.trainer.minibatches
+    if groups.min_valid_siblings > groups.size:
+        yield (
+            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
+            f" groups.size, {groups.size}: every group would fail"
+        )
+    if minibatches > groups.size * groups.per_step:
+        yield (
+            f"trainer.minibatches: {minibatches} is more than the"
+            f" {groups.size * groups.per_step} trajectories of a batch"
+        )
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    context = config.workers.context_tokens
+    for key, sampling in _samplings(config):
+        if sampling.max_tokens >= context:
+            yield (
+                f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
+                f" workers.context_tokens, {context}"
+            )
+        if "" in sampling.stop:
+            yield f"{key}.stop: an empty string would end every turn at once"
+    if config.trainer.micro_batch_tokens < context:
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than"
+            f" workers.context_tokens, {context}: the longest trajectory would not fit"
+        )
+
+
+def _check_timing(config: Config) -> Iterator[str]:
+    timing = config.timing
+    if timing.lease_s <= 2 * timing.heartbeat_s:
+        yield (
+            f"timing.lease_s: {timing.lease_s:g} is not more than two heartbeats of"
+            f" {timing.heartbeat_s:g} s: one late heartbeat would fence a role"
+        )
+
+
+def _check_rest(config: Config) -> Iterator[str]:
+    if not all(beta < 1 for beta in config.trainer.betas):
+        yield "trainer.betas: they must be below 1"
+    url = config.bus.url
+    if url and not re.match(r"sqlite:.|kafka://.", url):
+        yield f"bus.url: `{url}` is neither sqlite:PATH nor kafka://host:port,..."
+
+
+def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
+    return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
+
+
+_CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
+    _check_staleness,
+    _check_groups,
+    _check_lengths,
+    _check_timing,
+    _check_rest,
+)

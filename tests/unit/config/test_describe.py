@@ -1,0 +1,80 @@
+"""The reference says what the code says: every key has a meaning, and the page is current."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.config.describe import dump_toml, keys_of, kind_of, reference, toml
+from dora_pipe.config.load import from_plain, leaves
+from dora_pipe.config.model import Config, Groups, Run, Staleness
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+SMALL = from_plain(
+    {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
+)
+
+
+def test_the_page_is_what_the_code_writes() -> None:
+    assert PAGE.read_text() == reference(), (
+        "run: python -m dora_pipe.config.describe > docs/configuration.md"
+    )
+
+
+def test_every_key_stands_on_the_page_with_a_meaning() -> None:
+    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(leaves(SMALL))
+    assert [row[0] for row in rows if not row[-1].strip(" |")] == []
+
+
+def test_key_tells_type_default_kind_and_meaning() -> None:
+    size = keys_of(Groups, "groups")[0]
+    assert (size.name, size.type, size.default, size.kind) == (
+        "size",
+        "integer, 1 to 1000",
+        "8",
+        "frozen",
+    )
+    assert size.doc == "Siblings per group."
+    assert keys_of(Run, "run")[0].default is None
+    assert {key.name: key.default for key in keys_of(Staleness, "staleness")} == {
+        "max_staleness": "2",
+        "in_flight_batches": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("run.steps", "logged"),
+        ("run.seed", "frozen"),
+        ("evaluation.sampling.top_k", "frozen"),
+        ("workers.slots", "free"),
+    ],
+)
+def test_kind_of_a_key(key: str, kind: str) -> None:
+    assert kind_of(key) == kind
+
+
+def test_shown_configuration_has_every_key_under_its_meaning() -> None:
+    shown = dump_toml(SMALL)
+    table = tomllib.loads(shown)
+    assert table["groups"]["size"] == 8
+    assert "in_flight_batches" not in table["staleness"]
+    assert "# in_flight_batches =\n" in shown
+    assert "# Siblings per group. (frozen)\nsize = 8\n" in shown
+    names = {line.split(" =")[0].lstrip("# ") for line in shown.splitlines() if " =" in line}
+    assert {key.rpartition(".")[2] for key in leaves(SMALL)} - {"options"} <= names
+
+
+def test_value_that_toml_cannot_say_is_refused() -> None:
+    with pytest.raises(TypeError, match="NoneType"):
+        toml([None])
+
+
+def test_all_sections_of_the_tree_are_shown() -> None:
+    shown = dump_toml(SMALL)
+    for name in Config.__struct_fields__:
+        assert f"\n[{name}]\n" in shown
+    assert "\n[evaluation.sampling]\n" in shown

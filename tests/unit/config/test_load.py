@@ -1,0 +1,331 @@
+"""A configuration is read strictly, its paths resolved, and what does not fit together refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.config.load import (
+    PATH_KEYS,
+    changed_keys,
+    dump_toml,
+    from_plain,
+    leaves,
+    load_config,
+)
+from dora_pipe.config.model import FROZEN, LOGGED, Config, in_flight_batches
+from dora_pipe.errors import ConfigError
+
+SMALL = """
+[run]
+name = "small"
+steps = 3
+[model]
+path = "models/tiny"
+[task]
+kind = "arithmetic"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def config(**changes: Any) -> Config:
+    """A small configuration with dotted keys changed (dots written as __)."""
+    plain: dict[str, Any] = {
+        "run": {"name": "small", "steps": 3},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+    }
+    for dotted, value in changes.items():
+        *sections, name = dotted.split("__")
+        table = plain
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return from_plain(plain)
+
+
+def refusal(path: Path, *overrides: str) -> tuple[str, str | None]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert "\n" not in caught.value.message
+    return caught.value.message, caught.value.hint
+
+
+# Reading.
+
+
+def test_small_file_gets_every_default(file: Path) -> None:
+    read = load_config(file, ())
+    assert read.run.name == "small"
+    assert read.groups.size == 8
+    assert read.bus.url == ""
+
+
+def test_relative_paths_are_seen_from_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "run.toml").write_text(
+        SMALL
+        + 'data = "../data.jsonl"\neval_data = "/abs/eval.jsonl"\ndirectory = "code"\n'
+        + '[store]\npath = "store"\n[bus]\nurl = "sqlite:log.sqlite"\n'
+    )
+    monkeypatch.chdir(elsewhere)
+    read = load_config(folder / "run.toml", ())
+    assert read.model.path == str(folder / "models/tiny")
+    assert read.task.data == str(tmp_path / "data.jsonl")
+    assert read.task.eval_data == "/abs/eval.jsonl"
+    assert read.task.directory == str(folder / "code")
+    assert read.store.path == str(folder / "store")
+    assert read.bus.url == f"sqlite:{folder / 'log.sqlite'}"
+
+
+def test_users_modules_are_looked_for_beside_the_file_by_default(file: Path) -> None:
+    assert load_config(file, ()).task.directory == str(file.parent)
+
+
+def test_addresses_of_kafka_stay_as_they_are(file: Path) -> None:
+    url = "kafka://one:9092,two:9092"
+    assert load_config(file, [f"bus.url={url}"]).bus.url == url
+
+
+def test_evaluation_samples_as_training_where_it_does_not_say_otherwise(file: Path) -> None:
+    file.write_text(
+        SMALL + "[sampling]\ntop_k = 5\nmax_tokens = 9\n[evaluation.sampling]\ntop_k = 7\n"
+    )
+    sampling = load_config(file, ()).evaluation.sampling
+    assert (sampling.top_k, sampling.max_tokens) == (7, 9)
+    overridden = load_config(file, ["sampling.max_tokens=11"]).evaluation.sampling
+    assert overridden.max_tokens == 11
+
+
+# Overrides.
+
+
+def test_overrides_are_toml_values_and_bare_words_are_strings(file: Path) -> None:
+    read = load_config(
+        file,
+        [
+            "trainer.learning_rate=3e-4",
+            "run.steps = 7",
+            "objective.loss=sequence-mean",
+            'run.name="other"',
+            "objective.advantage_std=false",
+            "sampling.stop=['a', 'b']",
+            "task.options.count=5",
+            "task.options.seed=6",
+            "task.eval_data=",
+        ],
+    )
+    assert read.trainer.learning_rate == 3e-4
+    assert read.run.steps == 7
+    assert read.run.name == "other"
+    assert read.objective.loss == "sequence-mean"
+    assert read.objective.advantage_std is False
+    assert read.sampling.stop == ("a", "b")
+    assert read.task.options == {"count": 5, "seed": 6}
+    assert read.task.eval_data == ""
+
+
+def test_later_override_wins(file: Path) -> None:
+    assert load_config(file, ["run.steps=7", "run.steps=8"]).run.steps == 8
+
+
+def test_path_of_an_override_is_seen_from_where_the_command_runs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert load_config(file, ["model.path=mine"]).model.path == str(here / "mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run.steps", "not of the form key=value"),
+        ("run.steps=1\nrun.seed=2", "not of the form key=value"),
+        ("sampling.stop=['a'", "sampling.stop="),
+        ("run steps=1", "run steps"),
+        ("run=1", "run: is a section"),
+        ("run.steps=many", "run.steps: expected `int`, got `str`"),
+        ("run.stepps=1", "unknown key `run.stepps`"),
+    ],
+)
+def test_override_that_means_nothing_is_refused(file: Path, text: str, message: str) -> None:
+    assert message in refusal(file, text)[0]
+
+
+# What is refused.
+
+
+def test_missing_file_and_broken_toml_name_the_file(tmp_path: Path) -> None:
+    assert "no.toml" in refusal(tmp_path / "no.toml")[0]
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    assert "line 1" in refusal(broken)[0]
+    broken.write_bytes(b"\xff")
+    assert "not TOML" in refusal(broken)[0]
+
+
+@pytest.mark.parametrize(
+    ("added", "message", "hint"),
+    [
+        ("kindd = 1", "unknown key `task.kindd`", "did you mean `task.kind`?"),
+        ("max_tokens = 1", "unknown key `task.max_tokens`", "`sampling.max_tokens`"),
+        ("[trainer]\nrate = 1", "unknown key `trainer.rate`", "`learning_rate`"),
+        ("[evaluation.sampling]\ntop = 1", "unknown key `evaluation.sampling.top`", "stop"),
+        ("[trainr]\nx = 1", "unknown section `trainr`", "did you mean `trainer`?"),
+        ("[timing]\nzzz = 1", "unknown key `timing.zzz`", "`heartbeat_s`"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest_one(
+    file: Path, added: str, message: str, hint: str
+) -> None:
+    file.write_text(SMALL + added)
+    said, hinted = refusal(file)
+    assert said == message
+    assert hint in (hinted or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SMALL.replace("steps = 3", 'steps = "3"'), "run.steps: expected `int`, got `str`"),
+        (SMALL.replace("steps = 3", "steps = true"), "run.steps: expected `int`, got `bool`"),
+        (SMALL.replace("steps = 3", "steps = 0"), "run.steps: expected `int` >= 1"),
+        (SMALL.replace("steps = 3", ""), "`run.steps` is missing"),
+        (SMALL.replace('[task]\nkind = "arithmetic"', ""), "`task` is missing"),
+        (SMALL.replace('"small"', '"sm all"'), "run.name: expected `str` matching"),
+        (SMALL + "[sampling]\nstop = [1]", "sampling.stop[0]: expected `str`"),
+        (SMALL + "[trainer]\nlearning_rate = inf", "trainer.learning_rate: a number is not"),
+        (SMALL + "[trainer]\nlearning_rate = nan", "trainer.learning_rate"),
+        (SMALL + "[task.options]\nday = 2024-01-01", "task.options: a number is not"),
+        (SMALL + "[task.options]\nx = [nan]", "task.options: a number is not"),
+    ],
+)
+def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert refusal(file)[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["staleness.in_flight_batches=0.5"], "0.5 is not between 1 and 3"),
+        (["staleness.in_flight_batches=3.5"], "3.5 is not between 1 and 3"),
+        (
+            ["staleness.max_staleness=0", "staleness.in_flight_batches=2"],
+            "2 is not between 1 and 1",
+        ),
+        (["groups.min_valid_siblings=9"], "9 is more than groups.size, 8"),
+        (["groups.size=1"], "2 is more than groups.size, 1"),
+        (["trainer.minibatches=257"], "257 is more than the 256 trajectories"),
+        (["sampling.max_tokens=1024"], "1024 leaves no room"),
+        (["evaluation.sampling.max_tokens=2000"], "evaluation.sampling.max_tokens: 2000"),
+        (["workers.context_tokens=20000"], "16384 is less than workers.context_tokens, 20000"),
+        (["sampling.stop=['']"], "an empty string"),
+        (["timing.lease_s=1.0"], "not more than two heartbeats"),
+        (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
+        (["bus.url=http://x"], "`http://x` is neither"),
+        (["bus.url=sqlite:"], "`sqlite:` is neither"),
+    ],
+)
+def test_sections_that_do_not_fit_together_are_refused(
+    file: Path, overrides: list[str], message: str
+) -> None:
+    assert message in refusal(file, *overrides)[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["staleness.in_flight_batches=1"],
+        ["staleness.in_flight_batches=3"],
+        ["staleness.max_staleness=0"],
+        ["groups.min_valid_siblings=8"],
+        ["timing.lease_s=1.01"],
+        ["sampling.max_tokens=1023"],
+    ],
+)
+def test_values_at_the_edge_are_taken(file: Path, overrides: list[str]) -> None:
+    read = load_config(file, overrides)
+    eta = read.staleness.max_staleness
+    assert 1 <= in_flight_batches(read.staleness) <= eta + 1
+
+
+# Keys that change.
+
+
+def test_changed_keys_are_sorted_by_what_a_resumed_run_may_do() -> None:
+    old = config()
+    new = config(
+        groups__size=4,
+        task__options={"count": 2},
+        evaluation__sampling={"top_k": 3},
+        staleness__max_staleness=3,
+        trainer__learning_rate=1e-3,
+        workers__slots=8,
+        bus__url="kafka://x:1",
+    )
+    frozen, logged, free = changed_keys(old, new)
+    assert frozen == {"groups.size", "task.options", "evaluation.sampling.top_k"}
+    assert logged == {"staleness.max_staleness", "trainer.learning_rate"}
+    assert free == {"workers.slots", "bus.url"}
+    assert changed_keys(old, old) == (frozenset(), frozenset(), frozenset())
+
+
+def test_frozen_and_logged_keys_exist_and_no_key_is_both() -> None:
+    keys = set(leaves(config()))
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert keys >= LOGGED
+    assert keys | sections >= FROZEN
+    assert not {key for key in LOGGED if key in FROZEN or key.split(".")[0] in FROZEN}
+    assert set(PATH_KEYS) <= keys
+
+
+# Writing.
+
+
+def test_written_configuration_reads_back_equal(file: Path) -> None:
+    text = 'quote " backslash \\ tab \t del \x7f line \n ünïcode'
+    read = load_config(file, ["sampling.stop=['\\n', \"a'b\"]", "staleness.in_flight_batches=1.5"])
+    options = {"text": text, "odd key": [1, 2.5, True, {"a b": ["x"]}], "nested": {"deep": {}}}
+    read = msgspec.structs.replace(read, task=msgspec.structs.replace(read.task, options=options))
+    stored = file.with_name("stored.toml")
+    stored.write_text(dump_toml(read))
+    assert load_config(stored, ()) == read
+
+
+PLAIN = st.recursive(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab. =\"'#", max_size=4), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(options=st.dictionaries(st.text("ab. =\"'#", max_size=4), PLAIN, max_size=4))
+def test_any_plain_option_survives_being_written(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
+) -> None:
+    stored = tmp_path_factory.getbasetemp() / "options.toml"
+    written = config(task__options=options)
+    stored.write_text(dump_toml(written), encoding="utf-8")
+    assert load_config(stored, ()).task.options == options

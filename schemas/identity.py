@@ -19,25 +19,30 @@ Purpose = Literal["train", "eval"]
 
 ORDINAL_DIGITS = 10
 SIBLING_DIGITS = 3
+SIBLINGS_MAX = 10**SIBLING_DIGITS
+"""Of one group."""
+
 _LETTERS: dict[Purpose, str] = {"train": "g", "eval": "e"}
 _PURPOSES: dict[str, Purpose] = {"g": "train", "e": "eval"}
-_TRAJECTORY = re.compile(r"^(?P<letter>[ge])(?P<ordinal>\d{10})-(?P<sibling>\d{3})$")
+_TRAJECTORY = re.compile(r"(?P<letter>[ge])(?P<ordinal>[0-9]{10})-(?P<sibling>[0-9]{3})")
 _FEISTEL_ROUNDS = 6
 
 
 def group_id(purpose: Purpose, ordinal: int) -> str:
     """``group_id("train", 42) == "g0000000042"``."""
+    assert 0 <= ordinal < 10**ORDINAL_DIGITS, ordinal
     return f"{_LETTERS[purpose]}{ordinal:0{ORDINAL_DIGITS}d}"
 
 
 def trajectory_id(group: str, sibling: int) -> str:
     """``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
+    assert 0 <= sibling < SIBLINGS_MAX, sibling
     return f"{group}-{sibling:0{SIBLING_DIGITS}d}"
 
 
 def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
     """Purpose, ordinal and sibling of a trajectory id. Raises SchemaError."""
-    found = _TRAJECTORY.match(trajectory)
+    found = _TRAJECTORY.fullmatch(trajectory)
     if found is None:
         raise SchemaError(f"not a trajectory id: {trajectory[:60]!r}", path="$.trajectory")
     return _PURPOSES[found["letter"]], int(found["ordinal"]), int(found["sibling"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dora_pipe.errors import ConfigError
 
-_RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Topics:
     run: str
 
     def __post_init__(self) -> None:
-        if not _RUN_NAME.match(self.run):
+        if not _RUN_NAME.fullmatch(self.run):
             raise ConfigError(
                 f"not a run name: {self.run[:120]!r}",
                 hint="letters, digits, '-' and '_', at most 100, starting with a letter or digit",

@@ -45,7 +45,7 @@ _TAG = msgspec.json.Decoder(_Tag)
 def encode(record: msgspec.Struct) -> bytes:
     """Canonical JSON: keys of maps sorted, fields of records in their declared order.
 
-    Raises SchemaError for what JSON cannot say: a NaN, an infinity, a whole number beyond 64 bits.
+    Raises SchemaError for what JSON cannot say: a NaN, an infinity, an object of some other class.
     """
     try:
         data = _ENCODER.encode(record)

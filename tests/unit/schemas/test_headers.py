@@ -1,0 +1,123 @@
+"""Headers say in ASCII what a reader filters by; what is missing or wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
+from dora_pipe.schemas.trajectory import Headers
+from tests.golden.arrow_values import HEADERS, PLAIN_TRAJECTORY, TRAJECTORY
+
+REQUIRED = [one.name for one in fields(Headers) if one.name != "traceparent"]
+
+
+def pairs_with(**changes: bytes | None) -> list[tuple[str, bytes]]:
+    """The golden headers with some changed; None leaves one out."""
+    found: dict[str, bytes | None] = {**dict(header_pairs(HEADERS)), **changes}
+    return [(name, value) for name, value in found.items() if value is not None]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_missing_header_is_named(name: str) -> None:
+    with pytest.raises(SchemaError, match="header is missing") as found:
+        parse_headers(pairs_with(**{name: None}))
+    assert found.value.path == f"$.headers.{name}"
+
+
+def test_missing_traceparent_is_nothing_to_complain_about() -> None:
+    assert parse_headers(pairs_with(traceparent=None)) == replace(HEADERS, traceparent="")
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_header_that_is_there_twice_is_named(name: str) -> None:
+    pairs = pairs_with()
+    with pytest.raises(SchemaError, match="twice") as found:
+        parse_headers([*pairs, *(one for one in pairs if one[0] == name)])
+    assert found.value.path == f"$.headers.{name}"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_header_that_is_not_ascii_is_named(name: str) -> None:
+    with pytest.raises(SchemaError, match="not ASCII") as found:
+        parse_headers(pairs_with(**{name: b"\xc3\xb6"}))
+    assert found.value.path == f"$.headers.{name}"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"1.0", b"+1", b" 1", b"01", b"1_0", b"0x1", b"-", b"9" * 20]
+)
+def test_version_that_is_not_a_plain_integer_is_refused(text: bytes) -> None:
+    with pytest.raises(SchemaError, match="not an integer") as found:
+        parse_headers(pairs_with(version=text))
+    assert found.value.path == "$.headers.version"
+
+
+@pytest.mark.parametrize("text", [b"nan", b"inf", b"-inf", b"1e999", b"high", b"None"])
+def test_reward_that_is_not_a_finite_number_is_refused(text: bytes) -> None:
+    with pytest.raises(SchemaError, match="not a finite number") as found:
+        parse_headers(pairs_with(reward=text))
+    assert found.value.path == "$.headers.reward"
+
+
+@pytest.mark.parametrize("name", ["digest", "sha256"])
+@pytest.mark.parametrize("text", [b"", b"a1", b"A1" * 32, b"zz" * 32, b"a1" * 33])
+def test_digest_that_is_none_is_refused(name: str, text: bytes) -> None:
+    with pytest.raises(SchemaError, match="64 hex digits") as found:
+        parse_headers(pairs_with(**{name: text}))
+    assert found.value.path == f"$.headers.{name}"
+
+
+@pytest.mark.parametrize("reward", [None, 0.0, -0.0, 1 / 3, -1e300, 5e-324])
+def test_reward_survives_exactly_and_none_is_not_zero(reward: float | None) -> None:
+    back = parse_headers(header_pairs(replace(HEADERS, reward=reward))).reward
+    assert repr(back) == repr(reward)
+
+
+def test_evaluation_has_its_deadline_of_minus_one() -> None:
+    headers = parse_headers(headers_of(PLAIN_TRAJECTORY, sha256="ab" * 32))
+    assert (headers.deadline, headers.reward) == (-1, None)
+
+
+def test_worker_name_that_is_not_ascii_is_refused_by_the_writer() -> None:
+    meta = msgspec.structs.replace(TRAJECTORY.meta, worker="w\u00f6")
+    with pytest.raises(SchemaError, match="not ASCII") as found:
+        headers_of(replace(TRAJECTORY, meta=meta), sha256="ab" * 32)
+    assert found.value.path == "$.headers.worker"
+
+
+def test_headers_of_a_trajectory_say_what_it_says() -> None:
+    headers = describe(TRAJECTORY, sha256="ab" * 32, traceparent="00-x")
+    assert headers == replace(HEADERS, sha256="ab" * 32, traceparent="00-x")
+    assert matches(headers, TRAJECTORY) == []
+
+
+DISAGREEING: dict[str, Any] = {
+    "run": "other",
+    "group": "g0000000041",
+    "trajectory": "g0000000042-004",
+    "attempt": 3,
+    "version": 4,
+    "deadline": 6,
+    "digest": "00" * 32,
+    "worker": "w9",
+    "epoch": 8,
+    "tokens": 11,
+    "sampled": 6,
+    "reward": None,
+    "schema_version": 2,
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_header_that_disagrees_with_the_value_is_named(name: str) -> None:
+    wrong = replace(HEADERS, **{name: DISAGREEING[name]})
+    assert matches(wrong, TRAJECTORY) == [name]
+
+
+def test_every_header_is_compared_but_two() -> None:
+    assert {one.name for one in fields(Headers)} - set(DISAGREEING) == {"sha256", "traceparent"}

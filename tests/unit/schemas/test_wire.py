@@ -1,0 +1,203 @@
+"""JSON records: one canonical form, no NaN, unknown kinds kept, errors with their path."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.errors import ConfigError, SchemaError
+from dora_pipe.schemas import control, metrics, rounds
+from dora_pipe.schemas.finite import float_fields, refuse_non_finite
+from dora_pipe.schemas.policy import Tensor, weights_digest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import canonical, decode_tagged, encode, kebab
+from tests.golden.values import CONTROL, METRICS, ROUND, TENSORS
+from tests.unit.schemas import strategies
+
+BY_KIND = {type(one).__name__: one for one in (*CONTROL, *METRICS)}
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+TAKE_BATCH = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch))
+COST = METRICS[0].cost
+
+PLACES: list[tuple[str, Any, str]] = [
+    ("StepCommitted", lambda x: {"figures": {"loss": x}}, "$.figures.loss"),
+    ("StepCommitted", lambda x: {"settings": {"objective.kl": x}}, "$.settings.objective.kl"),
+    ("StepCommitted", lambda x: {"compute_s": x}, "$.compute_s"),
+    ("TrajectoryLogged", lambda x: {"reward": x}, "$.reward"),
+    ("WorkerReady", lambda x: {"load_ms": x}, "$.load_ms"),
+    ("Command", lambda x: {"args": {"value": [1, x]}}, "$.args.value[1]"),
+    ("RunStarted", lambda x: {"config": {"a": {"b": x}}}, "$.config.a.b"),
+    (
+        "WorkerStatus",
+        lambda x: {"cost": msgspec.structs.replace(COST, bus_s=x)},
+        "$.cost.bus_s",
+    ),
+]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize(("kind", "change", "path"), PLACES, ids=[one[2] for one in PLACES])
+def test_number_that_is_not_finite_is_refused_with_its_place(
+    kind: str, change: Any, path: str, value: float
+) -> None:
+    record = msgspec.structs.replace(BY_KIND[kind], **change(value))
+    with pytest.raises(SchemaError, match="not a finite number") as found:
+        encode(record)
+    assert found.value.path == path
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_number_that_is_not_finite_is_refused_inside_a_round(value: float) -> None:
+    batch = msgspec.structs.replace(TAKE_BATCH, settings={"trainer.learning_rate": value})
+    with pytest.raises(SchemaError) as found:
+        encode(msgspec.structs.replace(ROUND, decisions=(ROUND.decisions[0], batch)))
+    assert found.value.path == "$.decisions[1].settings.trainer.learning_rate"
+
+
+def test_null_that_means_unknown_is_written() -> None:
+    logged = msgspec.structs.replace(BY_KIND["TrajectoryLogged"], reward=None, valid=False)
+    assert b'"reward":null' in encode(logged)
+    assert control.decode_control(encode(logged)) == logged
+
+
+def test_every_field_that_holds_a_float_is_walked() -> None:
+    """Written by hand: a record that gains a float must be found by the walk."""
+    walked = {
+        kind.__name__: float_fields(kind)
+        for union in (control.AnyControl, metrics.AnyMetrics, rounds.AnyDecision)
+        for kind in union.__args__
+        if float_fields(kind)
+    }
+    assert walked == {
+        "RunStarted": ("config",),
+        "WorkerReady": ("load_ms",),
+        "TrajectoryLogged": ("reward",),
+        "StepCommitted": ("figures", "settings", "compute_s"),
+        "Command": ("args",),
+        "WorkerStatus": ("cost",),
+        "TrainerStatus": ("cost",),
+        "OrchestratorStatus": ("cost",),
+        "TakeBatch": ("settings",),
+    }
+
+
+@given(strategies.JSON)
+def test_plain_values_with_finite_numbers_pass(value: Any) -> None:
+    refuse_non_finite(value)
+    assert msgspec.json.decode(canonical(value)) == value
+
+
+@pytest.mark.parametrize("value", [object(), 1j, "\ud800"])
+def test_value_that_json_cannot_say_is_refused(value: Any) -> None:
+    command = control.Command(at_ns=1, user="ada", verb="set", args={"value": value})
+    with pytest.raises(SchemaError, match="Command cannot be written"):
+        encode(command)
+
+
+def test_wrong_content_of_a_known_kind_is_named_with_its_path() -> None:
+    data = encode(BY_KIND["BatchRefused"]).replace(b'"sha256 differs"', b"17")
+    with pytest.raises(SchemaError, match="Expected `str`, got `int`") as found:
+        control.decode_control(data)
+    assert found.value.path == "$.offenders[0].why"
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b'{"kind":null}', b"{", b"\xff"])
+def test_record_without_a_kind_is_refused(data: bytes) -> None:
+    for decode in (control.decode_control, metrics.decode_metrics, rounds.decode_round):
+        with pytest.raises(SchemaError):
+            decode(data)
+
+
+def test_tag_may_stand_anywhere_in_the_record() -> None:
+    record = BY_KIND["RoleStarted"]
+    plain = msgspec.json.decode(encode(record))
+    last = {**{key: plain[key] for key in plain if key != "kind"}, "kind": plain["kind"]}
+    assert control.decode_control(msgspec.json.encode(last)) == record
+
+
+def test_kinds_are_the_tags_of_the_union() -> None:
+    for module, union in ((control, control.AnyControl), (metrics, metrics.AnyMetrics)):
+        tags = {kebab(kind.__name__) for kind in union.__args__}
+        assert tags == module.KINDS
+
+
+def test_two_stages_refuse_a_known_kind_the_decoder_does_not_take() -> None:
+    decoder = msgspec.json.Decoder(control.Command)
+    with pytest.raises(SchemaError):
+        decode_tagged(b'{"kind":"drain"}', decoder, frozenset({"drain"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [("WorkerJoined", "worker-joined"), ("End", "end"), ("KvPressure", "kv-pressure")],
+)
+def test_kebab(name: str, tag: str) -> None:
+    assert kebab(name) == tag
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.integers(0, 9))
+def test_chain_depends_on_what_was_folded_and_where_it_ends(
+    left: bytes, right: bytes, offset: int
+) -> None:
+    def chain(*folded: bytes) -> str:
+        parts = b"".join(rounds.fold_bytes(offset + n, one) for n, one in enumerate(folded))
+        return rounds.chain_of(rounds.GENESIS_CHAIN, parts, ROUND)
+
+    assert chain(left, right) == chain(left, right)
+    assert chain(left, right) != chain(left + right)
+    assert left == right or chain(left, right) != chain(right, left)
+
+
+def test_chain_depends_on_every_part_of_the_round_but_itself() -> None:
+    def chain(**changes: Any) -> str:
+        changed = msgspec.structs.replace(ROUND, **changes)
+        return rounds.chain_of(rounds.GENESIS_CHAIN, b"", changed)
+
+    assert chain(chain="ff" * 32) == chain()
+    changes: list[dict[str, Any]] = [
+        {"ordinal": 65},
+        {"role_epoch": 2},
+        {"now_ns": 1},
+        {"control_next": 9},
+        {"observations": ()},
+        {"decisions": ()},
+        {"state_digest": None},
+    ]
+    assert len({chain(), *(chain(**one) for one in changes)}) == 1 + len(changes)
+    assert rounds.chain_of("11" * 32, b"", ROUND) != chain()
+
+
+@given(st.permutations(TENSORS))
+def test_weights_digest_does_not_depend_on_the_order_of_tensors(tensors: list[Tensor]) -> None:
+    assert weights_digest(tensors) == weights_digest(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("name", "x"), ("dtype", "bfloat16"), ("shape", (4, 16)), ("sha256", "00" * 32)],
+)
+def test_weights_digest_depends_on_every_part_of_a_tensor(name: str, value: Any) -> None:
+    changed = msgspec.structs.replace(TENSORS[0], **{name: value})
+    assert weights_digest([changed, TENSORS[1]]) != weights_digest(TENSORS)
+
+
+def test_topics_are_named_after_the_run() -> None:
+    assert Topics("demo").all() == (
+        "demo.control",
+        "demo.metrics",
+        "demo.decisions",
+        "demo.trajectories",
+        "demo.progress",
+        "demo.dead-letters",
+    )
+
+
+@pytest.mark.parametrize("run", ["", "-a", "a b", "a.b", "a\n", "\u00f6", "a" * 101])
+def test_name_that_no_topic_can_have_is_refused(run: str) -> None:
+    with pytest.raises(ConfigError, match="not a run name"):
+        Topics(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -11,6 +11,9 @@ from dora_pipe.errors import ConfigError
 
 MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
 """The one key here that is not logged: a commit repeats it among its numerics."""
+
+LEARNING_RATE_MAX: Final = 1e3
+"""Gradients are clipped, so below this an update cannot overflow float32."""
 
 _KEYS: Final = {
     "learning_rate": "trainer.learning_rate",
@@ -31,10 +34,10 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
     """
 
-    learning_rate: float
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=LEARNING_RATE_MAX)]
     grad_norm_max: float
-    minibatches: int
-    micro_batch_tokens: int
+    minibatches: Annotated[int, msgspec.Meta(ge=1)]
+    micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
     clip_low: float
     clip_high: float
     loss: Literal["token-mean", "sequence-mean"]

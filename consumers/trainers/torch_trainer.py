@@ -93,7 +93,6 @@ class TorchTrainer:
                 for item in chosen:
                     item.minibatch = number
                 self._update(chosen, step, sums)
-            self._check_weights(batch.step)
         flat = [item for group in items for item in group]
         return StepResult(
             figures=figures_of(flat, sums),
@@ -216,13 +215,3 @@ class TorchTrainer:
             self._reference.load(self._reference_path)
         with torch.no_grad():
             return self._reference.logprobs(passage)
-
-    def _check_weights(self, step: int) -> None:
-        finite = all(
-            bool(torch.isfinite(parameter).all()) for _, parameter in self._model.parameters()
-        )
-        if not finite:
-            raise NonFinite(
-                f"step {step} left weights that are not finite",
-                hint="lower trainer.learning_rate with `dora-pipe command set`",
-            )

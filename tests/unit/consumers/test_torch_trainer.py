@@ -1,0 +1,347 @@
+"""The torch trainer against a plain second implementation of the step, and at its edges."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.consumers.trainers.port import Settings, TrainBatch
+from dora_pipe.consumers.trainers.torch_model import TorchModel, passage_of
+from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+from dora_pipe.errors import ConfigError, NonFinite, PolicyError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.policy import Manifest
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa, make_qwen2
+
+
+class Policy:
+    """A model directory, in the store, with trainers for it."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
+        self.store = PolicyStore(root / "policies")
+        self.manifest, self.assets = self.store.import_model(self.directory)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, **options: Any) -> TorchTrainer:
+        made = TorchTrainer(
+            self.store.assets_path(self.assets),
+            reference=self.weights,
+            options=TorchOptions(**options),
+        )
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp(str(request.param)), str(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def transformers_model(directory: Path, **options: Any) -> Any:
+    """What transformers itself makes of a directory."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(directory, **options)
+
+
+def plain_logprobs(model: Any, token_ids: list[int]) -> Tensor:
+    """Log-probs of every token but the first, one sequence at a time."""
+    logits = model(input_ids=torch.tensor([token_ids])).logits[0, :-1]
+    table = torch.log_softmax(logits.double(), -1)
+    return table.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings) -> Tensor:
+    """The objective of a whole batch, trajectory by trajectory, as the papers write it."""
+    total = torch.zeros((), dtype=torch.float64)
+    valid = [one for group in batch.groups for one in group.trajectories if one.valid]
+    tokens = sum(one.sampled for one in valid)
+    low, high = float(settings["objective.clip_low"]), float(settings["objective.clip_high"])
+    kl = float(settings["objective.kl"])
+    for group in batch.groups:
+        rewards = torch.tensor(
+            [one.reward for one in group.trajectories if one.reward is not None],
+            dtype=torch.float64,
+        )
+        for one in group.trajectories:
+            if one.reward is None:
+                continue
+            # One valid sibling has nobody to be compared with.
+            std = rewards.std() if len(rewards) > 1 else torch.zeros(())
+            advantage = (one.reward - rewards.mean()) / (std + 1e-4)
+            first = one.meta.prompt_tokens
+            logprobs = plain_logprobs(model, list(one.token_ids))[first - 1 :]
+            behaviour = torch.tensor(list(one.logprobs)[first:], dtype=torch.float64)
+            ratio = torch.exp(logprobs - behaviour)
+            gain = torch.minimum(
+                ratio * advantage, torch.clip(ratio, 1 - low, 1 + high) * advantage
+            )
+            with torch.no_grad():
+                fixed = plain_logprobs(reference, list(one.token_ids))[first - 1 :]
+            penalty = torch.exp(fixed - logprobs) - (fixed - logprobs) - 1
+            if settings["objective.loss"] == "token-mean":
+                weight = 1 / tokens
+            else:
+                weight = 1 / (len(valid) * one.sampled)
+            total = total - (gain - kl * penalty).sum() * weight
+    return total
+
+
+@pytest.mark.parametrize("averaging", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_step_is_that_of_a_plain_implementation(
+    policy: Policy, averaging: str, kl: float, tmp_path: Path
+) -> None:
+    settings = {
+        **SETTINGS,
+        "trainer.minibatches": 1,
+        "objective.loss": averaging,
+        "objective.kl": kl,
+    }
+    batch = make_batch(seed=3, groups=3, siblings=3, valid=0.8)
+    trainer = policy.trainer(micro_batch_tokens=200)
+    # A step away from version 0 first, so that the reference is another policy.
+    trainer.train(make_batch(seed=9, groups=2, siblings=2), settings)
+    start = trainer.save_weights(tmp_path / "start")
+    trainer.load(tmp_path / "start", digest=start.digest, optimizer=None)
+    result = trainer.train(batch, settings)
+
+    reference = transformers_model(policy.directory)
+    plain = transformers_model(policy.directory)
+    TorchModelState(plain).load(tmp_path / "start")
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    loss = plain_loss(plain, reference, batch, settings)
+    torch.autograd.backward(loss)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    adamw.step()
+
+    assert result.figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert result.figures["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    for name, parameter in plain.named_parameters():
+        ours = dict(trainer._model.parameters())[name]
+        # AdamW's first update is the sign of the gradient: where that is noise, it may differ.
+        close = torch.isclose(ours, parameter, atol=1e-5)
+        assert close.float().mean() > 0.995, name
+
+
+class TorchModelState:
+    """Weights of a file into a network that transformers made."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+
+    def load(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        _, unexpected = self.network.load_state_dict(load_file(path), strict=False)
+        assert not unexpected
+
+
+def test_cutting_a_minibatch_into_passes_does_not_change_its_gradient(policy: Policy) -> None:
+    settings = {**SETTINGS, "trainer.minibatches": 1}
+    batch = make_batch(seed=4, groups=4, siblings=4)
+    whole = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).figures
+    cut = policy.trainer(micro_batch_tokens=64).train(batch, settings).figures
+    assert cut["padded_tokens"] < whole["padded_tokens"]
+    assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+
+
+def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: Policy) -> None:
+    model = TorchModel(policy.store.assets_path(policy.assets), device="cpu")
+    model.load(policy.weights)
+    assert model.lean
+    rows: list[tuple[list[int], list[int], list[float | None]]] = [
+        ([4, 5, 6, 7], [0, 0, 1, 1], [None, None, -1.0, -2.0]),
+        ([9, 8], [0, 1], [None, -3.0]),
+    ]
+    passage = passage_of(rows, width=11, device="cpu")
+    assert passage.lengths == (2, 1)
+    assert passage.behaviour.tolist() == [-1.0, -2.0, -3.0]
+    network = transformers_model(policy.directory)
+    expected = [*plain_logprobs(network, rows[0][0])[1:], *plain_logprobs(network, rows[1][0])]
+    found = model.logprobs(passage)
+    assert found.tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-5)
+    model.lean = False
+    assert torch.allclose(model.logprobs(passage), found, atol=1e-6)
+
+
+def test_invalid_siblings_are_counted_and_move_nothing(qwen2: Policy) -> None:
+    settings = {**SETTINGS, "trainer.minibatches": 1}
+    batch = make_batch(seed=5, groups=3, siblings=4, valid=0.6)
+    bare = TrainBatch(
+        step=0,
+        groups=[
+            type(group)(
+                group=group.group,
+                version=0,
+                trajectories=[one for one in group.trajectories if one.valid],
+            )
+            for group in batch.groups
+        ],
+    )
+    masked = sum(not one.valid for group in batch.groups for one in group.trajectories)
+    assert masked > 0
+    one, other = qwen2.trainer(), qwen2.trainer()
+    figures = one.train(batch, settings).figures
+    other.train(bare, settings)
+    assert figures["masked"] == masked
+    assert one.manifest() == other.manifest()
+
+
+def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(
+    qwen2: Policy,
+) -> None:
+    settings = {**SETTINGS, "trainer.minibatches": 1}
+    batch = make_batch(seed=6, groups=2, siblings=3)
+    trainer = qwen2.trainer()
+    from dataclasses import replace
+
+    level = TrainBatch(
+        step=0,
+        groups=[
+            batch.groups[0],
+            replace(
+                batch.groups[1],
+                trajectories=[replace(one, reward=0.5) for one in batch.groups[1].trajectories],
+            ),
+        ],
+    )
+    result = trainer.train(level, settings)
+    assert result.figures["without_gradient"] == 3
+    assert [row["ratio_mean"] is None for row in result.contributions] == [False] * 3 + [True] * 3
+    alone = qwen2.trainer().train(TrainBatch(step=0, groups=level.groups[:1]), settings)
+    share = alone.figures["tokens"] / result.figures["tokens"]
+    assert result.figures["grad_norm"] == pytest.approx(
+        alone.figures["grad_norm"] * share, rel=1e-5
+    )
+
+
+def test_step_in_which_nothing_has_a_gradient_leaves_the_policy_as_it_was(qwen2: Policy) -> None:
+    batch = make_batch(seed=7, groups=2, siblings=1)
+    trainer = qwen2.trainer()
+    figures = trainer.train(batch, SETTINGS).figures
+    assert figures["updates"] == 0
+    assert trainer.manifest() == qwen2.manifest
+
+
+def test_a_minibatch_is_an_update_of_its_own(qwen2: Policy) -> None:
+    batch = make_batch(seed=8, groups=4, siblings=3)
+    result = qwen2.trainer().train(batch, {**SETTINGS, "trainer.minibatches": 3})
+    assert result.figures["updates"] == 3
+    by_group = {row["group"]: row["minibatch"] for row in result.contributions}
+    assert list(by_group.values()) == [0, 1, 2, 0]
+    # The second update meets a policy that the first has changed: ratios say so.
+    on_policy = qwen2.trainer().train(batch, {**SETTINGS, "trainer.minibatches": 1})
+    changed = [
+        abs(row["ratio_mean"] - same["ratio_mean"]) > 1e-4
+        for row, same in zip(result.contributions, on_policy.contributions, strict=True)
+    ]
+    assert changed == [bool(row["minibatch"]) for row in result.contributions]
+
+
+def test_reference_policy_is_loaded_only_when_the_kl_term_needs_it(qwen2: Policy) -> None:
+    batch = make_batch(seed=1, groups=2, siblings=2)
+    trainer = qwen2.trainer()
+    trainer.train(batch, SETTINGS)
+    assert trainer._reference is None
+    figures = trainer.train(batch, {**SETTINGS, "objective.kl": 0.1}).figures
+    assert trainer._reference is not None
+    assert figures["kl"] > 0
+
+
+@pytest.mark.parametrize("logprob", [-200.0, -1e30])
+def test_infinite_ratio_is_not_committed_and_names_the_way_out(
+    qwen2: Policy, logprob: float
+) -> None:
+    batch = make_batch(seed=2, groups=1, siblings=2)
+    for one in batch.groups[0].trajectories:
+        for place, mask in enumerate(one.loss_mask):
+            if mask:
+                one.logprobs[place] = logprob  # type: ignore[index]
+    with pytest.raises(NonFinite, match="gradient norm") as caught:
+        qwen2.trainer().train(batch, SETTINGS)
+    assert "fail-batch" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainer.learning_rate": "fast"},
+        {"objective.loss": "median"},
+        {"trainer.minibatches": 1.5},
+        {"objective.kl": None},
+        {"trainer.learning_rate": 1e39},
+        {"trainer.learning_rate": math.nan},
+        {"trainer.minibatches": 0},
+    ],
+)
+def test_settings_of_another_type_are_a_config_error(qwen2: Policy, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        qwen2.trainer().train(make_batch(seed=1, groups=1), {**SETTINGS, **change})
+
+
+def test_missing_setting_is_named(qwen2: Policy) -> None:
+    settings = {key: value for key, value in SETTINGS.items() if key != "objective.clip_low"}
+    with pytest.raises(ConfigError, match=r"objective\.clip_low"):
+        qwen2.trainer().train(make_batch(seed=1, groups=1), settings)
+
+
+def test_tied_weights_are_written_once_and_load_with_transformers(tmp_path: Path) -> None:
+    policy = Policy(tmp_path, "llama-gqa")
+    trainer = policy.trainer()
+    trainer.train(make_batch(seed=1, groups=2), SETTINGS)
+    manifest: Manifest = policy.store.publish_weights(trainer.save_weights)
+    names = [tensor.name for tensor in manifest.tensors]
+    assert "lm_head.weight" not in names
+    assert names == [tensor.name for tensor in policy.manifest.tensors]
+    policy.store.export_policy(manifest.digest, policy.assets, tmp_path / "out")
+    loaded, info = transformers_model(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    ours = dict(trainer._model.parameters())
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, ours[name]), name
+
+
+def test_weights_of_another_shape_are_refused(policy: Policy, tmp_path: Path) -> None:
+    other = PolicyStore(tmp_path / "policies")
+    small, _ = other.import_model(make_qwen2(tmp_path / "model", hidden_size=64))
+    with pytest.raises(PolicyError, match="does not fit the model"):
+        policy.trainer().load(other.weights_path(small.digest), digest=small.digest, optimizer=None)
+
+
+def test_directory_that_is_no_model_is_a_policy_error(tmp_path: Path, qwen2: Policy) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(PolicyError, match="no causal LM can be built"):
+        TorchTrainer(tmp_path, reference=qwen2.weights)
+
+
+def test_training_leaves_torch_as_it_found_it(qwen2: Policy) -> None:
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    qwen2.trainer(threads=1).train(make_batch(seed=1, groups=1), SETTINGS)
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_figures_are_finite_and_describe_the_batch(qwen2: Policy) -> None:
+    batch = make_batch(seed=1, step=3, groups=3, siblings=3)
+    figures = qwen2.trainer().train(batch, SETTINGS).figures
+    assert all(math.isfinite(value) for value in figures.values())
+    rewards = [one.reward for group in batch.groups for one in group.trajectories if one.reward]
+    assert figures["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert figures["trajectories"] == 9
+    assert figures["staleness_mean"] == figures["staleness_max"] == 3
+    assert figures["tokens"] == sum(
+        one.sampled for group in batch.groups for one in group.trajectories
+    )

@@ -34,6 +34,8 @@ ASSET_BYTES_MAX: Final = 1024 * 1024 * 1024
 _ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _EMBEDDING: Final = "embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
+_DERIVED: Final = (".rotary_emb.inv_freq",)
+"""Ends of tensors that older models stored although their config says them already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,8 @@ def _tensors(model_dir: Path) -> dict[str, _Located]:
     found: dict[str, _Located] = {}
     for path in _weight_files(model_dir):
         for entry in read_entries(path):
+            if entry.name.endswith(_DERIVED):
+                continue
             if entry.name in found:
                 raise PolicyError(f"tensor {entry.name!r} stands in {path} and in another shard")
             found[entry.name] = _Located(path=path, entry=entry)

@@ -106,6 +106,15 @@ def test_tied_head_that_differs_is_refused(store: PolicyStore, model_dir: Path) 
         store.import_model(model_dir)
 
 
+def test_what_the_config_says_already_is_not_taken_over(
+    store: PolicyStore, model_dir: Path
+) -> None:
+    derived = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write_tensors(model_dir / "model.safetensors", [source("a", 1.0), source(derived, 2.0)])
+    manifest, _ = store.import_model(model_dir)
+    assert [tensor.name for tensor in manifest.tensors] == ["a"]
+
+
 def test_directory_without_safetensors_is_refused_with_a_hint(
     store: PolicyStore, model_dir: Path
 ) -> None:

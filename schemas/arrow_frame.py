@@ -65,7 +65,10 @@ class Layout:
 
     def column(self, name: str, value: Any) -> pa.Array:
         """One value as a column of one row. Raises SchemaError."""
-        kind = self.schema.field(name).type
+        field = self.schema.field(name)
+        kind = field.type
+        if value is None and not field.nullable:
+            raise SchemaError("null", path=f"$.{name}")
         try:
             return pa.array([_whole(value, kind)], kind, from_pandas=True)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
@@ -87,11 +90,12 @@ class Layout:
         Raises SchemaError for anything else.
         """
         raw = decompress(value)
+        same = raw.startswith(self.head)  # As this version writes it: types need no second look.
         try:
-            batch = self._read(raw)
+            batch = self._read(raw, same)
             if batch.num_rows != 1:
                 raise SchemaError(f"{batch.num_rows} rows instead of 1")
-            arrays = self._known(batch)
+            arrays = self._known(batch, same)
             # Here, where what Arrow finds wrong only now is still expected.
             values = {name: array.to_pylist()[0] for name, array in arrays.items()}
             return Row(arrays=arrays, values=values)
@@ -100,32 +104,39 @@ class Layout:
         except _UNREADABLE as error:
             raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
-    def _read(self, raw: bytes) -> pa.RecordBatch:
+    def _read(self, raw: bytes, same: bool) -> pa.RecordBatch:
         messages = pa.ipc.MessageReader.open_stream(raw)
         first = _next(messages, "schema")
-        schema = self.schema if raw.startswith(self.head) else pa.ipc.read_schema(first)
+        schema = self.schema if same else pa.ipc.read_schema(first)
         message = _next(messages, "record batch")
         if _body_is_compressed(message.metadata.to_pybytes()):
             raise SchemaError("the Arrow body is compressed: its size cannot be bounded")
         return pa.ipc.read_record_batch(message, schema)
 
-    def _known(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+    def _known(self, batch: pa.RecordBatch, same: bool) -> dict[str, pa.Array]:
         found: dict[str, pa.Array] = {}
-        for field in self.schema:
-            places = batch.schema.get_all_field_indices(field.name)
-            if not places and field.nullable:
+        for place, field in enumerate(self.schema):
+            column = batch.column(place) if same else _find(batch, field)
+            if column is None:
                 continue
-            if len(places) != 1:
-                raise SchemaError(f"{len(places)} columns of this name", path=f"$.{field.name}")
-            column = batch.column(places[0])
-            if not _compatible(column.type, field.type):
-                what = f"column is {column.type}, not {field.type}"
-                raise SchemaError(what, path=f"$.{field.name}")
             column.validate(full=True)
             if column.null_count and not field.nullable:
                 raise SchemaError("null", path=f"$.{field.name}")
             found[field.name] = column
         return found
+
+
+def _find(batch: pa.RecordBatch, field: pa.Field) -> pa.Array | None:
+    """The column of another writer's batch; None where one that may be null is absent."""
+    places = batch.schema.get_all_field_indices(field.name)
+    if not places and field.nullable:
+        return None
+    if len(places) != 1:
+        raise SchemaError(f"{len(places)} columns of this name", path=f"$.{field.name}")
+    column = batch.column(places[0])
+    if not _compatible(column.type, field.type):
+        raise SchemaError(f"column is {column.type}, not {field.type}", path=f"$.{field.name}")
+    return column
 
 
 def _whole(value: Any, kind: pa.DataType) -> Any:

@@ -208,7 +208,7 @@ def _or(value: Any, default: Any) -> Any:
 
 def _numbers(columns: Mapping[str, pa.Array], name: str, *, nulls: bool) -> np.ndarray[Any, Any]:
     """The entries of a list column; null is NaN. Raises SchemaError for a null that may not be."""
-    values = columns[name].flatten()
+    values = columns[name][0].values
     if values.null_count and not nulls:
         raise SchemaError("null entry", path=f"$.{name}")
     numbers: np.ndarray[Any, Any] = values.to_numpy(zero_copy_only=False)
@@ -237,7 +237,7 @@ def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     for name in ("start", "version", "attempt"):
         if columns[name][0].as_py() < 0:
             raise SchemaError("negative", path=f"$.{name}")
-    if columns["prefills"].flatten().null_count:
+    if columns["prefills"][0].values.null_count:
         raise SchemaError("null entry", path="$.prefills")
     token_ids = _numbers(columns, "token_ids", nulls=False)
     logprobs = _numbers(columns, "logprobs", nulls=False)
@@ -266,7 +266,7 @@ def _no_stray_values(columns: Mapping[str, pa.Array], mask: np.ndarray[Any, Any]
     nulls = len(mask) - int(np.count_nonzero(mask))
     for name in ("logprobs", "sampler_logprobs"):
         column = columns.get(name)
-        if column is not None and not column.null_count and column.flatten().null_count != nulls:
+        if column is not None and not column.null_count and column[0].values.null_count != nulls:
             raise SchemaError("NaN instead of null", path=f"$.{name}")
 
 

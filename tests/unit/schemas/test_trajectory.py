@@ -151,6 +151,7 @@ UNWRITABLE: list[tuple[Trajectory, str]] = [
     (with_meta(reward_parts={"a": math.inf}), "$.reward_parts.a"),
     (with_meta(extra={"a": [0.5, {"b": -math.inf}]}), "$.extra.a[1].b"),
     (replace(SOUND, version=1.5), "$.version"),  # type: ignore[arg-type]
+    (replace(SOUND, logprobs=None), "$.logprobs"),  # type: ignore[arg-type]
     (replace(SOUND, loss_mask=changed(MASK, 3, 0.5)), "$.loss_mask"),
     (replace(SOUND, loss_mask=changed(MASK, 3, 257)), "$.loss_mask"),
     (replace(SOUND, token_ids=np.full(10, 2.5)), "$.token_ids"),  # type: ignore[arg-type]

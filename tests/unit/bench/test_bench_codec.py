@@ -1,0 +1,49 @@
+"""The codec bench measures every way of every length on one sound trajectory."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from dora_pipe.bench import codec as bench
+from dora_pipe.bench.codec import Way, bench_codec, sample_trajectory
+from dora_pipe.errors import UsageError
+from dora_pipe.schemas.trajectory import check
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SECONDS_PER_FIGURE", 0.0)
+
+
+def test_every_way_is_measured_at_every_length() -> None:
+    figures = bench_codec([30, 300])
+    assert [one.way for one in figures] == [*typing.get_args(Way)] * 2
+    assert [one.tokens for one in figures] == [30] * 5 + [300] * 5
+    for one in figures:
+        assert one.encode_ms > 0
+        assert one.decode_ms > 0
+        assert one.bytes_per_token == one.bytes / one.tokens
+
+
+def test_bytes_are_those_of_the_same_trajectory() -> None:
+    size = {one.way: one.bytes for one in bench_codec([2048])}
+    assert size["raw arrays"] == 9 * 2048
+    assert size["trajectory record"] == len(encode_trajectory(sample_trajectory(2048))[0])
+    assert size["trajectory record"] < size["raw arrays"] < size["Arrow without zstd"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 2048])
+def test_sample_is_a_sound_trajectory_and_the_same_one_every_time(tokens: int) -> None:
+    sample = sample_trajectory(tokens)
+    check(sample)
+    assert sample == sample_trajectory(tokens)
+    assert decode_trajectory(encode_trajectory(sample)[0]) == sample
+
+
+@pytest.mark.parametrize("tokens", [0, -1, bench.TOKENS_MAX + 1])
+def test_length_that_is_none_is_refused(tokens: int) -> None:
+    with pytest.raises(UsageError, match=f"{tokens} tokens is not between"):
+        bench_codec([30, tokens])

@@ -1,0 +1,87 @@
+"""The chain of additions: its text form, its noise, and what counts as right."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.errors import ConfigError
+from dora_pipe.producers.tasks.arithmetic import COUNT_MAX, WORDS, Arithmetic
+
+ROW = {"start": 3, "step": 7, "count": 3}
+ANSWER = "c3 0 c2 7 c1 4 = 4"
+
+rows = st.fixed_dictionaries(
+    {
+        "start": st.integers(0, 9),
+        "step": st.integers(0, 9),
+        "count": st.integers(1, COUNT_MAX),
+    }
+)
+
+
+def test_prompt_and_perfect_answer_of_a_row() -> None:
+    task = Arithmetic(noise=0.0)
+    assert task.prompt(ROW) == "3 7 c3 |"
+    assert task.answer(ROW, random.Random(0)) == ANSWER
+    assert task.reward(ROW, ANSWER, [ANSWER]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "4", "= 5", "= 4 4", "= 4 =", "c1 4", "= 44", "=4", ANSWER.replace("= 4", "= 7")],
+)
+def test_only_the_right_sum_behind_the_last_equals_sign_counts(text: str) -> None:
+    assert Arithmetic().reward(ROW, text, [text]) == 0.0
+
+
+def test_wrong_scratchpad_with_the_right_sum_counts() -> None:
+    assert Arithmetic().reward(ROW, "c3 1 = 4", ["c3 1 = 4"]) == 1.0
+
+
+@given(row=rows)
+def test_perfect_answers_are_right_and_as_long_as_the_count_says(row: dict[str, int]) -> None:
+    answer = Arithmetic(noise=0.0).answer(row, random.Random(1))
+    assert Arithmetic().reward(row, answer, [answer]) == 1.0
+    assert len(answer.split()) == 2 * row["count"] + 2
+    assert set(answer.split()) <= set(WORDS)
+
+
+@given(row=rows, seed=st.integers(0, 1000))
+def test_noisy_answers_carry_their_sum_on_and_end_with_it(row: dict[str, int], seed: int) -> None:
+    words = Arithmetic(noise=0.5).answer(row, random.Random(seed)).split()
+    assert words[-1] == words[-3]
+    assert words[0:-2:2] == [f"c{left}" for left in range(row["count"], 0, -1)]
+
+
+def test_share_of_wrong_sums_is_the_noise() -> None:
+    task, wrong, total = Arithmetic(noise=0.25), 0, 0
+    for prompt, answer in task.demonstrations(seed=1, count=400):
+        start, step, _, _ = prompt.split()
+        value = int(start)
+        for shown in answer.split()[1:-2:2]:
+            wrong += int(shown) != (value + int(step)) % 10
+            total += 1
+            value = int(shown)
+    assert 0.25 * 0.9 * 0.85 < wrong / total < 0.25 * 0.9 * 1.15  # a tenth is right by chance
+
+
+def test_lengths_have_a_long_tail_within_the_maximum() -> None:
+    counts = sorted(row["count"] for row in Arithmetic().rows("train"))
+    assert counts[0] == 1
+    assert counts[-1] == COUNT_MAX
+    assert counts[int(len(counts) * 0.99)] >= 7 * counts[len(counts) // 2]
+    assert max(row["count"] for row in Arithmetic(n_max=5).rows("train")) == 5
+
+
+def test_other_seeds_give_other_rows_and_counts_are_kept() -> None:
+    assert Arithmetic(seed=1).rows("train") != Arithmetic(seed=2).rows("train")
+    assert len(Arithmetic(count=7, eval_count=3).rows("train")) == 7
+    assert len(Arithmetic(count=7, eval_count=3).rows("eval")) == 3
+
+
+@pytest.mark.parametrize("options", [{"n_max": 0}, {"n_max": 61}, {"noise": 1.5}, {"noise": -0.1}])
+def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.options"):
+        Arithmetic(**options)  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""The calculator: its turns, its errors, and demonstrations that follow what it says."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.errors import ConfigError
+from dora_pipe.producers.tasks.calculator import (
+    MODULUS,
+    SPARE_TURNS,
+    TOOL,
+    Calculator,
+    CalculatorTask,
+)
+from dora_pipe.producers.tasks.port import Observation
+
+ROW = {"numbers": [17, 25, 64]}
+
+numbers = st.lists(st.integers(0, MODULUS - 1), min_size=1, max_size=9)
+
+
+def world() -> Calculator:
+    opened = Calculator()
+    opened.reset(ROW)
+    return opened
+
+
+def test_prompt_names_the_numbers_counting_down() -> None:
+    assert Calculator().reset(ROW) == "n3 17 n2 25 n1 64 |"
+    assert CalculatorTask().prompt(ROW) == "n3 17 n2 25 n1 64 |"
+
+
+@pytest.mark.parametrize("text", ["n2 call 17 + 25", "call 17 + 25", " n2 n9 call 17 + 25 "])
+def test_call_is_answered_by_the_tool(text: str) -> None:
+    assert world().step(text) == Observation(text="result 42", done=False, tool=TOOL)
+
+
+def test_sums_are_modulo_one_hundred() -> None:
+    assert world().step("call 99 + 2").text == "result 1"
+
+
+def test_answer_ends_the_episode_without_a_word() -> None:
+    assert world().step("answer 6") == Observation(text="", done=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "call 17 +", "call 17 25", "call 17 + 25 n1", "answer", "recall 1 + 2", "call 1 + 222"],
+)
+def test_turn_that_is_neither_call_nor_answer_is_an_error(text: str) -> None:
+    seen = world().step(text)
+    assert (seen.text, seen.done, seen.ok) == ("error", False, False)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "call 1 + 1"])
+def test_episode_ends_when_its_turns_are_used_up(text: str) -> None:
+    opened = world()
+    done = [opened.step(text).done for _ in range(len(ROW["numbers"]) + SPARE_TURNS)]
+    assert done == [False] * (len(done) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("answer 6", 1.0), ("n1 answer 6", 1.0), ("answer 7", 0.0), ("6", 0.0), ("answer 6 6", 0.0)],
+)
+def test_only_the_last_turn_and_its_sum_count(text: str, reward: float) -> None:
+    assert CalculatorTask().reward(ROW, text, ["n2 call 1 + 1", "result 2", text]) == reward
+
+
+@given(row=st.fixed_dictionaries({"numbers": numbers}))
+def test_perfect_episode_is_what_the_calculator_would_say_and_is_right(
+    row: dict[str, list[int]],
+) -> None:
+    task, opened = CalculatorTask(noise=0.0), Calculator()
+    context = opened.reset(row)
+    pairs = task.episode(row, random.Random(0))
+    assert len(pairs) == len(row["numbers"])
+    for before, turn in pairs:
+        assert before == context
+        seen = opened.step(turn)
+        context = f"{context} {turn} <eos> {seen.text}"
+    assert seen.done
+    assert task.reward(row, pairs[-1][1], []) == 1.0
+
+
+@given(row=st.fixed_dictionaries({"numbers": numbers}), seed=st.integers(0, 1000))
+def test_noisy_episode_goes_on_from_what_the_calculator_said(
+    row: dict[str, list[int]], seed: int
+) -> None:
+    pairs = CalculatorTask(noise=0.5).episode(row, random.Random(seed))
+    said = row["numbers"][0]
+    for _, turn in pairs[:-1]:
+        first, second = turn.split()[2], turn.split()[4]
+        assert int(first) == said
+        said = (int(first) + int(second)) % MODULUS
+
+
+def test_demonstrations_have_the_count_asked_for_and_the_end_as_configured() -> None:
+    pairs = CalculatorTask(end="</s>").demonstrations(seed=3, count=11)
+    assert len(pairs) == 11
+    assert any("</s> result" in context for context, _ in pairs)
+    assert not any("<eos>" in context for context, _ in pairs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"numbers_max": 10}, {"numbers_min": 4, "numbers_max": 3}, {"noise": 2.0}]
+)
+def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.options"):
+        CalculatorTask(**options)  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Rows from files: what can be read is kept whole, what cannot is named with its line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.errors import ConfigError, DoraError, TaskError
+from dora_pipe.producers.tasks.jsonl import JsonlTask, read_jsonl
+from dora_pipe.producers.tasks.port import Reward
+
+Write = Callable[[str | bytes], Path]
+
+REWARD = """
+from dora_pipe.producers.tasks.port import Reward
+not_a_function = 3
+class Scorer:
+    @staticmethod
+    def score(row, text): return 0.25
+def score(row, text):
+    return Reward(value=row["weight"] * (text == row["answer"]), raw=1.0)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(content: str | bytes) -> Path:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"jsonl_reward_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_rows_keep_all_their_columns_and_blank_lines_are_skipped(write: Write) -> None:
+    path = write('{"prompt": "a", "answer": "b", "level": [1, {"x": null}]}\n\n {"prompt": "ü"}')
+    assert read_jsonl(path) == [
+        {"prompt": "a", "answer": "b", "level": [1, {"x": None}]},
+        {"prompt": "ü"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: Input data was truncated"),
+        ('{"prompt": "a"}\n\n[1]\n', "line 3: Expected `object`, got `array`"),
+        ('{"answer": "a"}\n', "line 1: no text in `prompt`"),
+        ('{"prompt": 3}\n', "line 1: no text in `prompt`"),
+        ('{"prompt": "a", "x": NaN}\n', "line 1"),
+        (b'{"prompt": "\xff"}\n', "line 1"),
+    ],
+)
+def test_row_that_cannot_be_read_is_named_with_file_and_line(
+    write: Write, content: str | bytes, message: str
+) -> None:
+    path = write(content)
+    with pytest.raises(TaskError) as caught:
+        read_jsonl(path)
+    assert str(path) in caught.value.message
+    assert message in caught.value.message
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"no\.jsonl: No such file"):
+        read_jsonl(tmp_path / "no.jsonl")
+
+
+def test_columns_may_have_other_names(write: Write, module: str) -> None:
+    path = write('{"question": "a", "solution": "b"}\n')
+    task = JsonlTask(
+        data=str(path),
+        reward=f"{module}:score",
+        prompt_column="question",
+        answer_column="solution",
+    )
+    assert task.prompt(task.rows("train")[0]) == "a"
+    assert task.demonstrations(seed=0, count=1) == [("a", "b")]
+
+
+def test_reward_is_the_users_function_of_row_and_text(write: Write, module: str) -> None:
+    path = write('{"prompt": "a", "answer": "b", "weight": 0.5}\n')
+    task = JsonlTask(data=str(path), reward=f"{module}:score")
+    row = task.rows("train")[0]
+    assert task.reward(row, "b", ["b"]) == Reward(value=0.5, raw=1.0)
+    nested = JsonlTask(data=str(path), reward=f"{module}:Scorer.score")
+    assert nested.reward(row, "b", ["b"]) == 0.25
+
+
+def test_rows_are_read_without_running_the_users_module(write: Write) -> None:
+    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward="no_such_module_here:score")
+    assert len(task.rows("train")) == 1
+    assert task.rows("eval") == []
+    with pytest.raises(TaskError, match="cannot import `no_such_module_here`"):
+        task.reward(task.rows("train")[0], "", [])
+
+
+@pytest.mark.parametrize(
+    ("reference", "error", "message"),
+    [
+        ("scor", TaskError, "did you mean `score`?"),
+        ("not_a_function", TaskError, "is not a function"),
+        ("", ConfigError, "module:attribute"),
+    ],
+)
+def test_reward_that_is_not_there_is_explained(
+    write: Write, module: str, reference: str, error: type[DoraError], message: str
+) -> None:
+    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:{reference}")
+    with pytest.raises(error) as caught:
+        task.reward(task.rows("train")[0], "", [])
+    assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_data_and_reward_are_required() -> None:
+    with pytest.raises(ConfigError, match=r"task\.data"):
+        JsonlTask(reward="a:b")
+    with pytest.raises(ConfigError, match=r"task\.reward"):
+        JsonlTask(data="x.jsonl")
+
+
+def test_demonstrations_show_every_row_before_any_twice(write: Write, module: str) -> None:
+    lines = "".join(f'{{"prompt": "{n}", "answer": "a{n}"}}\n' for n in range(10))
+    task = JsonlTask(data=str(write(lines)), reward=f"{module}:score")
+    pairs = task.demonstrations(seed=1, count=25)
+    for first in (0, 10):
+        assert {prompt for prompt, _ in pairs[first : first + 10]} == set(map(str, range(10)))
+    assert all(answer == f"a{prompt}" for prompt, answer in pairs)
+
+
+def test_row_without_an_answer_is_no_demonstration(write: Write, module: str) -> None:
+    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:score")
+    with pytest.raises(TaskError, match="row 0 has no text in `answer`"):
+        task.demonstrations(seed=1, count=1)
+    empty = JsonlTask(data=str(write("")), reward=f"{module}:score")
+    with pytest.raises(TaskError, match="has no rows"):
+        empty.demonstrations(seed=1, count=1)

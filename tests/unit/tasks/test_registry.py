@@ -1,0 +1,129 @@
+"""Which task a configuration names, how its arguments are checked, and what is digested."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.errors import ConfigError, DoraError, TaskError
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
+from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.producers.tasks.registry import (
+    dataset_digest,
+    open_task,
+    reward_digest,
+    rows_digest,
+)
+
+HERE = __name__
+
+
+class Mine(Task):
+    """A user's task."""
+
+    def __init__(self, size: int = 2, data: str = "") -> None:
+        self.size, self.data = size, data
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return [{"n": n} for n in range(self.size)]
+
+
+READY = Mine(size=5)
+NUMBER = 3
+
+
+def make(size: int) -> Task:
+    return Mine(size=size)
+
+
+def make_nothing(**anything: int) -> str:
+    return "no task"
+
+
+def of(kind: str, **keys: Any) -> Task:
+    return open_task(model.Task(kind=kind, **keys))
+
+
+def test_built_in_task_gets_its_options() -> None:
+    task = of("arithmetic", options={"count": 3})
+    assert isinstance(task, Arithmetic)
+    assert len(task.rows("train")) == 3
+
+
+def test_users_class_function_or_object_is_a_task() -> None:
+    assert len(of(f"{HERE}:Mine", options={"size": 4}).rows("train")) == 4
+    assert len(of(f"{HERE}:make", options={"size": 6}).rows("train")) == 6
+    assert of(f"{HERE}:READY") is READY
+
+
+def test_data_of_the_configuration_is_handed_over() -> None:
+    task = of(f"{HERE}:Mine", data="x.jsonl")
+    assert isinstance(task, Mine)
+    assert task.data == "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "error", "message"),
+    [
+        ("arithmetik", {}, ConfigError, "did you mean `arithmetic`?"),
+        ("chess", {}, ConfigError, "one of arithmetic, calculator, jsonl"),
+        ("arithmetic", {"options": {"cuont": 1}}, ConfigError, "did you mean `count`?"),
+        ("arithmetic", {"data": "x"}, ConfigError, "task.data: `arithmetic` does not take it"),
+        ("jsonl", {}, ConfigError, "task.data"),
+        (f"{HERE}:make", {}, ConfigError, "missing a required argument: 'size'"),
+        (f"{HERE}:Min", {}, TaskError, "did you mean `Mine`?"),
+        (f"{HERE}:NUMBER", {}, TaskError, "neither a Task nor a class"),
+        (f"{HERE}:make_nothing", {"options": {"a": 1}}, TaskError, "gave str, which is no Task"),
+        (f"{HERE}:READY", {"options": {"a": 1}}, ConfigError, "is an object and takes no a"),
+        ("no_such_module:Task", {}, TaskError, "cannot import `no_such_module`"),
+        (":Task", {}, ConfigError, "not of the form"),
+    ],
+)
+def test_what_cannot_be_opened_is_explained(
+    kind: str, keys: dict[str, Any], error: type[DoraError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        of(kind, **keys)
+    assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_dataset_digest_covers_every_row_and_its_place() -> None:
+    base, count = rows_digest([{"a": 1}, {"a": 2}], "train")
+    assert count == 2
+    assert rows_digest([{"a": 2}, {"a": 1}], "train")[0] != base
+    assert rows_digest([{"a": 1}, {"a": 3}], "train")[0] != base
+    assert rows_digest([{"a": 1}], "train")[0] != base
+
+
+def test_dataset_digest_ignores_the_order_of_columns() -> None:
+    assert rows_digest([{"a": 1, "b": 2}], "eval") == rows_digest([{"b": 2, "a": 1}], "eval")
+    assert dataset_digest(Mine(), "train") == rows_digest([{"n": 0}, {"n": 1}], "eval")
+
+
+def test_row_that_is_not_plain_json_is_named() -> None:
+    with pytest.raises(TaskError, match="row 1 of `train` is not plain JSON"):
+        rows_digest([{"a": 1}, {"a": object()}], "train")
+
+
+def test_reward_digest_follows_the_source_of_the_users_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    digests = set()
+    for number in range(2):
+        name = f"digested_{tmp_path.name}_{number}"
+        (tmp_path / f"{name}.py").write_text(f"def score(row, text): return {number}.0\n")
+        digests.add(reward_digest(of("jsonl", data=str(data), reward=f"{name}:score")))
+    assert len(digests) == 2
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_reward_whose_source_cannot_be_known_has_an_empty_digest() -> None:
+    namespace: dict[str, Any] = {"Task": Task, "__name__": "typed_in"}
+    exec("class Typed(Task): pass", namespace)
+    assert reward_digest(namespace["Typed"]()) == ""
+    assert reward_digest(Mine()) != ""

@@ -1,0 +1,122 @@
+"""Decides what the state is: the fold of the rounds of a run, and nothing else.
+
+Rules:
+
+1. A round is applied as a whole: first the control records with an offset below its `control_next`,
+   then its observations, then its decisions, then its own figures (ordinal, time, position).
+2. The chain covers the bytes of every control record, read or not, and every byte of the round.
+3. Total where the world speaks: no control record stops a fold (`rules_control`). Strict where the
+   orchestrator speaks: a round that cannot follow the one before, an illegal decision, a wrong
+   chain or state digest is InvariantBroken, naming the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.rules_control import apply_control, read_control
+from dora_pipe.orchestrator.rules_decision import apply_decision
+from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.transitions import note_progress
+from dora_pipe.schemas.rounds import (
+    STATE_DIGEST_EVERY,
+    AnyObservation,
+    LeaseExpired,
+    Progressed,
+    Round,
+    chain_of,
+    fold_bytes,
+)
+
+__all__ = [
+    "apply_control",
+    "apply_decision",
+    "apply_observation",
+    "close_round",
+    "fold_decisions",
+    "fold_inputs",
+    "fold_round",
+    "is_digest_due",
+    "read_control",
+]
+
+
+def apply_observation(state: State, observation: AnyObservation) -> None:
+    """Fold one observation; one about what is not there any more changes nothing."""
+    if isinstance(observation, LeaseExpired):
+        worker = state.workers.get(observation.worker)
+        if worker is not None and worker.epoch == observation.epoch:
+            worker.silent = True
+    elif isinstance(observation, Progressed) and observation.trajectory in state.requests:
+        note_progress(state, observation.trajectory, observation.resume)
+
+
+def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
+    """Apply a round with exactly the control records it folds, as (offset, value bytes).
+
+    Raises InvariantBroken; the state is of no use then.
+    """
+    fold_inputs(state, round_, control)
+    fold_decisions(state, round_)
+    folded = b"".join(fold_bytes(offset, value) for offset, value in control)
+    if chain_of(state.chain, folded, round_) != round_.chain:
+        raise InvariantBroken(
+            f"round {round_.ordinal}: its chain does not follow from what it folds"
+        )
+    state.chain = round_.chain
+
+
+def fold_inputs(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
+    """The first half of `fold_round`: where the state stands when the round's plan is made."""
+    _check_follows(state, round_)
+    first = state.control_next
+    for offset, value in control:
+        if not first <= offset < round_.control_next:
+            raise InvariantBroken(f"round {round_.ordinal} does not fold offset {offset}")
+        apply_control(state, offset, read_control(value))
+        first = offset + 1
+    for observation in round_.observations:
+        apply_observation(state, observation)
+    state.now_ns = round_.now_ns
+
+
+def fold_decisions(state: State, round_: Round) -> None:
+    """The second half of `fold_round`, without the chain."""
+    for decision in round_.decisions:
+        try:
+            apply_decision(state, decision)
+        except InvariantBroken as error:
+            raise InvariantBroken(f"round {round_.ordinal}: {error.message}") from None
+    close_round(state, round_)
+    if round_.state_digest is not None and round_.state_digest != state.digest():
+        raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
+    if round_.state_digest is None and is_digest_due(state, round_.ordinal):
+        raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
+
+
+def close_round(state: State, round_: Round) -> None:
+    """What a round says about itself enters the state last."""
+    state.rounds = round_.ordinal + 1
+    state.round_epoch = round_.role_epoch
+    state.control_next = round_.control_next
+
+
+def is_digest_due(state: State, ordinal: int) -> bool:
+    """Whether the round with this ordinal, that led to `state`, carries its digest."""
+    return (ordinal + 1) % STATE_DIGEST_EVERY == 0 or state.done
+
+
+def _check_follows(state: State, round_: Round) -> None:
+    """Raise InvariantBroken unless this is the round that comes next."""
+    name = f"round {round_.ordinal}"
+    if round_.ordinal != state.rounds:
+        raise InvariantBroken(f"{name} comes where round {state.rounds} was expected")
+    if state.done:
+        raise InvariantBroken(f"{name} comes after the run was stopped")
+    if round_.role_epoch < state.round_epoch:
+        raise InvariantBroken(f"{name}: role epoch {round_.role_epoch} was over")
+    if round_.now_ns < state.now_ns:
+        raise InvariantBroken(f"{name}: time goes back")
+    if round_.control_next < state.control_next:
+        raise InvariantBroken(f"{name}: position {round_.control_next} goes back")

@@ -1,0 +1,289 @@
+"""The orchestrator without IO: facts and time go in, rounds come out.
+
+One reaction: apply what was read, observe what time and metrics say, plan, and write one round with
+all of it. A round is written when control advanced or something was observed or decided; reading
+metrics alone writes none.
+
+Nothing is observed or planned before everything that was in the log at the start has been read: a
+restarted orchestrator must not decide on half of what happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.config.model import Timing
+from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.fold import (
+    apply_control,
+    apply_observation,
+    close_round,
+    is_digest_due,
+    read_control,
+)
+from dora_pipe.orchestrator.leases import Incarnation, Leases
+from dora_pipe.orchestrator.planner import DECISIONS_MAX, decide
+from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.waits import waits_for
+from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, StopAsked
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    Resume,
+    TrajectoryLogged,
+    WorkerJoined,
+    WorkerReady,
+)
+from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
+from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
+from dora_pipe.schemas.rounds import (
+    AnyObservation,
+    LeaseExpired,
+    PlanPeriod,
+    Progressed,
+    Round,
+    chain_of,
+    fold_bytes,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+LOG = logging.getLogger(__name__)
+
+CONTROL_MAX: Final = 1000
+"""A round folds at most so many control records; more of them go into further rounds."""
+
+GAP_HEARTBEATS: Final = 2
+"""Reactions this many heartbeats apart mean that the orchestrator itself was away."""
+
+DEAD_LETTER_BYTES_MAX: Final = 9 * 1024 * 1024
+"""A dead letter above this leaves the value out."""
+
+
+class OrchestratorMachine:
+    """A `dora_pipe.runtime.Machine` that owns the State.
+
+    `state` is where the log's rounds lead to; `metrics` are the positions to read status from.
+    """
+
+    def __init__(
+        self,
+        *,
+        state: State,
+        topics: Topics,
+        role_epoch: int,
+        metrics: Mapping[TopicPartition, int],
+        timing: Timing,
+        cost: Callable[[], Cost],
+    ) -> None:
+        self.state = state
+        self._topics = topics
+        self._role_epoch = role_epoch
+        self._metrics = dict(metrics)
+        self._cost = cost
+        self._heartbeat_ns = int(timing.heartbeat_s * 1e9)
+        self._period_ns = int(timing.plan_period_s * 1e9)
+        gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
+        self._leases = Leases(lease_ns=int(timing.lease_s * 1e9), gap_ns=gap_ns)
+        self._statuses: dict[Incarnation, WorkerStatus] = {}
+        self._folded: list[bytes] = []
+        self._control_next = state.control_next
+        self._observed: list[AnyObservation] = []
+        self._publish: list[Publish] = []
+        self._caught_up = False
+        self._stopped = False
+        self._more = False
+        self._started: Now | None = None
+        self._started_ns = 0
+        self._status_due_ns = 0
+        self._period_due_ns = 0
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """Control from where the last round ended; metrics from where we were told."""
+        return {TopicPartition(self._topics.control, 0): self._control_next, **self._metrics}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over, or this role was asked to stop and its state is in the log."""
+        return self.state.done or self._stopped
+
+    def wake_at(self) -> int:
+        """At the next heartbeat, period or lease; at once if a plan was cut short."""
+        if self._more or self._started is None:
+            return 0
+        lease_ns = self._leases.due_ns()
+        due_ns = self._status_due_ns
+        if self._caught_up:
+            due_ns = min(due_ns, self._period_due_ns)
+        return due_ns if lease_ns is None else min(due_ns, lease_ns)
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """One turn; see the head of this file."""
+        self._publish = []
+        self._begin(now)
+        self._leases.turn(now.mono_ns)
+        for one in inputs:
+            if isinstance(one, Record):
+                self._read(one, now)
+            elif isinstance(one, CaughtUp):
+                self._caught_up = True
+                self._period_due_ns = now.mono_ns + self._period_ns
+                self._leases.start(self._living(), now.mono_ns)
+            elif isinstance(one, StopAsked):
+                self._stopped = True
+        self._round(now)
+        self._heartbeat(now)
+        return Outputs(publish=self._publish)
+
+    def _begin(self, now: Now) -> None:
+        """Rounds count time from the wall clock of the start, and never backwards."""
+        if self._started is None:
+            self._started = now
+            self._started_ns = max(now.wall_ns, self.state.now_ns)
+            self._status_due_ns = now.mono_ns
+
+    def _round_ns(self, now: Now) -> int:
+        assert self._started is not None
+        return self._started_ns + now.mono_ns - self._started.mono_ns
+
+    def _read(self, record: Record, now: Now) -> None:
+        if record.topic == self._topics.control:
+            if not self.state.done:
+                self._fold(record, now)
+        elif record.topic == self._topics.metrics:
+            self._note_status(record, now)
+
+    def _fold(self, record: Record, now: Now) -> None:
+        """Apply a control record; a full round is closed first."""
+        if len(self._folded) >= CONTROL_MAX:
+            self._round(now)
+            if self.state.done:
+                return
+        found = read_control(record.value)
+        if isinstance(found, SchemaError):
+            self._bury(record, found, now)
+        elif isinstance(found, WorkerJoined):
+            self._leases.hear((found.worker, record.offset), now.mono_ns)
+            self._note_lost(self.state.workers.get(found.worker))
+        elif isinstance(found, TrajectoryLogged | RequestFailed | WorkerReady):
+            self._leases.hear((found.worker, found.epoch), now.mono_ns)
+        rejected = self.state.tally.rejected
+        apply_control(self.state, record.offset, found)
+        if self.state.tally.rejected > rejected:
+            LOG.warning("control record rejected: %s", self.state.tally.rejection)
+        self._folded.append(fold_bytes(record.offset, record.value))
+        self._control_next = record.offset + 1
+
+    def _note_status(self, record: Record, now: Now) -> None:
+        try:
+            found = decode_metrics(record.value)
+        except SchemaError as error:
+            self._bury(record, error, now)
+            return
+        if isinstance(found, WorkerStatus):
+            self._statuses[found.worker, found.epoch] = found
+            self._leases.hear((found.worker, found.epoch), now.mono_ns)
+
+    def _note_lost(self, worker: Worker | None) -> None:
+        """Copy the newest known progress of a lost worker's requests into the observations."""
+        if worker is None:
+            return
+        status = self._statuses.get((worker.name, worker.epoch))
+        progress: Mapping[str, Resume] = {} if status is None else status.progress
+        for trajectory in sorted(worker.requests & progress.keys()):
+            resume = progress[trajectory]
+            self._observed.append(Progressed(trajectory=trajectory, resume=resume))
+
+    def _observe(self, now: Now) -> None:
+        """What time says: leases that ended, the planning period."""
+        for name, epoch in self._leases.expired(self._living(), now.mono_ns):
+            self._observed.append(LeaseExpired(worker=name, epoch=epoch))
+            self._note_lost(self.state.workers[name])
+        if now.mono_ns >= self._period_due_ns:
+            self._period_due_ns = now.mono_ns + self._period_ns
+            self._observed.append(PlanPeriod())
+
+    def _round(self, now: Now) -> None:
+        """Observe, plan, and write the round if there is anything to write."""
+        state = self.state
+        if state.done:
+            return
+        if self._caught_up:
+            self._observe(now)
+        for observation in self._observed:
+            apply_observation(state, observation)
+        before_ns, state.now_ns = state.now_ns, self._round_ns(now)
+        decisions = decide(state) if self._caught_up else []
+        self._more = len(decisions) >= DECISIONS_MAX
+        if not (self._folded or self._observed or decisions):
+            state.now_ns = before_ns
+            return
+        round_ = Round(
+            ordinal=state.rounds,
+            role_epoch=self._role_epoch,
+            now_ns=state.now_ns,
+            control_next=self._control_next,
+            observations=tuple(self._observed),
+            decisions=tuple(decisions),
+        )
+        self._seal(round_)
+
+    def _seal(self, round_: Round) -> None:
+        """Close the round in the state, chain it to the one before, and publish it."""
+        state = self.state
+        close_round(state, round_)
+        if is_digest_due(state, round_.ordinal):
+            round_ = msgspec.structs.replace(round_, state_digest=state.digest())
+        state.chain = chain_of(state.chain, b"".join(self._folded), round_)
+        round_ = msgspec.structs.replace(round_, chain=state.chain)
+        self._publish.append(
+            Publish(record=Append(topic=self._topics.decisions, value=encode(round_)))
+        )
+        self._folded = []
+        self._observed = []
+
+    def _heartbeat(self, now: Now) -> None:
+        if now.mono_ns < self._status_due_ns:
+            return
+        self._status_due_ns = now.mono_ns + self._heartbeat_ns
+        living = set(self._living())
+        self._statuses = {at: one for at, one in self._statuses.items() if at in living}
+        status = OrchestratorStatus(
+            at_ns=now.wall_ns,
+            waits_for=waits_for(self.state),
+            cost=self._cost(),
+            role_epoch=self._role_epoch,
+            version=self.state.version,
+            open_groups=len(self.state.groups),
+            queued_requests=sum(map(len, self.state.queues.values())),
+        )
+        record = Append(topic=self._topics.metrics, key=b"orchestrator", value=encode(status))
+        self._publish.append(Publish(record=record))
+
+    def _bury(self, record: Record, error: SchemaError, now: Now) -> None:
+        """What cannot be read goes to the dead letters; its partition goes on."""
+        letter = DeadLetter(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            why=error.message,
+            path=error.path,
+            at_ns=now.wall_ns,
+            key=record.key,
+            value=record.value,
+            headers=record.headers,
+        )
+        try:
+            value, headers = encode_dead_letter(letter, record_bytes_max=DEAD_LETTER_BYTES_MAX)
+        except SchemaError as unfit:
+            LOG.error("unreadable record at %s: %s", record.offset, unfit.message)
+            return
+        topic = self._topics.dead_letters
+        self._publish.append(Publish(record=Append(topic=topic, value=value, headers=headers)))
+
+    def _living(self) -> list[Incarnation]:
+        return [(worker.name, worker.epoch) for worker in self.state.workers.values()]

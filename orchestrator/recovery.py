@@ -1,0 +1,162 @@
+"""Reads the rounds of a run, each with the control records it folds; what they mean is `fold`'s.
+
+A restarted orchestrator and every audit go through here. Both topics are read in step, so that
+memory is bounded by one round and one poll, however long the log is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.errors import BusError, LogTruncated, SchemaError
+from dora_pipe.orchestrator.fold import fold_round, read_control
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import RoleStarted, RunStarted
+from dora_pipe.schemas.rounds import Round, decode_round
+from dora_pipe.schemas.topics import Topics
+
+POLL_S: Final = 1.0
+"""One wait for records that are known to be there."""
+
+EMPTY_POLLS_MAX: Final = 60
+"""So many waits in vain, one after the other, and the log counts as unreachable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRound:
+    """A round, where it lies, and exactly the control records it folds."""
+
+    offset: int
+    round: Round
+    control: list[Record]
+
+    def folded(self) -> list[tuple[int, bytes]]:
+        """The control records as `fold_round` takes them."""
+        return [(record.offset, record.value) for record in self.control]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A round and the state it led to: one State, changed in place from round to round."""
+
+    at: ReadRound
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """Where the log's rounds lead to, and what stands in control behind the last of them."""
+
+    state: State
+    control_next: int
+    decisions_next: int
+    run_started: bool
+    """Whether control has a `run started`, folded or not."""
+    role_epoch: int
+    """The newest of the orchestrator in control, folded or not; -1 for none."""
+
+
+def read_rounds(bus: Bus, topics: Topics) -> Iterator[ReadRound]:
+    """Every round that is there now, in order, with its control records.
+
+    Raises LogTruncated when a round folds records that are gone, SchemaError naming the offset of
+    a round that cannot be read, BusError.
+    """
+    decisions = TopicPartition(topics.decisions, 0)
+    end = bus.end(decisions)  # Before control's: a round folds only what was there before it.
+    control = _Tail(bus, TopicPartition(topics.control, 0))
+    try:
+        for record in _all(bus, decisions, 0, end):
+            try:
+                round_ = decode_round(record.value)
+            except SchemaError as error:
+                why = f"decisions offset {record.offset}: {error.message}"
+                raise SchemaError(why, path=error.path) from None
+            if round_.control_next > control.end:
+                raise LogTruncated(
+                    f"round {round_.ordinal} folds {topics.control} up to {round_.control_next}, "
+                    f"which ends at {control.end}"
+                )
+            below = control.below(round_.control_next)
+            yield ReadRound(offset=record.offset, round=round_, control=below)
+    finally:
+        control.close()
+
+
+def fold_log(bus: Bus, topics: Topics) -> Iterator[Folded]:
+    """Every round with the state after it. Raises InvariantBroken and what `read_rounds` raises."""
+    state = State()
+    for at in read_rounds(bus, topics):
+        fold_round(state, at.round, at.folded())
+        yield Folded(at=at, state=state)
+
+
+def recover(bus: Bus, topics: Topics) -> Recovered:
+    """Fold the whole log."""
+    state, decisions_next = State(), 0
+    for folded in fold_log(bus, topics):
+        state, decisions_next = folded.state, folded.at.offset + 1
+    run_started, role_epoch = state.facts is not None, state.orchestrator_epoch
+    control = TopicPartition(topics.control, 0)
+    for record in _all(bus, control, state.control_next, bus.end(control)):
+        found = read_control(record.value)
+        run_started = run_started or isinstance(found, RunStarted)
+        if isinstance(found, RoleStarted) and found.role == "orchestrator":
+            role_epoch = max(role_epoch, found.role_epoch)
+    return Recovered(
+        state=state,
+        control_next=state.control_next,
+        decisions_next=decisions_next,
+        run_started=run_started,
+        role_epoch=role_epoch,
+    )
+
+
+class _Tail:
+    """Control, read as far as each round asks."""
+
+    def __init__(self, bus: Bus, at: TopicPartition) -> None:
+        self.end = bus.end(at)
+        self._at = at
+        self._reader = bus.reader({at: 0})
+        self._ahead: deque[Record] = deque()
+
+    def below(self, position: int) -> list[Record]:
+        """The records not returned yet with an offset below `position`."""
+        found: list[Record] = []
+        empty = 0
+        while True:
+            while self._ahead and self._ahead[0].offset < position:
+                found.append(self._ahead.popleft())
+            if self._ahead or self._reader.position(self._at) >= position:
+                return found
+            polled = self._reader.poll(timeout_s=POLL_S)
+            self._ahead.extend(polled)
+            empty = 0 if polled else empty + 1
+            _check_moving(self._at, empty)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[Record]:
+    """Every record of a partition with `start` <= offset < `end`."""
+    reader = bus.reader({at: start})
+    empty = 0
+    try:
+        while reader.position(at) < end:
+            polled = reader.poll(timeout_s=POLL_S)
+            yield from (record for record in polled if record.offset < end)
+            empty = 0 if polled else empty + 1
+            _check_moving(at, empty)
+    finally:
+        reader.close()
+
+
+def _check_moving(at: TopicPartition, empty: int) -> None:
+    if empty > EMPTY_POLLS_MAX:
+        raise BusError(f"{at.topic} has records that do not come")

@@ -1,0 +1,221 @@
+"""Decides what each fact changes in the state, and which facts are illegal where they stand.
+
+Rules:
+
+1. `apply_control` is total: whatever a record says, it is applied, or counted and changes nothing
+   else. It never raises for a record's sake.
+2. Every handler checks everything before it changes anything. It returns why the record is illegal,
+   and the empty string when it is not.
+3. A record of an incarnation that is out is `fenced`. A trajectory or failure that is not the
+   present attempt of an open request is `superseded`: normal life, not a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.rules_command import apply_command
+from dora_pipe.orchestrator.rules_training import adopted, batch_refused, step_committed
+from dora_pipe.orchestrator.state import Facts, Request, Result, State, Worker
+from dora_pipe.orchestrator.transitions import (
+    close_worker,
+    end_sibling,
+    fail_sibling,
+    fault,
+    note_progress,
+)
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TakenTrajectory,
+    TrajectoryLogged,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+    decode_control,
+)
+from dora_pipe.schemas.wire import Unknown
+
+REJECTION_CHARACTERS_MAX: Final = 300
+
+SLOTS_MAX: Final = 65_536
+"""A worker that claims more slots, or more prefetch, is not believed."""
+
+
+def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
+    """A control record from its bytes; what cannot be read comes back as its error."""
+    try:
+        return decode_control(value)
+    except SchemaError as error:
+        return error
+
+
+def apply_control(state: State, offset: int, record: AnyControl | Unknown | SchemaError) -> None:
+    """Fold one control record that lies at `offset`; constant cost in the number of requests."""
+    if isinstance(record, Unknown):
+        state.tally.unknown += 1
+        return
+    if isinstance(record, SchemaError):
+        state.tally.unreadable += 1
+        return
+    why = _APPLY[type(record)](state, offset, record)
+    if why:
+        state.tally.rejected += 1
+        kind = type(record).__struct_config__.tag
+        state.tally.rejection = f"{kind} at offset {offset}: {why}"[:REJECTION_CHARACTERS_MAX]
+
+
+def _run_started(state: State, offset: int, record: RunStarted) -> str:
+    if state.facts is not None:
+        return "the run has started already"
+    try:
+        config = msgspec.convert(record.config, Config)
+    except msgspec.ValidationError as error:
+        return f"its configuration cannot be read: {error}"
+    if record.dataset_rows < 1:
+        return "the data set has no rows"
+    state.facts = Facts(
+        run=record.run,
+        seed=record.seed,
+        dataset_digest=record.dataset_digest,
+        dataset_rows=record.dataset_rows,
+        eval_digest=record.eval_digest,
+        eval_rows=record.eval_rows,
+        assets_digest=record.assets_digest,
+    )
+    state.config = config
+    state.policies[0] = record.policy.digest
+    return ""
+
+
+def _role_started(state: State, offset: int, record: RoleStarted) -> str:
+    if record.role == "orchestrator":
+        if record.role_epoch <= state.orchestrator_epoch:
+            return f"role epoch {record.role_epoch} is not newer than {state.orchestrator_epoch}"
+        state.orchestrator_epoch = record.role_epoch
+        return ""
+    if record.role_epoch <= state.trainer_epoch:
+        return f"role epoch {record.role_epoch} is not newer than {state.trainer_epoch}"
+    state.trainer_epoch = record.role_epoch
+    return ""
+
+
+def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
+    if state.facts is None:
+        return "the run has not started"
+    if not record.worker:
+        return "it has no name"
+    if not (1 <= record.slots <= SLOTS_MAX and 0 <= record.prefetch <= SLOTS_MAX):
+        return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
+    if record.assets_digest != state.facts.assets_digest:
+        return f"{record.worker} has another model configuration or tokenizer than the run"
+    older = state.workers.get(record.worker)
+    if older is not None:
+        close_worker(state, older, orderly=False)
+    state.workers[record.worker] = Worker(
+        name=record.worker, epoch=offset, slots=record.slots, prefetch=record.prefetch
+    )
+    return ""
+
+
+def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
+    worker = _living(state, record.worker, record.epoch)
+    if worker is None:
+        return ""
+    if (record.version, record.digest) != (worker.target, worker.digest):
+        return f"{worker.name} has version {record.version}, its target is {worker.target}"
+    worker.hosted = worker.target
+    return ""
+
+
+def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
+    worker = _living(state, record.worker, record.epoch)
+    if worker is None:
+        return ""
+    for trajectory in sorted(worker.requests & record.progress.keys()):
+        note_progress(state, trajectory, record.progress[trajectory])
+    close_worker(state, worker, orderly=True)
+    return ""
+
+
+def _trajectory_logged(state: State, offset: int, record: TrajectoryLogged) -> str:
+    request = _present(state, record)
+    if request is None:
+        return ""
+    spec = state.groups[request.group].spec
+    if (record.version, record.digest) != (spec.version, spec.digest):
+        return f"{record.trajectory} is of version {record.version}, not {spec.version} (C1)"
+    if (record.group, record.partition) != (spec.group, spec.partition):
+        return f"{record.trajectory} lies in the wrong partition or group"
+    if record.valid != (record.reward is not None):
+        return f"{record.trajectory} has a reward exactly when it is not valid"
+    taken = TakenTrajectory(
+        trajectory=record.trajectory,
+        attempt=record.attempt,
+        epoch=record.epoch,
+        partition=record.partition,
+        offset=record.offset,
+        sha256=record.sha256,
+    )
+    state.tally.logged += 1
+    state.tally.tokens += record.tokens
+    result = Result(taken=taken, reward=record.reward, tokens=record.tokens)
+    end_sibling(state, record.trajectory, result)
+    return ""
+
+
+def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
+    if _present(state, record) is None:
+        return ""
+    if record.retryable:
+        fault(state, record.trajectory)
+    else:
+        fail_sibling(state, record.trajectory)
+    return ""
+
+
+def _present(state: State, record: TrajectoryLogged | RequestFailed) -> Request | None:
+    """The open request this record ends; None, and counted, if it ends none."""
+    if _living(state, record.worker, record.epoch) is None:
+        return None
+    request = state.requests.get(record.trajectory)
+    placed = (record.attempt, record.worker, record.epoch)
+    if request is None or (request.attempt, request.worker, request.epoch) != placed:
+        state.tally.superseded += 1
+        return None
+    return request
+
+
+def _living(state: State, name: str, epoch: int) -> Worker | None:
+    """The worker whose present incarnation this is; None, and counted, if it is out."""
+    worker = state.workers.get(name)
+    if worker is None or worker.epoch != epoch:
+        state.tally.fenced += 1
+        return None
+    return worker
+
+
+_APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {
+    RunStarted: _run_started,
+    RoleStarted: _role_started,
+    WorkerJoined: _worker_joined,
+    WorkerReady: _worker_ready,
+    WorkerLeft: _worker_left,
+    TrajectoryLogged: _trajectory_logged,
+    RequestFailed: _request_failed,
+    StepCommitted: step_committed,
+    BatchRefused: batch_refused,
+    Command: apply_command,
+    WeightsAdopted: adopted,
+}

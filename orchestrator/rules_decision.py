@@ -1,0 +1,212 @@
+"""Decides what each decision changes in the state, and refuses those that no plan may contain.
+
+The planner and the fold of the log use the same functions: `apply_decision` is the only way in. It
+raises InvariantBroken for an illegal decision and changes nothing then: either the planner has a
+mistake, or the log was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.specs import (
+    eval_spec,
+    evaluation_due,
+    evaluation_rows,
+    train_spec,
+)
+from dora_pipe.orchestrator.staleness import may_admit, surplus, take
+from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
+from dora_pipe.orchestrator.transitions import (
+    admit,
+    close_worker,
+    drop,
+    forget,
+    leave_u,
+    place,
+    set_ending,
+)
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fence,
+    Place,
+    StopRun,
+    TakeBatch,
+)
+
+
+def apply_decision(state: State, decision: AnyDecision) -> None:
+    """Fold one decision. Raises InvariantBroken, and changes nothing, if it is illegal."""
+    _require(state.facts is not None and not state.done, "the run is not under way")
+    _APPLY[type(decision)](state, decision)
+
+
+def _dispatch(state: State, decision: Dispatch) -> None:
+    spec = decision.spec
+    _require(not state.paused, f"{spec.group}: the run is paused")
+    if spec.purpose == "train":
+        _require(spec == train_spec(state), f"{spec.group} is not the group that comes next")
+        _require(may_admit(state.deadlines, state.standing()), f"{spec.group} breaks the bound")
+        state.ordinal += 1
+        state.tally.dispatched += 1
+    else:
+        _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
+        _require(spec == eval_spec(state), f"{spec.group} is not the group that comes next")
+        state.eval_ordinal += 1
+        state.eval_row += 1
+        state.tally.evaluations += 1
+        if state.eval_row == evaluation_rows(state):
+            state.evaluated, state.eval_row = state.version, 0
+    admit(state, spec)
+
+
+def _place(state: State, decision: Place) -> None:
+    name = decision.trajectory
+    request = _request(state, name)
+    group = state.groups[request.group]
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(not request.worker, f"{name} is placed already")
+    _require(group.phase != "ending", f"{name} is of a group that ends")
+    _require(decision.spec == group.spec, f"{name} is dispatched otherwise")
+    _require(decision.sibling == request.sibling, f"{name} is another sibling")
+    _require(decision.attempt == request.attempt + 1, f"{name}: not the next attempt")
+    _require(decision.resume == request.resume, f"{name} has come to another place")
+    _require(worker.usable and not worker.loading, f"{worker.name} takes no requests")
+    _require(worker.target == group.spec.version, f"{worker.name} hosts another version (C1)")
+    _require(worker.room > 0, f"{worker.name} is full")
+    place(state, name, decision.attempt, worker)
+
+
+def _cancel(state: State, decision: Cancel) -> None:
+    request = _request(state, decision.trajectory)
+    placed = (decision.attempt, decision.worker, decision.epoch)
+    at = (request.attempt, request.worker, request.epoch)
+    _require(at == placed, f"{decision.trajectory} is not placed there")
+    drop(state, decision.trajectory)
+
+
+def _assign(state: State, decision: Assign) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.usable, f"{worker.name} takes no version")
+    _require(not worker.loading, f"{worker.name} is loading")
+    _require(not worker.requests, f"{worker.name} has open requests")
+    _require(worker.target != decision.version, f"{worker.name} has that version")
+    digest = state.policies.get(decision.version)
+    _require(digest == decision.digest, f"version {decision.version} is not that policy")
+    worker.target, worker.digest = decision.version, decision.digest
+    worker.target_ns = state.now_ns
+
+
+def _drain(state: State, decision: Drain) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.drain == "asked", f"nobody asked to drain {worker.name}")
+    worker.drain = "told"
+
+
+def _fence(state: State, decision: Fence) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.silent, f"the lease of {worker.name} has not expired")
+    close_worker(state, worker, orderly=False)
+
+
+def _take_batch(state: State, decision: TakeBatch) -> None:
+    at, groups = state.standing(), [_group(state, one.group) for one in decision.groups]
+    key = (decision.step, decision.attempt)
+    _require(state.training is None, f"step {state.version} is training")
+    _require(key == (state.version, state.attempt), f"batch {key} is not the next one")
+    _require(decision.step < at.steps, f"no step {decision.step} is left")
+    allowed = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    _require(bool(groups), "a batch without groups")
+    _require([one.key for one in groups] == list(allowed), "not the batch that may be taken (C3)")
+    for group, taken in zip(groups, decision.groups, strict=True):
+        _require(group.taken() == taken, f"{taken.group} has other trajectories")
+    for group in groups:
+        leave_u(state, group)
+        group.phase = "taken"
+    state.training = Training(
+        step=decision.step,
+        attempt=decision.attempt,
+        digest=batch_digest(decision.groups),
+        groups=tuple(one.group for one in decision.groups),
+    )
+
+
+def _end(state: State, decision: End) -> None:
+    group = _group(state, decision.group)
+    names = [trajectory_id(decision.group, sibling) for sibling in range(group.spec.size)]
+    left = [name for name in names if name in state.requests]
+    running = [name for name in left if state.requests[name].worker]
+    _require(not running, f"{running[:1]} runs and was not cancelled")
+    if decision.fate == "cancelled" and group.verdict is None:
+        _require(may_cancel(state, group), f"{decision.group} is not surplus")
+        set_ending(state, group, Verdict(fate="cancelled", why=decision.reason))
+    fate = group.verdict.fate if group.verdict is not None else None
+    _require(decision.fate == fate, f"{decision.group} is not {decision.fate}")
+    for name in left:
+        drop(state, name)
+    state.ending.remove(decision.group)
+    forget(state, group)
+    state.tally.fates[decision.fate] = state.tally.fates.get(decision.fate, 0) + 1
+
+
+def may_cancel(state: State, group: Group) -> bool:
+    """Whether no step is left for this group (late stop), or the run ends at once."""
+    if group.phase not in ("generating", "finished"):
+        return False
+    if group.spec.purpose == "eval":
+        return state.stop_now
+    return surplus(state.deadlines, state.standing()) > 0
+
+
+def _stop_run(state: State, decision: StopRun) -> None:
+    _require(not state.groups, f"{len(state.groups)} groups are open")
+    _require(state.version >= state.steps, f"step {state.version} is left")
+    state.done = True
+
+
+def _request(state: State, trajectory: str) -> Request:
+    request = state.requests.get(trajectory)
+    if request is None:
+        raise InvariantBroken(f"{trajectory} is not open")
+    return request
+
+
+def _group(state: State, name: str) -> Group:
+    group = state.groups.get(name)
+    if group is None:
+        raise InvariantBroken(f"{name} is not open")
+    return group
+
+
+def _worker(state: State, name: str, epoch: int) -> Worker:
+    worker = state.workers.get(name)
+    if worker is None or worker.epoch != epoch:
+        raise InvariantBroken(f"{name} of role epoch {epoch} is not there")
+    return worker
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InvariantBroken(otherwise)
+
+
+_APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
+    Dispatch: _dispatch,
+    Place: _place,
+    Cancel: _cancel,
+    Assign: _assign,
+    Drain: _drain,
+    Fence: _fence,
+    TakeBatch: _take_batch,
+    End: _end,
+    StopRun: _stop_run,
+}

@@ -1,0 +1,153 @@
+"""Decides which group may be admitted and which batch may be taken, so that no bound ever breaks.
+
+Rules (docs/staleness.md proves them; every detail has a counterexample there and a named test):
+
+1. *Feasible*: from step s on, for every j >= -1, at most (j + 1) * B groups are due at s + j or
+   before. j = -1 says that nothing may be overdue already.
+2. *Admit* a group stamped with the newest version t iff the groups in flight stay below C * B, a
+   batch in training counting as B, and U with it is feasible from s = t + 1 while a step is
+   training, else from s = t. The batch in training has no deadlines any more.
+3. *Take* for step s the B finished groups with the earliest deadlines, iff what stays behind is
+   feasible from s + 1.
+
+U, the groups dispatched and not yet taken, is given as the number of groups per deadline: there
+are few deadlines, however many groups there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from dora_pipe.schemas.batch import deadline_of
+
+_ROUNDING: Final = 1e-9
+"""C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
+
+
+class Finished(NamedTuple):
+    """A complete group that waits for its batch; sorts as batches are taken."""
+
+    deadline: int
+    ordinal: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a run stands, as far as the bound is concerned.
+
+    Example: ``Standing(version=7, training=True, max_staleness=2, in_flight_batches=2.0,
+    per_step=32, steps=70)``: version 7 is the newest and its step is training.
+    """
+
+    version: int
+    """t: the newest version."""
+    training: bool
+    """Whether step t is training."""
+    max_staleness: int
+    """eta."""
+    in_flight_batches: float
+    """C."""
+    per_step: int
+    """B."""
+    steps: int
+    """The run ends when so many steps are committed."""
+
+    @property
+    def step(self) -> int:
+        """s: the next step to be taken."""
+        return self.version + 1 if self.training else self.version
+
+    @property
+    def deadline(self) -> int:
+        """Of a group that is admitted now."""
+        return deadline_of(self.version, self.max_staleness)
+
+
+def in_flight_max(in_flight_batches: float, per_step: int) -> int:
+    """C * B in whole groups; at least one batch, since with fewer no step could ever be taken."""
+    return max(per_step, math.ceil(in_flight_batches * per_step - _ROUNDING))
+
+
+def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
+    """Whether for every j >= -1 at most (j + 1) * B groups are due at step + j or before.
+
+    Example: ``feasible({4: 2, 5: 3}, 4, 2)`` is False: five groups are due at step 5 or before, and
+    two steps take four.
+    """
+    due = 0
+    for deadline in sorted(deadlines):
+        due += deadlines[deadline]
+        if due > max(0, deadline - step + 1) * per_step:
+            return False
+    return True
+
+
+def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
+    """How many groups may be admitted now, one after the other, before `may_admit` says no.
+
+    Planner and admission both ask this function: a planner with its own idea of it locks up.
+    """
+    untaken = sum(deadlines.values())
+    in_training = at.per_step if at.training else 0
+    room = in_flight_max(at.in_flight_batches, at.per_step) - untaken - in_training
+    room = min(room, (at.steps - at.step) * at.per_step - untaken)
+    if at.deadline < at.step:
+        return 0
+    due = 0
+    for deadline in sorted({*deadlines, at.deadline}):
+        due += deadlines.get(deadline, 0)
+        if deadline >= at.deadline:
+            room = min(room, (deadline - at.step + 1) * at.per_step - due)
+    return max(0, room)
+
+
+def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:
+    """Whether one more group, stamped with the newest version, keeps every promise."""
+    return admissible(deadlines, at) > 0
+
+
+def take(
+    finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+) -> Sequence[Finished]:
+    """The batch of `step`, or nothing while the trainer has to wait.
+
+    `finished` is sorted. Taking as soon as it is allowed is best: waiting never helps.
+    """
+    if len(finished) < per_step:
+        return ()
+    batch = finished[:per_step]
+    return batch if feasible(_without(deadlines, batch), step + 1, per_step) else ()
+
+
+def waits_until(
+    finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+) -> int | None:
+    """The trainer waits for unfinished groups due at this deadline or before; None: for any.
+
+    Only to be asked while `take` gives nothing.
+    """
+    if len(finished) < per_step:
+        return None
+    due = 0
+    behind = _without(deadlines, finished[:per_step])
+    for deadline in sorted(behind):
+        due += behind[deadline]
+        if due > max(0, deadline - step) * per_step:
+            return deadline
+    return None
+
+
+def surplus(deadlines: Mapping[int, int], at: Standing) -> int:
+    """How many groups of U no step is left for; they end as `cancelled(stop)`, latest first."""
+    return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
+
+
+def _without(deadlines: Mapping[int, int], batch: Sequence[Finished]) -> dict[int, int]:
+    rest = dict(deadlines)
+    for one in batch:
+        rest[one.deadline] -= 1
+    return rest

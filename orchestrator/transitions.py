@@ -1,0 +1,179 @@
+"""The few moves that records and decisions are made of; each keeps the indexes of State in step.
+
+They check nothing: whoever calls them has made sure that the move is legal.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from dora_pipe.orchestrator.state import (
+    Group,
+    Request,
+    Result,
+    State,
+    Verdict,
+    Worker,
+    pull,
+    push,
+    queue_key,
+)
+from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import GroupSpec
+
+
+def admit(state: State, spec: GroupSpec) -> None:
+    """A dispatched group is open and its siblings queue; a training group enters U."""
+    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.size)
+    state.pins[spec.version] = state.pins.get(spec.version, 0) + 1
+    if spec.purpose == "train":
+        _count(state, spec.deadline, 1)
+    for sibling in range(spec.size):
+        trajectory = trajectory_id(spec.group, sibling)
+        state.requests[trajectory] = Request(group=spec.group, sibling=sibling)
+        push(state.queues, spec.version, queue_key(spec, sibling))
+
+
+def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
+    """A queued request is on a worker now."""
+    request = state.requests[trajectory]
+    spec = state.groups[request.group].spec
+    pull(state.queues, spec.version, queue_key(spec, request.sibling))
+    request.attempt = attempt
+    request.worker, request.epoch = worker.name, worker.epoch
+    worker.requests.add(trajectory)
+
+
+def requeue(state: State, trajectory: str) -> None:
+    """A placed request waits for a worker again."""
+    request = state.requests[trajectory]
+    _unplace(state, trajectory, request)
+    spec = state.groups[request.group].spec
+    push(state.queues, spec.version, queue_key(spec, request.sibling))
+    state.tally.requeued += 1
+
+
+def note_progress(state: State, trajectory: str, resume: Resume) -> None:
+    """An open request goes on from there, unless it is known to have come further."""
+    request = state.requests[trajectory]
+    if request.resume is None or resume.tokens > request.resume.tokens:
+        request.resume = resume
+
+
+def fault(state: State, trajectory: str) -> None:
+    """A placement came to nothing: the request queues again, or has had all its attempts."""
+    assert state.config is not None
+    request = state.requests[trajectory]
+    request.faults += 1
+    if request.faults < state.config.groups.attempts_max:
+        requeue(state, trajectory)
+    else:
+        fail_sibling(state, trajectory)
+
+
+def fail_sibling(state: State, trajectory: str) -> None:
+    """A sibling ends without a trajectory."""
+    state.tally.siblings_failed += 1
+    end_sibling(state, trajectory, Result(taken=None, reward=None, tokens=0))
+
+
+def end_sibling(state: State, trajectory: str, result: Result) -> None:
+    """A placed request ends; its group may be complete now, or beyond hope."""
+    assert state.config is not None
+    request = state.requests.pop(trajectory)
+    _unplace(state, trajectory, request)
+    group = state.groups[request.group]
+    assert group.results[request.sibling] is None
+    group.results[request.sibling] = result
+    group.ended += 1
+    group.valid += result.reward is not None
+    if group.phase != "generating":
+        return
+    found = verdict_of(group, state.config.groups)
+    if found is COMPLETE:
+        group.phase = "finished"
+        insort(state.finished, group.key)
+    elif found is not None:
+        set_ending(state, group, found)
+
+
+def drop(state: State, trajectory: str) -> None:
+    """An open request, queued or placed, is not needed any more."""
+    request = state.requests.pop(trajectory)
+    if request.worker:
+        _unplace(state, trajectory, request)
+        return
+    spec = state.groups[request.group].spec
+    pull(state.queues, spec.version, queue_key(spec, request.sibling))
+
+
+def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
+    """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
+    del state.workers[worker.name]
+    for trajectory in sorted(worker.requests):
+        if orderly:
+            requeue(state, trajectory)
+        else:
+            fault(state, trajectory)
+
+
+def set_ending(state: State, group: Group, verdict: Verdict) -> None:
+    """A group's fate is known: it leaves U at once and waits for its `end` decision."""
+    leave_u(state, group)
+    group.phase = "ending"
+    group.verdict = verdict
+    state.ending.append(group.spec.group)
+
+
+def leave_u(state: State, group: Group) -> None:
+    """A group of U is taken, or ends."""
+    if group.spec.purpose == "eval" or group.phase not in ("generating", "finished"):
+        return
+    _count(state, group.spec.deadline, -1)
+    if group.phase == "finished":
+        state.finished.remove(group.key)
+
+
+def return_to_u(state: State, group: Group) -> None:
+    """A group of a batch that was refused waits for the next one, with its deadline."""
+    group.phase = "finished"
+    _count(state, group.spec.deadline, 1)
+    insort(state.finished, group.key)
+
+
+def forget(state: State, group: Group) -> None:
+    """A group has ended: it leaves the state, and so does its policy if nothing else needs it."""
+    spec = group.spec
+    del state.groups[spec.group]
+    state.pins[spec.version] -= 1
+    if not state.pins[spec.version]:
+        del state.pins[spec.version]
+        if spec.version != state.version:
+            del state.policies[spec.version]
+
+
+def new_version(state: State, digest: str) -> None:
+    """Version t becomes t + 1; the old one stays known while an open group carries it."""
+    if state.version not in state.pins:
+        del state.policies[state.version]
+    state.version += 1
+    state.policies[state.version] = digest
+
+
+def _unplace(state: State, trajectory: str, request: Request) -> None:
+    """Take a request off its worker, if that incarnation is still there."""
+    worker = state.workers.get(request.worker)
+    if worker is not None and worker.epoch == request.epoch:
+        worker.requests.discard(trajectory)
+    request.worker, request.epoch = "", -1
+
+
+def _count(state: State, deadline: int, by: int) -> None:
+    count = state.deadlines.get(deadline, 0) + by
+    assert count >= 0
+    if count:
+        state.deadlines[deadline] = count
+    else:
+        del state.deadlines[deadline]

@@ -136,9 +136,7 @@ class WorkerMachine:
             if count and phase is Phase.RUNNING:
                 return ""
             if count:
-                return (
-                    f"{count} {'request' if count == 1 else 'requests'} waiting for {phase.value}"
-                )
+                return f"{phase.value} ({count})"
         if self.hosted == NOTHING:
             return "a first version to host"
         return f"requests of version {self.hosted.version}"

@@ -18,14 +18,14 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
 class Phase(Enum):
-    """Where a request is; the value says in words what it waits for."""
+    """Where a request is; the value says in words what it waits for, for all in it."""
 
-    PROMPTING = "its prompt"
-    RESUMING = "its progress records"
-    WAITING = "a slot"
+    PROMPTING = "prompts"
+    RESUMING = "progress records"
+    WAITING = "slots"
     RUNNING = "tokens"
-    ENVIRONMENT = "its environment"
-    REWARDING = "its reward"
+    ENVIRONMENT = "environments"
+    REWARDING = "rewards"
     ENCODING = "the codec"
     LOGGING = "the trajectories topic"
     REPORTING = "the control topic"

@@ -1,0 +1,181 @@
+"""Which decisions a worker obeys, which it refuses, and what a cancellation comes too late for."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora_pipe.producers.rows import Phase
+from dora_pipe.producers.tasks.calls import (
+    PromptCall,
+    RewardCall,
+)
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    TrajectoryLogged,
+    WorkerReady,
+)
+from dora_pipe.schemas.rounds import Fence
+from tests.support.inline_tasks import InlineTasks
+from tests.support.worker import TOPICS, World, digest_of
+
+
+def test_target_is_loaded_only_when_requests_of_the_hosted_version_are_done() -> None:
+    world = World(lengths=lambda seed, turn: 30)
+    worker = world.start(slots=1)
+    world.decide(world.place(worker, 0), world.place(worker, 1))
+    world.ticks(worker, 5)
+    world.decide(world.assign(worker, 1), world.place(worker, 2, version=1))
+    world.until_idle(worker)
+    logged = {one.trajectory: one.version for one in world.facts(TrajectoryLogged)}
+    assert logged == {"g0000000000-000": 0, "g0000000001-000": 0, "g0000000002-000": 1}
+    assert [ready.version for ready in world.facts(WorkerReady)] == [0, 1]
+    assert world.trajectories()["g0000000002-000"].digest == digest_of(1)
+
+
+def test_placement_of_another_version_than_the_target_is_refused_and_named() -> None:
+    world = World()
+    worker = world.start()
+    world.decide(world.place(worker, 0, version=1))
+    world.ticks(worker, 3)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.error, failure.retryable) == ("OtherVersion", True)
+    assert "version 1" in failure.message and "target is 0" in failure.message
+    assert not worker.machine.requests.rows
+
+
+def test_assignment_of_the_hosted_version_is_answered_and_hands_back_the_others() -> None:
+    world = World(lengths=lambda seed, turn: 60)
+    worker = world.start(slots=1)
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 5)
+    world.decide(world.assign(worker, 1), world.place(worker, 1, version=1))
+    world.ticks(worker, 5)
+    world.decide(world.assign(worker, 0))
+    world.until_idle(worker)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.trajectory, failure.error) == ("g0000000001-000", "Retargeted")
+    assert [ready.version for ready in world.facts(WorkerReady)] == [0, 0]
+
+
+@pytest.mark.parametrize("phase", [Phase.PROMPTING, Phase.WAITING, Phase.RUNNING])
+def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
+    world = World(lengths=lambda seed, turn: 40)
+    tasks = InlineTasks(held={PromptCall} if phase is Phase.PROMPTING else set())
+    worker = world.start(slots=1, tasks=tasks)
+    places = [world.place(worker, 0), world.place(worker, 1)]
+    wanted = places[1] if phase is Phase.WAITING else places[0]
+    world.decide(*places)
+    world.ticks(worker, 6)
+    assert worker.machine.requests.rows[f"{wanted.trajectory}/1"].phase is phase
+    world.decide(world.cancel(wanted))
+    world.ticks(worker, 4)
+    tasks.held.clear()
+    world.until_idle(worker)
+    logged = [one.trajectory for one in world.facts(TrajectoryLogged)]
+    assert logged == [place.trajectory for place in places if place is not wanted]
+    assert world.facts(RequestFailed) == []
+
+
+@pytest.mark.parametrize("held", [RewardCall, None])
+def test_cancelled_request_that_has_finished_is_logged(held: type | None) -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    tasks = InlineTasks(held={held} if held else set())
+    worker = world.start(tasks=tasks)
+    place = world.place(worker, 0)
+    world.decide(place)
+    late = Phase.REWARDING if held else Phase.LOGGING
+    world.until(worker, lambda: worker.machine.requests.in_phase(late) == 1)
+    world.decide(world.cancel(place))
+    world.ticks(worker, 4)
+    tasks.held.clear()
+    world.until_idle(worker)
+    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [place.trajectory]
+
+
+def test_same_request_may_come_again_under_its_next_attempt_while_the_first_is_logged() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    tasks = InlineTasks(held={RewardCall})
+    worker = world.start(tasks=tasks)
+    first = world.place(worker, 0)
+    world.decide(first)
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
+    world.decide(world.cancel(first), world.place(worker, 0, attempt=2))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 2)
+    tasks.held.clear()
+    world.until_idle(worker)
+    assert sorted(one.attempt for one in world.facts(TrajectoryLogged)) == [1, 2]
+
+
+def test_placement_with_another_data_set_is_refused_for_good() -> None:
+    world = World()
+    worker = world.start(digests={"train": "f" * 64, "eval": "f" * 64})
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 3)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.error, failure.retryable) == ("OtherDataset", False)
+    assert "dddddddddddd" in failure.message and "ffffffffffff" in failure.message
+
+
+def test_placement_under_an_earlier_epoch_is_refused_and_one_of_another_worker_ignored() -> None:
+    world = World()
+    first = world.start()
+    other = world.start(worker="w1")
+    second = world.start()
+    world.decide(world.place(first, 0), world.place(other, 1))
+    world.ticks(second, 3)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.trajectory, failure.error) == ("g0000000000-000", "EarlierEpoch")
+    assert failure.epoch == second.setup.epoch
+
+
+def test_rounds_of_an_older_orchestrator_are_not_obeyed() -> None:
+    world = World()
+    worker = world.join()
+    world.decide(world.assign(worker, 3), role_epoch=2)
+    world.decide(world.assign(worker, 1), role_epoch=1)
+    world.ticks(worker, 5)
+    assert worker.machine.hosted.version == 3
+    assert worker.counts["rounds of an older orchestrator"] == 1
+
+
+def test_more_requests_than_a_worker_can_hold_are_refused() -> None:
+    world = World()
+    worker = world.start(slots=1, prefetch=1, tasks=InlineTasks(held={PromptCall}))
+    world.decide(*(world.place(worker, ordinal) for ordinal in range(9)))
+    world.ticks(worker, 3)
+    assert [one.error for one in world.facts(RequestFailed)] == ["TooMany"]
+    assert len(worker.machine.requests.rows) == 8
+
+
+def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() -> None:
+    world = World(lengths=lambda seed, turn: 8)
+    worker = world.start()
+    world.decide(world.place(worker, 0), world.place(worker, 1))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) > 0)
+    before = len(world.control())
+    world.decide(Fence(reason="lease", worker="w0", epoch=worker.setup.epoch))
+    world.ticks(worker, 1)
+    written = len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics))
+    assert worker.machine.outcome == "fenced"
+    assert worker.machine.requests.rows == {}
+    assert len(world.control()) == before
+    world.ticks(worker, 50)
+    assert written == (len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics)))
+
+
+def test_fence_of_an_earlier_epoch_concerns_nobody() -> None:
+    world = World()
+    first = world.start()
+    second = world.start()
+    world.decide(Fence(reason="lease", worker="w0", epoch=first.setup.epoch))
+    world.ticks(second, 5)
+    assert not second.machine.finished
+
+
+def test_decision_for_a_later_epoch_of_its_name_means_that_it_was_replaced() -> None:
+    world = World()
+    first = world.start()
+    second = world.join()
+    world.decide(world.assign(second, 0))
+    world.ticks(first, 5)
+    assert first.machine.outcome == "replaced"

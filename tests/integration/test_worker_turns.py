@@ -1,0 +1,131 @@
+"""Requests of several turns on a worker: slots, prefills, limits, lost environments."""
+
+from __future__ import annotations
+
+from dora_pipe.producers.rows import Phase
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    RewardCall,
+)
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    TrajectoryLogged,
+)
+from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
+from tests.support.worker import World
+
+
+def test_waiting_environment_holds_no_slot_and_its_next_turn_prefills_everything() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    tasks = episode_tasks(last=3)
+    worker = world.start(slots=1, tasks=tasks)
+    tasks.held.add(EnvStep)
+    world.decide(world.place(worker, 0), world.place(worker, 1))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 2)
+    assert worker.engine.active == 0
+    assert worker.machine.waits_for() == "environments (2)"
+    tasks.held.clear()
+    world.until_idle(worker)
+    trajectory = world.trajectories()["g0000000000-000"]
+    kinds = [segment.kind for segment in trajectory.segments]
+    assert kinds == ["prompt", "model", "tool", "model", "tool", "model", "tool"]
+    assert trajectory.meta.prefills == (3, 3 + 6 + 2, 3 + 2 * (6 + 2))
+    assert trajectory.meta.finish == "environment"
+    assert trajectory.sampled == 18
+    assert [segment.turn for segment in trajectory.segments] == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_reward_sees_every_turn_and_the_last_answer() -> None:
+    world = World(lengths=lambda seed, turn: 4)
+    tasks = episode_tasks(last=2)
+    worker = world.start(tasks=tasks)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (call,) = [one for one in tasks.seen if isinstance(one, RewardCall)]
+    assert len(call.turns) == 4
+    assert call.turns[1] == call.turns[3] == "8 9"
+    assert call.text == call.turns[2]
+
+
+def test_max_tokens_counts_over_allepisode_tasks() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    worker = world.start(tasks=episode_tasks(last=9), max_tokens=15, turns_max=9)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (logged,) = world.facts(TrajectoryLogged)
+    assert (logged.tokens, logged.finish) == (15, "length")
+
+
+def test_turns_max_ends_by_length() -> None:
+    world = World(lengths=lambda seed, turn: 3)
+    worker = world.start(tasks=episode_tasks(last=99), turns_max=2)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (trajectory,) = world.trajectories().values()
+    assert trajectory.meta.finish == "length"
+    assert [one.kind for one in trajectory.segments].count("model") == 2
+
+
+def test_observation_that_does_not_fit_the_context_is_left_out_and_ends_by_length() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    tasks = InlineTasks(episodes=True)
+    tasks.step = lambda call: EnvObserved(
+        request=call.request, text="9 " * 30, done=False, tool="", ok=True
+    )
+    worker = world.start(tasks=tasks, context_tokens=32)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (trajectory,) = world.trajectories().values()
+    assert (len(trajectory.token_ids), trajectory.meta.finish) == (9, "length")
+
+
+def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    calm = world.start(tasks=episode_tasks(last=2))
+    world.decide(world.place(calm, 0))
+    world.until_idle(calm)
+    wanted = world.trajectories()["g0000000000-000"].token_ids
+    tasks = episode_tasks(last=2)
+    tasks.held.add(EnvStep)
+    worker = world.start(tasks=tasks, worker="w1")
+    world.decide(world.place(worker, 0))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
+    (key,) = worker.machine.requests.rows
+    tasks.lose(key)
+    tasks.seen.clear()
+    tasks.held.clear()
+    world.until_idle(worker)
+    assert worker.counts["episodes started again"] == 1
+    again = world.trajectory(world.facts(TrajectoryLogged)[-1])
+    assert again.token_ids == wanted
+    assert again.meta.prefills[0] == 3
+
+
+def test_episode_that_is_lost_too_often_is_reported_as_retryable() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    tasks = episode_tasks(last=2)
+    tasks.held.add(EnvStep)
+    worker = world.start(tasks=tasks)
+    world.decide(world.place(worker, 0))
+    for _ in range(4):
+        world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
+        tasks.lose(next(iter(worker.machine.requests.rows)))
+        world.ticks(worker, 2)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.error, failure.retryable) == ("EpisodeLost", True)
+    assert world.facts(TrajectoryLogged) == []
+
+
+def test_environment_that_raises_makes_an_invalid_trajectory() -> None:
+    world = World(lengths=lambda seed, turn: 6)
+    tasks = InlineTasks(episodes=True, step=lambda call: failed(call, "KeyError", "'x'"))
+    worker = world.start(tasks=tasks)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (logged,) = world.facts(TrajectoryLogged)
+    trajectory = world.trajectory(logged)
+    assert (logged.valid, logged.reward, logged.finish) == (False, None, "error")
+    assert trajectory.meta.error == "KeyError: 'x'"
+    assert not any(isinstance(call, RewardCall) for call in tasks.seen)
+    assert len(tasks.forgotten) == 1

@@ -1,0 +1,105 @@
+"""A task pool and a tokenizer without processes or files, for tests of the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    EpisodeLost,
+    Forget,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    Rewarded,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+)
+
+
+class Numbers:
+    """Text is token ids in decimal."""
+
+    def prompt_ids(self, text: str) -> list[int]:
+        return self.ids(text)
+
+    def ids(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+@dataclass
+class InlineTasks:
+    """A task pool without processes; every answer is a function that a test may replace.
+
+    Answers come with the poll after the call; calls of a kind in `held` are kept back.
+    """
+
+    episodes: bool = False
+    prompt: Callable[[PromptCall], TaskEvent] | None = None
+    step: Callable[[EnvStep], TaskEvent] | None = None
+    reward: Callable[[RewardCall], TaskEvent] | None = None
+    held: set[type] = field(default_factory=set)
+    calls: list[TaskCall] = field(default_factory=list)
+    seen: list[TaskCall] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    events: list[TaskEvent] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.events)
+
+    def start(self, effect: TaskCall | Forget) -> None:
+        if isinstance(effect, Forget):
+            self.forgotten.append(effect.request)
+            self.calls = [call for call in self.calls if call.request != effect.request]
+        else:
+            self.calls.append(effect)
+            self.seen.append(effect)
+
+    def poll(self) -> Sequence[TaskEvent]:
+        ready = [call for call in self.calls if type(call) not in self.held]
+        self.calls = [call for call in self.calls if type(call) in self.held]
+        events, self.events = self.events, []
+        return events + [self._answer(call) for call in ready]
+
+    def close(self) -> None:
+        self.calls.clear()
+
+    def lose(self, request: str) -> None:
+        """The process of this request's environment dies."""
+        self.calls = [call for call in self.calls if call.request != request]
+        self.events.append(EpisodeLost(request=request, message="its process ended: killed"))
+
+    def _answer(self, call: TaskCall) -> TaskEvent:
+        if isinstance(call, PromptCall):
+            ready = PromptReady(request=call.request, text="5 6 7", episode=self.episodes)
+            return self.prompt(call) if self.prompt else ready
+        if isinstance(call, EnvStep):
+            done = EnvObserved(request=call.request, text="9 9", done=True, tool="", ok=True)
+            return self.step(call) if self.step else done
+        scored = Rewarded(request=call.request, reward=1.0, raw=0.5, parts={"exact": 1.0})
+        return self.reward(call) if self.reward else scored
+
+
+def episode_tasks(last: int) -> InlineTasks:
+    """Episodes that end after `last` turns, each answered by two tokens of a tool."""
+    tasks = InlineTasks(episodes=True)
+
+    def step(call: EnvStep) -> EnvObserved:
+        turns = [one for one in tasks.seen if one.request == call.request]
+        done = sum(isinstance(one, EnvStep) for one in turns) >= last
+        return EnvObserved(request=call.request, text="8 9", done=done, tool="calc", ok=True)
+
+    tasks.step = step
+    return tasks
+
+
+def failed(call: TaskCall, error: str = "ValueError", message: str = "no") -> TaskFailed:
+    """The answer to a call that raised."""
+    return TaskFailed(request=call.request, error=error, message=message)

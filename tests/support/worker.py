@@ -1,0 +1,314 @@
+"""A worker in virtual time: the real machine, loop, ports and codec on a log in memory.
+
+The test is the orchestrator: it writes decisions and reads what comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.machine import WorkerMachine
+from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.rows import WorkerSetup
+from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.schemas.control import (
+    AnyControl,
+    Resume,
+    TrajectoryLogged,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.identity import Purpose, group_id, group_seed, partition_of, trajectory_id
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Cancel, GroupSpec, Place, Round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import Unknown, encode
+from tests.support.inline_tasks import InlineTasks, Numbers
+
+TOPICS = Topics("r")
+PARTITIONS = 2
+DATASET = "d" * 64
+EVAL_DATASET = "e" * 64
+TICK_NS = 5_000_000
+HEARTBEAT_NS = 500_000_000
+T = TypeVar("T")
+
+
+def digest_of(version: int) -> str:
+    """A weights digest for a version."""
+    return f"{version:064x}"
+
+
+@dataclass
+class VirtualClock:
+    """Time that moves when somebody sleeps."""
+
+    ns: int = 0
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall_ns(self) -> int:
+        return 10**18 + self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+def spec_of(ordinal: int, version: int = 0, purpose: Purpose = "train", size: int = 8) -> GroupSpec:
+    """A group as its dispatch stamps it."""
+    return GroupSpec(
+        group=group_id(purpose, ordinal),
+        ordinal=ordinal,
+        purpose=purpose,
+        version=version,
+        digest=digest_of(version),
+        deadline=-1 if purpose == "eval" else version + 2,
+        partition=partition_of(ordinal, PARTITIONS),
+        dataset_digest=DATASET if purpose == "train" else EVAL_DATASET,
+        index=ordinal,
+        data_epoch=0,
+        seed=group_seed(1, purpose, ordinal),
+        size=size,
+    )
+
+
+def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup:
+    """A small worker's setup."""
+    params = SamplingParams(max_tokens=changes.pop("max_tokens", 64), stop_ids=(END_TOKEN,))
+    settings: dict[str, Any] = {
+        "topics": TOPICS,
+        "worker": "w0",
+        "epoch": epoch,
+        "slots": 4,
+        "prefetch": 2,
+        "context_tokens": 512,
+        "checkpoint_tokens": 16,
+        "turns_max": 4,
+        "heartbeat_ns": HEARTBEAT_NS,
+        "stop_timeout_ns": 30_000_000_000,
+        "decisions_from": decisions_from,
+        "digests": {"train": DATASET, "eval": EVAL_DATASET},
+        "params": {"train": params, "eval": params},
+    }
+    return WorkerSetup(**(settings | changes))
+
+
+class Worker:
+    """One incarnation on a world's log."""
+
+    def __init__(self, world: World, setup: WorkerSetup, tasks: InlineTasks) -> None:
+        self.tasks = tasks
+        self.meter = Meter()
+        self.setup = setup
+        self.machine = WorkerMachine(
+            setup, cost=self.meter.cost, kv_used=lambda: self.engine.kv_used_tokens
+        )
+        self.engine = SimulatedEngine(
+            slots=setup.slots,
+            context_tokens=setup.context_tokens,
+            lengths=world.lengths,
+            now_ns=world.clock.wall_ns,
+        )
+        clock = world.clock
+        self.runtime = Runtime(
+            self.machine,
+            bus=world.bus,
+            writer=world.bus.writer(),
+            ports=[
+                EnginePort(
+                    self.engine,
+                    lambda digest: Path(digest),
+                    clock=clock,
+                    in_thread=False,
+                    steps_max=world.steps_max,
+                ),
+                TaskPort(tasks, Numbers()),
+                CodecPort(self.meter, clock=clock),
+                ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
+            ],
+            clock=clock,
+            meter=self.meter,
+            exclusive=False,
+        )
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.machine.requests.counts
+
+
+class World:
+    """A log, a clock, and whatever the test does as the orchestrator."""
+
+    def __init__(
+        self,
+        *,
+        lengths: Callable[[int, int], int] = long_tailed_length,
+        bus: Bus | None = None,
+        steps_max: int = 1,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.lengths = lengths
+        self.steps_max = steps_max
+        self.bus = bus or MemoryBus(MemoryLog(), now_ms=lambda: self.clock.ns // 1_000_000)
+        partitions = {TOPICS.trajectories: PARTITIONS, TOPICS.progress: PARTITIONS}
+        self.bus.create(
+            [TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()]
+        )
+        self.writer = self.bus.writer()
+        self.rounds = 0
+        self.stopping: set[int] = set()
+
+    def join(self, *, tasks: InlineTasks | None = None, **changes: Any) -> Worker:
+        """A worker that has just joined."""
+        decisions_from = self.bus.end(TopicPartition(TOPICS.decisions, 0))
+        joined = WorkerJoined(
+            at_ns=0,
+            worker=changes.get("worker", "w0"),
+            instance="i",
+            host="h",
+            pid=1,
+            slots=4,
+            prefetch=2,
+            kv_tokens=4,
+            engine="simulated",
+            engine_version="1",
+            dtype="none",
+            device="none",
+            declares=(),
+            assets_digest="a" * 64,
+            reward_digest="",
+            package="0",
+        )
+        epoch = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
+        return Worker(self, setup_of(epoch, decisions_from, **changes), tasks or InlineTasks())
+
+    def decide(self, *decisions: AnyDecision, role_epoch: int = 1) -> None:
+        """Append a round."""
+        record = Round(
+            ordinal=self.rounds,
+            role_epoch=role_epoch,
+            now_ns=0,
+            control_next=0,
+            decisions=decisions,
+        )
+        self.rounds += 1
+        self.writer.append([Append(topic=TOPICS.decisions, value=encode(record))])
+
+    def assign(self, worker: Worker, version: int) -> Assign:
+        return Assign(
+            reason="t",
+            worker=worker.setup.worker,
+            epoch=worker.setup.epoch,
+            version=version,
+            digest=digest_of(version),
+        )
+
+    def place(
+        self,
+        worker: Worker,
+        ordinal: int,
+        sibling: int = 0,
+        *,
+        version: int = 0,
+        attempt: int = 1,
+        resume: Resume | None = None,
+        purpose: Purpose = "train",
+    ) -> Place:
+        return Place(
+            reason="t",
+            spec=spec_of(ordinal, version, purpose),
+            trajectory=trajectory_id(group_id(purpose, ordinal), sibling),
+            sibling=sibling,
+            attempt=attempt,
+            worker=worker.setup.worker,
+            epoch=worker.setup.epoch,
+            resume=resume,
+        )
+
+    def cancel(self, place: Place) -> Cancel:
+        return Cancel(
+            reason="t",
+            trajectory=place.trajectory,
+            attempt=place.attempt,
+            worker=place.worker,
+            epoch=place.epoch,
+        )
+
+    def start(self, version: int = 0, **changes: Any) -> Worker:
+        """A worker that hosts a version."""
+        worker = self.join(**changes)
+        self.decide(self.assign(worker, version))
+        self.until(worker, lambda: worker.machine.hosted.version == version)
+        return worker
+
+    def ticks(self, worker: Worker, count: int) -> None:
+        """Turns of the loop, 5 ms each."""
+        for _ in range(count):
+            if worker.machine.finished:
+                return
+            worker.runtime.tick()
+            self.clock.ns += TICK_NS
+
+    def until(self, worker: Worker, done: Callable[[], bool], ticks_max: int = 20_000) -> None:
+        """Tick until something holds."""
+        for _ in range(ticks_max):
+            if done():
+                return
+            self.ticks(worker, 1)
+        raise AssertionError(
+            f"not within {ticks_max} ticks; it waits for: "
+            f"{worker.machine.waits_for()!r}, {worker.counts}"
+        )
+
+    def until_idle(self, worker: Worker) -> None:
+        """Tick until no request is left, and what was decided has been read."""
+        self.ticks(worker, 4)
+        self.until(worker, lambda: not worker.machine.requests.rows)
+
+    def stop(self, worker: Worker) -> None:
+        """What SIGTERM does, then on to the end."""
+        worker.runtime.run(lambda: True)
+
+    # What came back
+
+    def records(self, topic: str) -> list[Record]:
+        found: list[Record] = []
+        for partition in range(self.bus.partitions(topic)):
+            tp = TopicPartition(topic, partition)
+            reader = self.bus.reader({tp: 0})
+            while reader.position(tp) < self.bus.end(tp):
+                found += reader.poll(timeout_s=0.0)
+            reader.close()
+        return found
+
+    def control(self) -> list[AnyControl | Unknown]:
+        return [decode_control(record.value) for record in self.records(TOPICS.control)]
+
+    def facts(self, kind: type[T]) -> list[T]:
+        return [record for record in self.control() if isinstance(record, kind)]
+
+    def statuses(self) -> list[WorkerStatus]:
+        found = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]
+        return [status for status in found if isinstance(status, WorkerStatus)]
+
+    def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
+        """The record that a fact points at."""
+        for record in self.records(TOPICS.trajectories):
+            if (record.partition, record.offset) == (logged.partition, logged.offset):
+                return decode_trajectory(record.value)
+        raise AssertionError(f"nothing lies at {logged.partition}/{logged.offset}")
+
+    def trajectories(self) -> dict[str, Trajectory]:
+        """Every logged trajectory by its id."""
+        return {one.trajectory: self.trajectory(one) for one in self.facts(TrajectoryLogged)}

@@ -1,0 +1,181 @@
+"""The accounts of groups, requests and workers: what became of each, by facts and decisions.
+
+Rules:
+
+1. The first `trajectory logged` of a request's present attempt, by an incarnation that is not out,
+   binds. Every other record of that trajectory is superseded, or fenced if its incarnation was out.
+2. An attempt ends with its record, its failure, or the loss of its worker; losses and retryable
+   failures are faults, and a request with `attempts_max` faults has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dora_pipe.history.entries import (
+    Departure,
+    GroupEntry,
+    Logged,
+    Moment,
+    Placement,
+    RequestEntry,
+    Standing,
+    WorkerEntry,
+)
+from dora_pipe.history.findings import Findings
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    TrajectoryLogged,
+    WorkerJoined,
+)
+from dora_pipe.schemas.identity import group_of, trajectory_id
+from dora_pipe.schemas.rounds import Dispatch, Fate, Place
+
+
+class Accounts:
+    """Groups with their requests, and the incarnations of workers.
+
+    `sibling_ended` is called with a group whenever one of its siblings ended.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self.groups: dict[str, GroupEntry] = {}
+        self.open: dict[str, GroupEntry] = {}
+        """Those without a fate."""
+        self.workers: dict[int, WorkerEntry] = {}
+        """By role epoch."""
+        self.logged: dict[tuple[int, int], Logged] = {}
+        """Every logged record by (partition, offset); of one logged twice, the first."""
+        self.attempts_max = 0
+        """Faults after which a request has failed; 0 while unknown."""
+        self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
+
+    def request(self, trajectory: str) -> RequestEntry | None:
+        """A dispatched sibling; None if it was never dispatched."""
+        group = self.groups.get(group_of(trajectory))
+        return None if group is None else group.requests.get(trajectory)
+
+    def joined(self, fact: WorkerJoined, at: Moment) -> None:
+        """A new incarnation; an earlier one of that name is out from now on."""
+        for worker in self.workers.values():
+            if worker.joined.worker == fact.worker and not worker.departure:
+                self.depart(worker, "fenced", at)
+        self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
+
+    def depart(self, worker: WorkerEntry, departure: Departure, at: Moment) -> None:
+        """An incarnation is out; its open requests wait for another one."""
+        if worker.departure:
+            return
+        worker.departure, worker.departed = departure, at
+        for group in list(self.open.values()):
+            for entry in group.requests.values():
+                if entry.placements and entry.placements[-1].epoch == worker.epoch:
+                    self._lost(group, entry, fault=departure == "fenced")
+
+    def dispatched(self, decision: Dispatch, at: Moment) -> None:
+        """A group is open from now on."""
+        spec = decision.spec
+        if spec.group in self.groups:
+            self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
+            return
+        siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.size))
+        requests = {one: RequestEntry(trajectory=one) for one in siblings}
+        entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
+        self.groups[spec.group] = self.open[spec.group] = entry
+
+    def placed(self, decision: Place, at: Moment) -> None:
+        """A new attempt at a request."""
+        entry = self.request(decision.trajectory)
+        if entry is None:
+            return
+        entry.waiting = False
+        placement = Placement(
+            attempt=decision.attempt,
+            worker=decision.worker,
+            epoch=decision.epoch,
+            resume=decision.resume,
+            reason=decision.reason,
+            at=at,
+        )
+        entry.placements.append(placement)
+
+    def log(self, fact: TrajectoryLogged, at: Moment) -> None:
+        """A record lies in the log: which standing it has."""
+        entry, worker = self.request(fact.trajectory), self.workers.get(fact.epoch)
+        if entry is None or worker is None:
+            what = "was never dispatched" if entry is None else f"epoch {fact.epoch} never joined"
+            self._wrong(at, f"logs {fact.trajectory}, but {what}")
+            return
+        logged = Logged(fact=fact, standing=self._standing(fact, entry, worker), at=at)
+        if logged.place in self.logged:
+            self._wrong(at, f"logs the record at {logged.place} a second time")
+            return
+        self.logged[logged.place] = logged
+        if logged.standing == "bound":
+            entry.bound = logged
+            self.sibling_ended(self.groups[group_of(fact.trajectory)])
+
+    def _standing(
+        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry
+    ) -> Standing:
+        if worker.departure:
+            return "fenced"
+        over = entry.bound is not None or entry.failed or entry.waiting or not entry.placements
+        if over or group_of(fact.trajectory) not in self.open:
+            return "superseded"
+        present = entry.placements[-1]
+        same = (present.attempt, present.epoch) == (fact.attempt, fact.epoch)
+        return "bound" if same else "superseded"
+
+    def failed(self, fact: RequestFailed, at: Moment) -> None:
+        """An attempt came to nothing."""
+        entry = self.request(fact.trajectory)
+        if entry is None:
+            self._wrong(at, f"{fact.trajectory} failed, which was never dispatched")
+            return
+        entry.errors.append(f"attempt {fact.attempt}: {fact.error}: {fact.message}")
+        worker = self.workers.get(fact.epoch)
+        present = entry.placements[-1] if entry.placements else None
+        if worker is None or worker.departure or present is None:
+            return
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
+            return
+        group = self.groups[group_of(fact.trajectory)]
+        if fact.retryable:
+            self._lost(group, entry, fault=True)
+        elif entry.bound is None and not entry.failed and not entry.waiting:
+            self._fail(group, entry)
+
+    def end(self, name: str, fate: Fate, why: str, at: Moment, *, step: int | None = None) -> None:
+        """A group has its fate; a second one is a violation, and so is one of a stranger."""
+        group = self.groups.get(name)
+        if group is None:
+            self._findings.add("C2", name, f"is {_said(fate, step)} but was never dispatched")
+        elif group.fate is not None:
+            first = f"{_said(group.fate, group.step)} and nothing after it"
+            found = _said(fate, step)
+            self._findings.add("C2", name, "has two fates", expected=first, found=found)
+        else:
+            group.fate, group.why, group.step, group.ended = fate, why, step, at
+            del self.open[name]
+
+    def _lost(self, group: GroupEntry, entry: RequestEntry, *, fault: bool) -> None:
+        """The present attempt came to nothing, if it still ran."""
+        if entry.bound is not None or entry.failed or entry.waiting:
+            return
+        entry.waiting = True
+        entry.faults += fault
+        if self.attempts_max and entry.faults >= self.attempts_max:
+            self._fail(group, entry)
+
+    def _fail(self, group: GroupEntry, entry: RequestEntry) -> None:
+        entry.failed, entry.waiting = True, False
+        self.sibling_ended(group)
+
+    def _wrong(self, at: Moment, message: str) -> None:
+        self._findings.add("control", f"control:{at.offset}", message)
+
+
+def _said(fate: Fate, step: int | None) -> str:
+    return fate if step is None else f"{fate}({step})"

@@ -1,0 +1,160 @@
+"""Holds every committed step against the ledger: C3, its batch, its records, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.history.check_records import Place, Seen
+from dora_pipe.history.entries import GroupEntry, Logged, StepEntry
+from dora_pipe.history.ledger import Ledger
+from dora_pipe.schemas.batch import batch_digest, staleness_of
+from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.policy import weights_digest
+
+
+def check_steps(ledger: Ledger, seen: Seen) -> None:
+    """Every commit; of a step committed twice, the second is held against everything too."""
+    look = _Look(ledger, seen.other_bytes)
+    for entry in ledger.steps:
+        ledger.findings.looked["steps"] += 1
+        look.weights(entry)
+        look.batch(entry)
+        for group in entry.fact.groups:
+            look.group(entry, group)
+
+
+class _Look:
+    def __init__(self, ledger: Ledger, other_bytes: Mapping[Place, str]) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._other_bytes = other_bytes
+
+    def weights(self, entry: StepEntry) -> None:
+        """The step starts from the weights of its version, and its manifest is of what it left."""
+        fact, who, findings = entry.fact, f"step {entry.step}", self._findings
+        before = self._ledger.versions.get(fact.step)
+        if before is not None:
+            message = f"does not start from the weights of version {fact.step}"
+            findings.same("steps", who, message, expected=before.digest, found=fact.digest_before)
+        message = "its manifest is not of the weights that it left"
+        findings.same("steps", who, message, expected=fact.digest_after, found=fact.policy.digest)
+        digest = weights_digest(fact.policy.tensors)
+        message = "the digest of its manifest is not that of the tensors in it"
+        findings.same("steps", who, message, expected=digest, found=fact.policy.digest)
+
+    def batch(self, entry: StepEntry) -> None:
+        """The batch is the one that was taken, and is digested from the bytes in the log."""
+        fact, who, findings = entry.fact, f"step {entry.step}", self._findings
+        if entry.take is not None:
+            taken = {group.group: group for group in entry.take.groups}
+            trained = {group.group: group for group in fact.groups}
+            for name in sorted(taken.keys() | trained.keys()):
+                message = f"{who} trained something else than what was taken"
+                findings.same(
+                    "batches", name, message, expected=taken.get(name), found=trained.get(name)
+                )
+            message = "was trained with other settings than those in force"
+            findings.same(
+                "batches", who, message, expected=entry.take.settings, found=fact.settings
+            )
+        try:
+            digest = batch_digest([self._as_logged(group) for group in fact.groups])
+        except SchemaError as error:
+            findings.add("C2", who, error.message)
+            return
+        message = "its batch digest is not that of the records in the log"
+        findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
+
+    def group(self, entry: StepEntry, taken: TakenGroup) -> None:
+        """Deadline, staleness and every record of one group of the batch."""
+        group, findings = self._ledger.accounts.groups.get(taken.group), self._findings
+        if group is None:
+            return
+        spec, step = group.spec, entry.step
+        if spec.purpose == "eval":
+            findings.add("C2", taken.group, f"is for evaluation but was trained by step {step}")
+            return
+        findings.looked["C3"] += 1
+        if step > spec.deadline:
+            message = f"was trained beyond its deadline (version {spec.version})"
+            findings.add(
+                "C3", taken.group, message, expected=f"step <= {spec.deadline}", found=step
+            )
+        if staleness_of(step, spec.version) < 0:
+            message = "was trained before its version was there"
+            findings.add("C3", taken.group, message, expected=f">= {spec.version}", found=step)
+        stamped = (spec.version, spec.deadline)
+        message = f"step {step} names another version or deadline than its dispatch"
+        findings.same(
+            "C3",
+            taken.group,
+            message,
+            expected=stamped,
+            found=(taken.version, taken.deadline),
+        )
+        for one in taken.trajectories:
+            self._trained(one, step)
+        self._whole(group, taken, step)
+
+    def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
+        """Every logged sibling of a trained group is in the batch, whatever its length."""
+        bound = [logged.fact.trajectory for logged in group.results]
+        trained = [one.trajectory for one in taken.trajectories]
+        message = f"step {step} does not hold exactly its logged siblings, in order"
+        self._findings.same("C2", taken.group, message, expected=bound, found=trained)
+
+    def _trained(self, one: TakenTrajectory, step: int) -> None:
+        entry, findings = self._ledger.accounts.request(one.trajectory), self._findings
+        who = one.trajectory
+        findings.looked["C2"] += 1
+        if entry is None:
+            findings.add("C2", who, f"is trained by step {step} but was never dispatched")
+            return
+        if entry.trained is not None:
+            message = "is trained twice"
+            findings.add("C2", who, message, expected=f"step {entry.trained}", found=f"step {step}")
+        entry.trained = step
+        if entry.bound is not None and _names(entry.bound) == one:
+            return
+        logged = self._ledger.accounts.logged.get((one.partition, one.offset))
+        where = f"trajectories:{one.partition}:{one.offset}"
+        if logged is None or logged.fact.trajectory != who:
+            findings.add("batches", who, f"step {step} trained {where}, which nobody logged as it")
+        elif logged.standing != "bound":
+            message = f"step {step} trained a {logged.standing} record ({where})"
+            bound = "nothing" if entry.bound is None else _names(entry.bound)
+            findings.add("batches", who, message, expected=bound, found=one)
+        else:
+            message = f"step {step} names its record otherwise than `trajectory logged`"
+            findings.add("batches", who, message, expected=_names(logged), found=one)
+
+    def _as_logged(self, group: TakenGroup) -> TakenGroup:
+        """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
+        return msgspec.structs.replace(
+            group, trajectories=tuple(self._found(one) for one in group.trajectories)
+        )
+
+    def _found(self, one: TakenTrajectory) -> TakenTrajectory:
+        place = (one.partition, one.offset)
+        logged = self._ledger.accounts.logged.get(place)
+        if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
+            return one
+        sha256 = self._other_bytes.get(place, logged.fact.sha256)
+        return msgspec.structs.replace(_names(logged), sha256=sha256)
+
+
+def _names(logged: Logged) -> TakenTrajectory:
+    """A logged record as batches name it."""
+    fact = logged.fact
+    return TakenTrajectory(
+        trajectory=fact.trajectory,
+        attempt=fact.attempt,
+        epoch=fact.epoch,
+        partition=fact.partition,
+        offset=fact.offset,
+        sha256=fact.sha256,
+    )

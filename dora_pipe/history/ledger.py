@@ -1,0 +1,242 @@
+"""The conserved ledger of a run, from control and decisions alone: what was dispatched, what became
+of it, and which record of the log counts for it.
+
+The ledger keeps its own books: it shares the shapes with the orchestrator and nothing else, so
+that a mistake there is found here (whether the rounds also fold to the recorded states is
+`check_fold`'s question). What is wrong is written down, and the books go on with the facts: a
+commit is believed also where no decision allowed it, because the weights are what it made of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.history.accounts import Accounts
+from dora_pipe.history.entries import Attempted, Moment, StepEntry, VersionEntry, WorkerEntry
+from dora_pipe.history.findings import Findings
+from dora_pipe.history.hosting import Hosting
+from dora_pipe.history.legality import Legality
+from dora_pipe.history.walk import Fact, Turn
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TrajectoryLogged,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Dispatch,
+    End,
+    Fence,
+    Place,
+    StopRun,
+    TakeBatch,
+)
+from dora_pipe.schemas.wire import Unknown
+
+
+class Ledger:
+    """The books of one run; `build_ledger` makes them."""
+
+    def __init__(self, run: str, findings: Findings) -> None:
+        self.run = run
+        self.findings = findings
+        self.accounts = Accounts(findings)
+        self.started: RunStarted | None = None
+        self.config: Config | None = None
+        """As of `run started`; what commands changed is the legality's to know."""
+        self.steps: list[StepEntry] = []
+        """Every commit in the log, in its order; of one step there should be one."""
+        self.versions: dict[int, VersionEntry] = {}
+        self.takes: dict[tuple[int, int], tuple[TakeBatch, Moment]] = {}
+        self.not_trained: list[Attempted] = []
+        self.adopted: list[WeightsAdopted] = []
+        self.commands: list[Command] = []
+        self.roles: list[RoleStarted] = []
+        self.unknown: Counter[str] = Counter()
+        """Records of kinds that this version does not know."""
+        self.rounds = 0
+        self.now_ns = 0
+        self.stopped: Moment | None = None
+        self.hosting = Hosting()
+        self.legality = Legality(self)
+        self.accounts.sibling_ended = self.legality.sibling_ended
+
+    @property
+    def version(self) -> int:
+        """The newest version; -1 before version 0."""
+        return max(self.versions, default=-1)
+
+    def take(self, turn: Turn) -> None:
+        """Book one turn, in the order of the fold."""
+        ordinal = -1 if turn.round is None else turn.round.ordinal
+        if turn.round is not None:
+            self.rounds += 1
+            self.now_ns = turn.round.now_ns
+            self.hosting.advance(self.now_ns)
+        for fact in turn.facts:
+            self.findings.looked["control"] += 1
+            at = Moment(round=ordinal, offset=fact.offset, now_ns=self.now_ns)
+            self._fact(fact, at)
+        if turn.round is None:
+            return
+        at = Moment(round=ordinal, offset=turn.offset, now_ns=self.now_ns)
+        self.legality.round(turn.round, self.roles)
+        for decision in turn.round.decisions:
+            self.findings.looked["decisions"] += 1
+            self._decision(decision, at)
+
+    def _fact(self, fact: Fact, at: Moment) -> None:
+        record = fact.record
+        if record is None:
+            return
+        if isinstance(record, Unknown):
+            self.unknown[record.kind] += 1
+            return
+        if self.started is None and not isinstance(record, RunStarted):
+            self._wrong(at, "comes before `run started`")
+        self._known(record, at)
+
+    def _known(self, record: AnyControl, at: Moment) -> None:
+        match record:
+            case RunStarted():
+                self._run_started(record, at)
+            case RoleStarted():
+                self.roles.append(record)
+            case WorkerJoined():
+                self.accounts.joined(record, at)
+            case WorkerReady():
+                self._worker_ready(record, at)
+            case WorkerLeft():
+                self._worker_left(record, at)
+            case TrajectoryLogged():
+                self.accounts.log(record, at)
+            case RequestFailed():
+                self.accounts.failed(record, at)
+            case StepCommitted():
+                self._committed(record, at)
+            case BatchRefused():
+                self._refused(record, at)
+            case Command():
+                self.commands.append(record)
+                self.legality.command(record)
+            case WeightsAdopted():
+                self.adopted.append(record)
+
+    def _wrong(self, at: Moment, message: str, expected: object = "", found: object = "") -> None:
+        where = f"control:{at.offset}"
+        self.findings.add("control", where, message, expected=expected, found=found)
+
+    def _run_started(self, fact: RunStarted, at: Moment) -> None:
+        if fact.run != self.run:
+            self._wrong(at, "starts another run", expected=self.run, found=fact.run)
+            return
+        if self.started is not None:
+            self._wrong(at, "starts the run a second time")
+            return
+        self.started = fact
+        self.versions[0] = VersionEntry(version=0, manifest=fact.policy, at=at)
+        try:
+            self.config = msgspec.convert(fact.config, Config)
+        except msgspec.ValidationError as error:
+            self._wrong(at, f"the configuration cannot be read: {error}")
+            return
+        self.accounts.attempts_max = self.config.groups.attempts_max
+        self.legality.start(self.config)
+
+    def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
+        worker = self._worker(fact.worker, fact.epoch, "is ready", at)
+        version = self.versions.get(fact.version)
+        if version is None:
+            self._wrong(at, f"{fact.worker} hosts version {fact.version}, which nobody published")
+        elif worker is not None:
+            who = f"{fact.worker} at control:{at.offset}"
+            message = f"hosts other weights than the published ones of version {fact.version}"
+            self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
+            worker.ready.append(fact)
+            if not worker.departure:
+                self.hosting.ready(fact.epoch, fact.version)
+
+    def _worker_left(self, fact: WorkerLeft, at: Moment) -> None:
+        worker = self._worker(fact.worker, fact.epoch, "leaves", at)
+        if worker is not None:
+            self.accounts.depart(worker, "left", at)
+            self.hosting.keep(self._living())
+
+    def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
+        worker = self.accounts.workers.get(epoch)
+        if worker is None or worker.joined.worker != name:
+            self._wrong(at, f"{name} {verb} under epoch {epoch}, which it never joined with")
+            return None
+        return worker
+
+    def _living(self) -> set[int]:
+        return {e for e, worker in self.accounts.workers.items() if not worker.departure}
+
+    def _committed(self, fact: StepCommitted, at: Moment) -> None:
+        take, taken_at = self.takes.get((fact.step, fact.attempt), (None, None))
+        entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
+        first = next((one for one in self.steps if one.step == fact.step), None)
+        self.steps.append(entry)
+        if first is not None:
+            places = f"control:{first.at.offset} and control:{at.offset}"
+            self.findings.add("steps", f"step {fact.step}", f"is committed twice, at {places}")
+            return
+        self.legality.committed(entry)
+        version = VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at)
+        self.versions[version.version] = version
+        why = f"batch of step {fact.step}, attempt {fact.attempt}"
+        for taken in fact.groups:
+            self.accounts.end(taken.group, "trained", why, at, step=fact.step)
+
+    def _refused(self, fact: BatchRefused, at: Moment) -> None:
+        take, _ = self.takes.get((fact.step, fact.attempt), (None, None))
+        if take is None:
+            self._wrong(at, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
+            return
+        why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
+        self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+        self.legality.refused(fact, take)
+        for taken in take.groups:
+            group = self.accounts.open.get(taken.group)
+            if group is not None:
+                group.taken = None
+
+    def _decision(self, decision: AnyDecision, at: Moment) -> None:
+        self.legality.decision(decision, at)
+        accounts = self.accounts
+        match decision:
+            case Dispatch():
+                accounts.dispatched(decision, at)
+            case Place():
+                accounts.placed(decision, at)
+            case Assign():
+                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                    worker.target = decision.version
+            case Fence():
+                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                    accounts.depart(worker, "fenced", at)
+                    self.hosting.keep(self._living())
+            case TakeBatch():
+                self.takes[decision.step, decision.attempt] = decision, at
+                for taken in decision.groups:
+                    if (group := accounts.groups.get(taken.group)) is not None:
+                        group.taken = (decision.step, decision.attempt)
+            case End():
+                accounts.end(decision.group, decision.fate, decision.reason, at)
+            case StopRun():
+                self.stopped = at
+            case _:
+                pass

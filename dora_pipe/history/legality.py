@@ -1,0 +1,238 @@
+"""Whether each decision followed from what stood in the log before it.
+
+The rules are those of the design, written a second time. What depends on more than the log says
+(which worker got which request, when a plan was made) is the orchestrator's to choose: only what a
+decision must not do is checked there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dora_pipe.config.model import Config
+from dora_pipe.history.books import Books, outlook_of
+from dora_pipe.history.entries import GroupEntry, Moment, StepEntry, WorkerEntry
+from dora_pipe.history.in_force import InForce
+from dora_pipe.history.specs import check_spec
+from dora_pipe.schemas.control import BatchRefused, Command, RoleStarted, TakenGroup
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fence,
+    Place,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+
+if TYPE_CHECKING:
+    from dora_pipe.history.ledger import Ledger
+
+
+class Legality:
+    """Looks at decisions before the ledger books them, and keeps the bound's own books."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._books = Books()
+        self._attempt = 1
+        """Of the next batch decision."""
+        self._in_force: InForce | None = None
+        self._ordinals: Counter[Purpose] = Counter()
+
+    @property
+    def in_force(self) -> InForce | None:
+        """The configuration as it stands after the last record; None before `run started`."""
+        return self._in_force
+
+    def start(self, config: Config) -> None:
+        """The run has started with this configuration."""
+        self._in_force = InForce(config)
+
+    def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
+        """A round is written under the newest role epoch that an orchestrator announced."""
+        newest = max((one.role_epoch for one in roles if one.role == "orchestrator"), default=-1)
+        if round_.role_epoch < newest:
+            where, message = f"round {round_.ordinal}", "is of an orchestrator that was out"
+            self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
+
+    def command(self, command: Command) -> None:
+        """A user's command that changes what is in force."""
+        if self._in_force is None:
+            return
+        books = self._books
+        self._in_force.command(command, step=books.step, waiting=books.size)
+        if command.verb == "fail-batch" and books.training is not None:
+            books.training = None
+            self._attempt += 1
+
+    def sibling_ended(self, group: GroupEntry) -> None:
+        """A sibling of an open group was logged or failed for good."""
+        if self._in_force is not None:
+            self._books.settle(group, outlook_of(group, self._in_force.config.groups))
+
+    def committed(self, entry: StepEntry) -> None:
+        """A step was committed: of the batch that is in training, and the one after the last."""
+        fact, books = entry.fact, self._books
+        who = f"step {fact.step}"
+        if fact.step > books.version:
+            missing = f"step {books.version}"
+            self._findings.add("steps", missing, "is missing", expected=missing, found=who)
+        if entry.take is None:
+            message = f"attempt {fact.attempt} was committed, which no decision took"
+            self._findings.add("batches", who, message)
+        elif books.training != fact.step and fact.step >= books.version:
+            message = f"attempt {fact.attempt} was committed while it was not in training"
+            self._findings.add("batches", who, message)
+        for taken in fact.groups:
+            books.remove(taken.group)
+        if fact.step >= books.version:
+            books.version, books.training, self._attempt = fact.step + 1, None, 1
+
+    def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
+        """The groups of a refused batch are finished again, but for the offenders."""
+        offenders = {one.group for one in fact.offenders}
+        self._books.training = None
+        self._attempt = fact.attempt + 1
+        for taken in take.groups:
+            group = self._ledger.accounts.open.get(taken.group)
+            if group is not None and taken.group not in offenders:
+                self._books.give_back(group.spec)
+
+    def decision(self, decision: AnyDecision, at: Moment) -> None:
+        """Check one decision; called before it is booked."""
+        where = f"round {at.round}"
+        if self._ledger.stopped is not None:
+            self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
+        match decision:
+            case Dispatch():
+                self._dispatch(decision, at)
+            case Place():
+                self._place(decision, where)
+            case Assign():
+                self._assign(decision, where)
+            case Cancel() | Drain() | Fence():
+                self._worker(decision.worker, decision.epoch, _kind(decision), where)
+            case TakeBatch():
+                self._take(decision, where)
+            case End():
+                self._end(decision, where)
+            case StopRun():
+                self._stop(where)
+
+    def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
+        self._findings.add("decisions", subject, message, expected=expected, found=found)
+
+    def _worker(self, name: str, epoch: int, verb: str, where: str) -> WorkerEntry | None:
+        """The worker a decision speaks to; it must have joined and must not be out."""
+        worker = self._ledger.accounts.workers.get(epoch)
+        if worker is None or worker.joined.worker != name:
+            self._wrong(where, f"{verb} speaks to {name} under epoch {epoch}, which never joined")
+            return None
+        if worker.departure:
+            self._wrong(where, f"{verb} speaks to {name} of epoch {epoch}, which {worker.out}")
+        return worker
+
+    def _dispatch(self, decision: Dispatch, at: Moment) -> None:
+        spec, in_force = decision.spec, self._in_force
+        if in_force is None:
+            self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
+            return
+        check_spec(spec, self._ordinals[spec.purpose], self._ledger, in_force.config)
+        self._ordinals[spec.purpose] += 1
+        if spec.purpose == "eval":
+            return
+        if why := self._books.why_not_admit(spec.deadline, in_force):
+            self._wrong(spec.group, f"is dispatched in round {at.round} against the bound: {why}")
+        self._books.add(spec)
+
+    def _place(self, decision: Place, where: str) -> None:
+        group = self._ledger.accounts.groups.get(decision.spec.group)
+        entry = self._ledger.accounts.request(decision.trajectory)
+        who = decision.trajectory
+        if group is None or entry is None:
+            self._wrong(who, f"is placed in {where} but was never dispatched")
+            return
+        if group.spec != decision.spec:
+            self._wrong(who, f"is placed in {where} as another group", group.spec, decision.spec)
+        attempt = entry.placements[-1].attempt + 1 if entry.placements else 1
+        if decision.attempt != attempt:
+            message = f"is placed in {where} under a wrong attempt"
+            self._wrong(who, message, attempt, decision.attempt)
+        if group.fate is not None or entry.bound is not None or entry.failed:
+            self._wrong(who, f"is placed in {where} although it has ended")
+        elif entry.placements and not entry.waiting:
+            self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
+        worker = self._worker(decision.worker, decision.epoch, "place", where)
+        if worker is not None and worker.target != group.spec.version:
+            message = f"is placed in {where} on {decision.worker}, assigned to another version"
+            self._wrong(who, message, group.spec.version, worker.target)
+
+    def _assign(self, decision: Assign, where: str) -> None:
+        self._worker(decision.worker, decision.epoch, "assign", where)
+        version = self._ledger.versions.get(decision.version)
+        if version is None:
+            found = f"version {decision.version}"
+            self._wrong(where, f"assigns {found} to {decision.worker}, which nobody published")
+        elif version.digest != decision.digest:
+            message = f"assigns {decision.worker} weights that are not version {decision.version}"
+            self._wrong(where, message, version.digest, decision.digest)
+
+    def _take(self, decision: TakeBatch, where: str) -> None:
+        who = f"step {decision.step}"
+        if self._in_force is not None:
+            names = [taken.group for taken in decision.groups]
+            if why := self._books.why_not_take(decision.step, names, self._in_force):
+                self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
+        if decision.attempt != self._attempt:
+            message = f"its batch is taken in {where} under a wrong attempt"
+            self._wrong(who, message, self._attempt, decision.attempt)
+        for taken in decision.groups:
+            self._taken_group(taken, who)
+            self._books.remove(taken.group)
+        self._books.training = decision.step
+
+    def _taken_group(self, taken: TakenGroup, who: str) -> None:
+        group = self._ledger.accounts.groups.get(taken.group)
+        if group is None:
+            self._wrong(taken.group, f"is taken by {who} but was never dispatched")
+            return
+        stamped = (group.spec.version, group.spec.deadline)
+        found = (taken.version, taken.deadline)
+        message = f"is taken by {who} with another version or deadline than it was dispatched with"
+        self._findings.same("C3", taken.group, message, expected=stamped, found=found)
+
+    def _end(self, decision: End, where: str) -> None:
+        group = self._ledger.accounts.groups.get(decision.group)
+        if group is None or self._in_force is None:
+            return
+        evaluation = group.spec.purpose == "eval"
+        outlook = "evaluated" if evaluation else outlook_of(group, self._in_force.config.groups)
+        wrong = ""
+        if decision.fate == "trained":
+            wrong = "without a commit"
+        elif decision.fate == "evaluated" and not evaluation:
+            wrong = "although it is for training"
+        elif decision.fate == "filtered" and outlook != "doomed":
+            wrong = "although its rewards differ or filtering is off"
+        elif decision.fate == "failed" and outlook == "running" and group.taken is None:
+            wrong = "although enough of its siblings may still be valid"
+        if wrong:
+            self._wrong(decision.group, f"ends as {decision.fate} in {where} {wrong}")
+        self._books.remove(decision.group)
+
+    def _stop(self, where: str) -> None:
+        for name in self._ledger.accounts.open:
+            self._findings.add("C2", name, f"is open although {where} stops the run")
+
+
+def _kind(decision: AnyDecision) -> str:
+    return str(type(decision).__struct_config__.tag)

@@ -1,0 +1,80 @@
+"""Reads topics from end to end; it decides only when a log that gives nothing more is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.errors import BusError, SchemaError
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.topics import Topics
+
+Buried = tuple[str, int, int]
+"""Topic, partition and offset of a record that could not be read and is among the dead letters."""
+
+POLL_S: Final = 1.0
+EMPTY_POLLS_MAX: Final = 30
+"""Polls in a row without a record or an advance before reading is given up."""
+RECORDS_MAX: Final = 2000
+
+
+def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
+    """The present ends of all partitions of a topic."""
+    partitions = [TopicPartition(topic, one) for one in range(bus.partitions(topic))]
+    return {tp: bus.end(tp) for tp in partitions}
+
+
+def records_of(bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0) -> Iterator[Record]:
+    """Every record below these ends, in offset order per partition. Raises BusError."""
+    reader = bus.reader(dict.fromkeys(ends, start))
+    empty = 0
+    try:
+        while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
+            before = [reader.position(tp) for tp in ends]
+            records = reader.poll(timeout_s=POLL_S, records_max=RECORDS_MAX)
+            for record in records:
+                if record.offset < ends[record.at]:
+                    yield record
+            moved = records or before != [reader.position(tp) for tp in ends]
+            empty = 0 if moved else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{behind[0].topic} gives no more records before its end")
+    finally:
+        reader.close()
+
+
+def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
+    """The record at exactly this place; None where there is none."""
+    return next(iter(records_at(bus, tp, [offset])), None)
+
+
+def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
+    """The records of one partition at these offsets, in offset order; missing ones are left out."""
+    end = bus.end(tp)
+    reader = bus.reader({tp: 0})
+    try:
+        for offset in sorted(offsets):
+            if offset >= end:
+                return
+            reader.seek(tp, offset)
+            found: list[Record] = []
+            polls = 0
+            while not found and reader.position(tp) < end and polls <= EMPTY_POLLS_MAX:
+                found = reader.poll(timeout_s=POLL_S, records_max=1)
+                polls += 1
+            if found and found[0].offset == offset:
+                yield found[0]
+    finally:
+        reader.close()
+
+
+def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:
+    """Where the dead letters came from; what is no dead letter is left out."""
+    found: set[Buried] = set()
+    for record in records_of(bus, ends_of(bus, topics.dead_letters)):
+        with suppress(SchemaError):
+            letter = decode_dead_letter(record.value, record.headers)
+            found.add((letter.topic, letter.partition, letter.offset))
+    return frozenset(found)

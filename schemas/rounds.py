@@ -175,7 +175,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state_digest: str | None = None
     """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th round and the last."""
     chain: str = ""
-    """See `chain_of`."""
+    """sha256 of the chain before, the control bytes folded, this round without it (`chain_of`)."""
 
 
 _DECODER = msgspec.json.Decoder(Round)

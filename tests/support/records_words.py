@@ -1,0 +1,231 @@
+"""What docs/records.md says that no docstring says: its head, the topics, names used everywhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+HEAD = """\
+# Records
+
+Every record that crosses the bus, schema version {schema_version}. This page is printed from the
+code (`python -m tests.support.records_page > docs/records.md`); a test compares the two.
+
+- **JSON** (control, decisions, metrics): one object, canonical (fields in their declared order,
+  keys of maps sorted), so that equal values have equal bytes. `kind` is read first: a record of a
+  kind that a reader does not know is kept and counted, never refused. Only inside a round an
+  unknown kind is an error, because state is a fold of rounds and a fold must not skip a decision.
+  NaN and infinity are never written. At most {json_mib} MiB.
+- **Arrow** (trajectories, progress): one zstd frame (level {level}, with checksum) around one
+  Arrow IPC stream of one record batch of one row. Anyone reads it:
+  `pyarrow.ipc.open_stream(zstandard.decompress(value)).read_all()`. Our reader opens a frame to
+  at most {raw_mib} MiB, and refuses compressed Arrow bodies and dictionaries.
+- Both ends check: lengths equal, log-probs finite, `<= 0` and null exactly where nothing was
+  sampled, segments tile the sequence, ids fit each other. What fails is a `SchemaError` with the
+  path inside the record; a reader puts such a record, as it came, into dead letters.
+- Offsets are not dense, digests are sha256 in lower-case hex, `*_ns` is wall clock in ns since
+  1970 (only `now_ns` of a round is the orchestrator's own clock), null means unknown and is never
+  written as 0.
+- Each {state_digest_every}th round carries a digest of the state.
+
+## How records may change
+
+1. **A new field has a default, and its absence means what older writers meant.** Readers ignore
+   fields, columns, JSON keys and headers that they do not know.
+2. **Nothing is removed, renamed or given another type or meaning.** A field that is not needed
+   any more goes on being written.
+3. **Arrays and columns grow at their end.** Records that are JSON arrays (`Resume`,
+   `TakenTrajectory`, `Tensor`) gain entries behind the last one; an Arrow column keeps its type
+   for ever, is never dictionary-encoded, and a new one may be null.
+4. **A new kind of control or metrics record is free; a new kind of decision or observation, or a
+   new word in a closed set, is a new schema version**, because an older reader must refuse it.
+
+`tests/golden/v1` holds bytes of every record and the list of every field; tests read those bytes
+with today's code, today's bytes with older readers, and refuse a change that breaks a rule.
+"""
+
+LETTER = """\
+The value is the record's own value, byte for byte. One header, `{header}`, is an ASCII JSON object:
+
+| field | type | meaning |
+| --- | --- | --- |
+| `topic`, `partition`, `offset` | `str`, `int`, `int` | where the record lies |
+| `why`, `path` | `str` | the SchemaError: what is wrong, and where inside the record |
+| `at_ns` | `int` | when it could not be read |
+| `sha256`, `bytes` | `str`, `int` | of the record's value |
+| `kept` | `bool` | false where the value did not fit beside its reason and was left out |
+| `key` | `str` | the record's key, base64 |
+| `headers` | `list[[str, str]]` | the record's headers, values base64 |
+"""
+
+
+class Where(NamedTuple):
+    """How a topic is laid out."""
+
+    partitions: str
+    key: str
+    value: str
+
+
+TOPICS = {
+    "control": Where("1", "entity", "JSON"),
+    "metrics": Where("1 or more", "role", "JSON"),
+    "decisions": Where("1", "none", "JSON"),
+    "trajectories": Where("P", "group id", "Arrow"),
+    "progress": Where("P", "trajectory id", "Arrow"),
+    "dead-letters": Where("1", "none", "as it came"),
+}
+
+PARTS = (
+    ("GroupSpec", "rounds"),
+    ("Resume", "control"),
+    ("TakenGroup", "control"),
+    ("TakenTrajectory", "control"),
+    ("Offender", "control"),
+    ("Lineage", "control"),
+    ("Manifest", "policy"),
+    ("Tensor", "policy"),
+    ("Blob", "policy"),
+    ("Times", "trajectory"),
+    ("Cost", "metrics"),
+)
+
+COLUMN_MEANINGS = {
+    "weights_digest": "Weights digest, as bytes.",
+    "meta_json": "Everything that is neither an array nor asked for in bulk, as canonical JSON.",
+    "reward": "Null exactly when `reward_error` in `meta_json` says why.",
+}
+"""Where a column says less, or more, than the field it becomes."""
+
+COMMON = {
+    "active": "Requests in the running batch.",
+    "adopted": "Whether the weights before this step were adopted.",
+    "args": "The verb's arguments.",
+    "assets_digest": "Digest of the model directory's config and tokenizer files.",
+    "at_ns": "When the fact happened: the writer's wall clock.",
+    "attempt": "Which try this is; a batch or a request that is tried again gets the next number.",
+    "batch_digest": "See `schemas/batch.py`: what the batch is made of.",
+    "bytes": "Size of the value.",
+    "Blob.bytes": "Size of the file.",
+    "Manifest.bytes": "Size of all tensors.",
+    "cached_bytes": "Size of the records in the cache.",
+    "cached_records": "Trajectories read ahead of their batch.",
+    "compute_s": "Wall time of forward, backward and update.",
+    "config_digest": "sha256 of `config`.",
+    "cost": "What the role's CPU time went into.",
+    "data_epoch": "Pass over the data set, from 0.",
+    "dataset_digest": "sha256 of the data set.",
+    "dataset_rows": "Rows of the data set.",
+    "decisions": "What was decided, in order.",
+    "observations": "What enters state from outside control, in order.",
+    "declares": "What the engine promises, e.g. `batch_invariant`.",
+    "deadline": "Last step that may train the group; -1 for evaluation.",
+    "device": "What the engine runs on.",
+    "digest": "Weights digest.",
+    "Lineage.digest": "Weights digest of that version.",
+    "digest_after": "Weights digest of version `step + 1`.",
+    "digest_before": "Weights digest of version `step`.",
+    "digest_committed": "Weights digest in the commit.",
+    "digest_replayed": "Weights digest that this machine computed.",
+    "dtype": "Number type of the weights.",
+    "end": "First token behind the segment.",
+    "end_ns": "When it ended.",
+    "engine": "Name of the generation engine.",
+    "engine_version": "Its version.",
+    "epoch": "The worker's role epoch: offset of its `worker-joined`.",
+    "error": "Class of the error.",
+    "eval_digest": "sha256 of the evaluation data.",
+    "eval_rows": "Rows of the evaluation data.",
+    "extra": "Whatever a user's task or engine adds; plain JSON.",
+    "fate": "How the group ended.",
+    "finish": "Why the trajectory ended.",
+    "finished": "Its last token was there.",
+    "first_token": "Its first token was sampled.",
+    "group": "Group id.",
+    "group_size": "Siblings that were dispatched.",
+    "groups": "The batch, group by group.",
+    "host": "Name of the machine.",
+    "index": "Row of the data set.",
+    "instance": "Name of the process, for people.",
+    "kind": "Where the tokens come from.",
+    "kv_tokens": "Tokens that fit into the KV cache.",
+    "kv_used_tokens": "Tokens in the KV cache now.",
+    "lineage": "Where the initial weights come from; null for a model directory.",
+    "load_ms": "From the assignment to loaded and checked weights.",
+    "logprobs": "Log-probs of the model itself; null where nothing was sampled.",
+    "message": "What happened, in one line.",
+    "meta": "See below.",
+    "moves": "How often the request changed its worker with its KV cache.",
+    "name": "Name of the parameter.",
+    "offenders": "The groups that cannot be accepted.",
+    "offset": "Offset of the record.",
+    "ok": "False where the tool or environment failed.",
+    "open_groups": "Groups dispatched and not yet ended.",
+    "ordinal": "Dispatch ordinal, counted per purpose.",
+    "Round.ordinal": "Number of the round, from 0, without gaps.",
+    "package": "Version of dora-pipe.",
+    "partition": "Partition of the trajectories (or progress) topic.",
+    "phase": "What it does, in a word.",
+    "pid": "Process id.",
+    "placed": "It was placed on the worker that finished it.",
+    "planner": "Name and version of the planner.",
+    "policy": "The new version's weights.",
+    "prefetch": "Placed requests it holds ahead of its slots.",
+    "prompt_tokens": "Tokens of the prompt.",
+    "purpose": "What the group is for.",
+    "queued_requests": "Requests without a place.",
+    "reason": "Why, in words.",
+    "resume": "The newest progress record to go on from; null to begin.",
+    "Progressed.resume": "Its newest progress record.",
+    "retryable": "Whether it is placed again.",
+    "reward_digest": "Digest of the reward function's code.",
+    "reward_parts": "What the reward is made of.",
+    "reward_raw": "Before shaping; null where nothing is shaped.",
+    "rewarded": "Its reward was there.",
+    "role": "Which role.",
+    "role_epoch": "Incarnation of the exclusive role that wrote this.",
+    "RoleStarted.role_epoch": "The incarnation that begins.",
+    "rss_bytes": "Resident memory.",
+    "run": "Name of the run.",
+    "Lineage.run": "Name of that run.",
+    "sampler_logprobs": "Log-probs of the distribution that was sampled from; a null column where "
+    "equal to `logprobs`.",
+    "schema_version": "Version of the writer's records.",
+    "seed": "Seed of the run.",
+    "GroupSpec.seed": "Seed of the group: hash of the run's seed, purpose and ordinal.",
+    "segments": "Turns and their sources; they tile the sequence.",
+    "sha256": "Of the value bytes as stored.",
+    "Tensor.sha256": "Of its row-major little-endian bytes.",
+    "Blob.sha256": "Of the file.",
+    "shape": "Sizes.",
+    "sibling": "Which of the group's siblings, from 0.",
+    "slots": "Requests in its running batch at most.",
+    "spec": "The group's stamp.",
+    "start": "First token.",
+    "Progress.start": "How many sampled tokens came before these.",
+    "start_ns": "When it began.",
+    "started": "It got a slot.",
+    "step": "The training step.",
+    "Lineage.step": "Steps that were committed there.",
+    "tensors": "Every tensor.",
+    "times": "When things happened.",
+    "token_ids": "Tokens as sampled, never tokenised again.",
+    "tokens": "How many sampled tokens it reaches.",
+    "tool": "Name of the tool; empty where none was called.",
+    "total_s": "All of it.",
+    "trajectories": "All its logged siblings, in order.",
+    "trajectory": "Trajectory id.",
+    "turn": "Turn of the model that it belongs to, from 0.",
+    "used_tokens": "Tokens in the KV cache.",
+    "user": "Who asks.",
+    "valid": "Whether the reward counts.",
+    "verb": "What is asked.",
+    "version": "Policy version.",
+    "Segment.version": "Policy version that sampled it; -1 for what no engine made.",
+    "Segment.epoch": "That worker's role epoch; -1 for what no engine made.",
+    "Segment.start": "First token of the segment.",
+    "waiting": "Requests that wait for a slot.",
+    "why": "What is wrong with it.",
+    "WeightsAdopted.why": "How the machines differ.",
+    "worker": "Name of the worker.",
+}
+"""Meaning of a field by its name, or by record and name where it means something of its own."""

@@ -67,7 +67,7 @@ def mutations(draw: st.DrawFn, of: bytes) -> bytes:
     return bytes(data)
 
 
-def refused_or_read(decode: Decode, data: bytes) -> bool:
+def expect_read_or_refused(decode: Decode, data: bytes) -> bool:
     """True when it was read; anything but a SchemaError passes through and fails the test."""
     try:
         decode(data)
@@ -99,14 +99,14 @@ def test_number_that_is_none_is_refused(digits: str) -> None:
 @settings(max_examples=400)
 @given(st.data(), st.sampled_from(JSON))
 def test_mutated_json_is_read_or_refused(data: st.DataObject, record: tuple[Decode, bytes]) -> None:
-    refused_or_read(record[0], data.draw(mutations(record[1])))
+    expect_read_or_refused(record[0], data.draw(mutations(record[1])))
 
 
 @settings(max_examples=300)
 @given(st.data(), st.sampled_from(ARROW))
 def test_mutated_frame_is_refused(data: st.DataObject, record: tuple[Decode, bytes]) -> None:
     mutated = data.draw(mutations(record[1]))
-    assert mutated == record[1] or not refused_or_read(record[0], mutated)
+    assert mutated == record[1] or not expect_read_or_refused(record[0], mutated)
 
 
 @settings(max_examples=600)
@@ -115,7 +115,7 @@ def test_mutated_stream_in_a_sound_frame_is_read_or_refused(
     data: st.DataObject, record: tuple[Decode, bytes]
 ) -> None:
     raw = arrow_frame.decompress(record[1])
-    refused_or_read(record[0], zstandard.compress(data.draw(mutations(raw))))
+    expect_read_or_refused(record[0], zstandard.compress(data.draw(mutations(raw))))
 
 
 @given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=70)), max_size=3), st.data())
@@ -125,7 +125,7 @@ def test_mutated_headers_are_read_or_refused(
     pairs = [*header_pairs(arrow_values.HEADERS), *more]
     place = data.draw(st.integers(0, len(pairs) - 1))
     pairs[place] = (pairs[place][0], data.draw(mutations(pairs[place][1])))
-    refused_or_read(lambda _: parse_headers(pairs), b"")
+    expect_read_or_refused(lambda _: parse_headers(pairs), b"")
 
 
 @given(st.data())
@@ -133,7 +133,9 @@ def test_mutated_dead_letter_is_read_or_refused(data: st.DataObject) -> None:
     made = make.files()
     header = dict(make.pairs_from_bytes(made["dead-letters/headers.txt"]))[HEADER]
     mutated = data.draw(mutations(header))
-    refused_or_read(lambda value: decode_dead_letter(value, [(HEADER, mutated)]), b"\xde\xad")
+    expect_read_or_refused(
+        lambda value: decode_dead_letter(value, [(HEADER, mutated)]), b"\xde\xad"
+    )
 
 
 def test_json_above_the_bound_is_refused_before_it_is_parsed() -> None:
@@ -223,7 +225,7 @@ def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
         "    for _ in range(r.choice((1, 1, 2, 4, 16))):\n"
         "        at = r.randrange(len(data))\n"
         "        data[at] = r.choice((data[at] ^ (1 << r.randrange(8)), 0, 127, 255))\n"
-        "    read += t.refused_or_read(decode, zstandard.compress(bytes(data)))\n"
+        "    read += t.expect_read_or_refused(decode, zstandard.compress(bytes(data)))\n"
         "print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = subprocess.run(

@@ -137,7 +137,7 @@ class WorkerMachine:
                 return ""
             if count:
                 return f"{phase.value} ({count})"
-        if self.hosted == NOTHING:
+        if self.hosted is NOTHING:
             return "a first version to host"
         return f"requests of version {self.hosted.version}"
 
@@ -317,6 +317,9 @@ class WorkerMachine:
 
     def _status(self, now: Now) -> None:
         requests = self.requests
+        running = requests.in_phase(Phase.RUNNING)
+        active = min(running, self.setup.slots)
+        waiting = requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits_for=self.waits_for(),
@@ -324,8 +327,8 @@ class WorkerMachine:
             worker=self.setup.worker,
             epoch=self.setup.epoch,
             version=self.hosted.version,
-            active=requests.in_phase(Phase.RUNNING),
-            waiting=requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING),
+            active=active,
+            waiting=waiting + running - active,
             kv_used_tokens=self._kv_used(),
             tokens_total=requests.tokens_total,
             progress=requests.progress(),

@@ -34,7 +34,12 @@ from dora_pipe.producers.effects import (
     StepEnvironment,
     TrajectoryEncoded,
 )
-from dora_pipe.producers.engines.port import Engine, RequestFinished, WeightsLoaded
+from dora_pipe.producers.engines.port import (
+    Engine,
+    EngineRequest,
+    RequestFinished,
+    WeightsLoaded,
+)
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
@@ -54,9 +59,9 @@ from dora_pipe.schemas.trajectory_codec import (
     header_pairs,
 )
 
-STEP_BUDGET_NS: Final = 5_000_000
-"""The engine steps until so much time has passed, so that one turn of the loop costs little beside
-it; a slot that became free waits at most so long for its next request."""
+STEP_BUDGET_NS: Final = 20_000_000
+"""The engine steps until so much time has passed, so that one turn of the loop, with its durable
+append, costs little beside it. No slot waits for that: the port has requests ahead."""
 
 STEPS_MAX: Final = 64
 """Steps in one poll, also where no time passes."""
@@ -108,7 +113,10 @@ class Texts(Protocol):
 
 
 class EnginePort:
-    """Drives an engine. With `in_thread`, weights are loaded beside the loop."""
+    """Drives an engine, and refills its slots between two steps from the requests it was handed.
+
+    With `in_thread`, weights are loaded beside the loop.
+    """
 
     effects: tuple[type, ...] = (EngineAdd, EngineCancel, LoadWeights)
 
@@ -127,21 +135,17 @@ class EnginePort:
         self._in_thread = in_thread
         self._steps_max = steps_max
         self._events: list[Any] = []
+        self._ahead: dict[str, EngineRequest] = {}
         self._loading: threading.Thread | None = None
         self._loaded: list[WeightsLoaded | LoadFailed] = []
 
     def start(self, effect: EngineAdd | EngineCancel | LoadWeights) -> None:
-        """See the effects. A request that the engine refuses has ended with an error."""
+        """See the effects."""
         if isinstance(effect, EngineAdd):
-            try:
-                self._engine.add(effect.request)
-            except ValueError as error:
-                refused = effect.request.request
-                self._events.append(
-                    RequestFinished(request=refused, reason="error", error=str(error))
-                )
+            self._ahead[effect.request.request] = effect.request
         elif isinstance(effect, EngineCancel):
-            self._engine.cancel(effect.request)
+            if self._ahead.pop(effect.request, None) is None:
+                self._engine.cancel(effect.request)
         elif self._in_thread:
             assert self._loading is None, "weights are loaded one version at a time"
             self._loading = threading.Thread(
@@ -163,6 +167,7 @@ class EnginePort:
         self._loaded = []
         until_ns = self._clock.now_ns() + STEP_BUDGET_NS
         for _ in range(self._steps_max):
+            self._refill(events)
             if not self._engine.active:
                 break
             events += self._engine.step()
@@ -173,13 +178,22 @@ class EnginePort:
     @property
     def busy(self) -> bool:
         """Whether there are tokens to sample."""
-        return bool(self._events or self._loaded) or self._engine.active > 0
+        return bool(self._events or self._loaded or self._ahead) or self._engine.active > 0
 
     def close(self) -> None:
         """Wait for weights under way. Who made the engine closes it."""
         if self._loading is not None:
             self._loading.join()
             self._loading = None
+
+    def _refill(self, events: list[Any]) -> None:
+        """Fill free slots in order. A request that the engine refuses has ended with an error."""
+        while self._ahead and self._engine.active < self._engine.slots:
+            name = next(iter(self._ahead))
+            try:
+                self._engine.add(self._ahead.pop(name))
+            except ValueError as error:
+                events.append(RequestFinished(request=name, reason="error", error=str(error)))
 
     def _load(self, effect: LoadWeights) -> None:
         try:

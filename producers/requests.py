@@ -37,7 +37,6 @@ from dora_pipe.producers.rows import (
     seed_of,
     trajectory_of,
 )
-from dora_pipe.producers.sequence import TokenSequence
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.runtime import Now, Outputs, Publish
 from dora_pipe.schemas.control import FinishReason, RequestFailed, Resume
@@ -95,9 +94,15 @@ class Requests:
             return
         params = self.setup.params[place.spec.purpose]
         self.rows[key] = row = Row(
-            key=key, place=place, params=params, placed_ns=now.wall_ns, resume=place.resume
+            key=key,
+            place=place,
+            params=params,
+            seed=seed_of(place),
+            placed_ns=now.wall_ns,
+            resume=place.resume,
         )
-        self._count(row, +1)
+        self._phases[row.phase] += 1
+        self._generating[place.spec.version] += 1
         self.ask_prompt(row)
 
     def cancel(self, trajectory: str, attempt: int) -> None:
@@ -127,8 +132,8 @@ class Requests:
         self.out.publish.append(Publish(record=append))
 
     def fill(self, version: int, now: Now) -> None:
-        """Put waiting requests of a version into free slots."""
-        free = self.setup.slots - self._phases[Phase.RUNNING]
+        """Hand waiting requests of a version to the engine: its slots, and a few ahead."""
+        free = self.setup.slots + self.setup.ahead - self._phases[Phase.RUNNING]
         while free > 0:
             queue = self._returning or self._waiting.get(version)
             if not queue:
@@ -177,9 +182,12 @@ class Requests:
 
     def enter(self, row: Row, phase: Phase) -> None:
         """Take a request to a phase."""
-        self._count(row, -1)
+        was = row.phase in GENERATING
+        if was != (phase in GENERATING):
+            self._count_generating(row, -1 if was else +1)
+        self._phases[row.phase] -= 1
+        self._phases[phase] += 1
         row.phase = phase
-        self._count(row, +1)
 
     def ask_prompt(self, row: Row) -> None:
         """A request needs its prompt (again)."""
@@ -233,12 +241,11 @@ class Requests:
         if not self._chunk(row, 1) and not row.chunk_open:
             self._put_down(row)
 
-    def start_again(self, row: Row, now: Now) -> None:
+    def start_again(self, row: Row) -> None:
         """From the prompt on, under the same version and seed."""
         self._release(row)
         row.restarts += 1
-        row.sequence = TokenSequence([], at_ns=now.wall_ns)
-        row.started_ns = row.first_token_ns = row.finished_ns = None
+        row.start_over()
         self.enter(row, Phase.PROMPTING)
         self.ask_prompt(row)
 
@@ -261,12 +268,14 @@ class Requests:
 
     def gone(self, row: Row) -> None:
         """A request has no more business here."""
-        self._count(row, -1)
+        if row.phase in GENERATING:
+            self._count_generating(row, -1)
+        self._phases[row.phase] -= 1
         self._grown.pop(row.key, None)
         del self.rows[row.key]
 
     def _run(self, row: Row, now: Now) -> None:
-        """Put a request into a slot; of several turns only what is left may be sampled."""
+        """Hand a request to the engine; of several turns only what is left may be sampled."""
         sequence, params = row.sequence, row.params
         self._unlist(row)
         self.enter(row, Phase.RUNNING)
@@ -281,7 +290,7 @@ class Requests:
             request=row.key,
             token_ids=list(sequence.token_ids),
             sampled=sampled,
-            seed=seed_of(row.place),
+            seed=row.seed,
             params=params,
             emit_every=emit_every,
         )
@@ -317,13 +326,11 @@ class Requests:
             if not waiting:
                 del self._waiting[version]
 
-    def _count(self, row: Row, one: int) -> None:
+    def _count_generating(self, row: Row, one: int) -> None:
         version = row.place.spec.version
-        self._phases[row.phase] += one
-        if row.phase in GENERATING:
-            self._generating[version] += one
-            if not self._generating[version]:
-                del self._generating[version]
+        self._generating[version] += one
+        if not self._generating[version]:
+            del self._generating[version]
 
     def _generating_rows(self) -> list[Row]:
         return [row for row in self.rows.values() if row.phase in GENERATING]

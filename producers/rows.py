@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from typing import Final
 
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.sequence import TokenSequence
@@ -17,7 +18,7 @@ from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """Where a request is; the value says in words what it waits for, for all in it."""
 
     PROMPTING = "prompts"
@@ -67,9 +68,19 @@ class WorkerSetup:
     """Sampling settings of each purpose, stop token ids included."""
 
     @property
+    def ahead(self) -> int:
+        """Requests handed to the engine's port beyond its slots, so that a slot is refilled
+        between two steps, without a turn of the loop."""
+        return (self.slots + 3) // 4
+
+    @property
     def requests_max(self) -> int:
         """Requests held at once, whatever they wait for; a placement beyond is refused."""
         return 4 * (self.slots + self.prefetch)
+
+
+_NOTHING: Final = TokenSequence([], at_ns=0)
+"""The sequence of a request that has no prompt yet; never changed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +90,10 @@ class Row:
     key: str
     place: Place
     params: SamplingParams
+    seed: int
     placed_ns: int
     phase: Phase = Phase.PROMPTING
-    sequence: TokenSequence = field(default_factory=lambda: TokenSequence([], at_ns=0))
+    sequence: TokenSequence = _NOTHING
     episode: bool = False
     """It has an environment: several turns, no progress records."""
     restarts: int = 0
@@ -107,10 +119,10 @@ class Row:
     sha256: str = ""
     value_bytes: int = 0
 
-    @property
-    def started(self) -> bool:
-        """Whether it has been in a slot since it came here."""
-        return self.started_ns is not None
+    def start_over(self) -> None:
+        """Forget all that was sampled."""
+        self.sequence = _NOTHING
+        self.started_ns = self.first_token_ns = self.finished_ns = None
 
 
 def key_of(trajectory: str, attempt: int) -> str:
@@ -148,7 +160,7 @@ def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
             dataset_digest=spec.dataset_digest,
             index=spec.index,
             data_epoch=spec.data_epoch,
-            seed=seed_of(place),
+            seed=row.seed,
             prompt_tokens=sequence.prompt_tokens,
             worker=setup.worker,
             epoch=setup.epoch,

@@ -231,7 +231,7 @@ def _episode_lost(book: Requests, row: Row, event: EpisodeLost, now: Now) -> Non
         book.give_up(row, now, "EpisodeLost", event.message, retryable=True)
     else:
         book.counts["episodes started again"] += 1
-        book.start_again(row, now)
+        book.start_again(row)
 
 
 # REWARDING

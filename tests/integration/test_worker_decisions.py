@@ -62,8 +62,8 @@ def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     world = World(lengths=lambda seed, turn: 40)
     tasks = InlineTasks(held={PromptCall} if phase is Phase.PROMPTING else set())
     worker = world.start(slots=1, tasks=tasks)
-    places = [world.place(worker, 0), world.place(worker, 1)]
-    wanted = places[1] if phase is Phase.WAITING else places[0]
+    places = [world.place(worker, ordinal) for ordinal in range(3)]
+    wanted = places[2] if phase is Phase.WAITING else places[0]
     world.decide(*places)
     world.ticks(worker, 6)
     assert worker.machine.requests.rows[f"{wanted.trajectory}/1"].phase is phase
@@ -74,6 +74,19 @@ def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     logged = [one.trajectory for one in world.facts(TrajectoryLogged)]
     assert logged == [place.trajectory for place in places if place is not wanted]
     assert world.facts(RequestFailed) == []
+
+
+def test_request_handed_ahead_of_a_slot_is_cancelled_without_ever_running() -> None:
+    world = World(lengths=lambda seed, turn: 40)
+    worker = world.start(slots=1)
+    places = [world.place(worker, ordinal) for ordinal in range(2)]
+    world.decide(*places)
+    world.ticks(worker, 6)
+    assert worker.machine.requests.in_phase(Phase.RUNNING) == 2
+    world.decide(world.cancel(places[1]))
+    world.until_idle(worker)
+    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [places[0].trajectory]
+    assert worker.engine.active == 0
 
 
 @pytest.mark.parametrize("held", [RewardCall, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dora_pipe.producers.engines.port import EngineEvent
 from dora_pipe.producers.rows import Phase
 from dora_pipe.producers.tasks.calls import (
     PromptReady,
@@ -69,18 +70,23 @@ def test_trajectory_is_appended_before_the_fact_that_it_is_there() -> None:
     assert len(world.facts(TrajectoryLogged)) == 1
 
 
-def test_slot_is_refilled_at_once_and_siblings_end_independently() -> None:
-    world = World(lengths=lambda seed, turn: 5 + seed % 40)
-    worker = world.start(slots=4, prefetch=4)
-    world.decide(*(world.place(worker, 0, sibling) for sibling in range(8)))
-    world.until(worker, lambda: worker.engine.active == 4)
-    free_ticks = 0
-    while worker.machine.requests.in_phase(Phase.WAITING):
-        free_ticks += worker.engine.active < 4
-        world.ticks(worker, 1)
-    assert free_ticks == 0
+def test_slot_is_refilled_between_two_steps_and_siblings_end_independently() -> None:
+    world = World(lengths=lambda seed, turn: 20 + seed % 40)
+    worker = world.start(slots=8, prefetch=16)
+    world.decide(*(world.place(worker, 0, sibling) for sibling in range(24)))
+    empty: list[int] = []
+    step = worker.engine.step
+
+    def watched() -> list[EngineEvent]:
+        if worker.machine.requests.in_phase(Phase.WAITING):
+            empty.append(worker.engine.slots - worker.engine.active)
+        return step()
+
+    worker.engine.step = watched  # type: ignore[method-assign]
     world.until_idle(worker)
-    assert len(world.facts(TrajectoryLogged)) == 8
+    assert len(empty) > 40
+    assert set(empty) == {0}
+    assert len(world.facts(TrajectoryLogged)) == 24
 
 
 def test_prompts_are_asked_for_before_a_slot_is_free() -> None:
@@ -89,7 +95,9 @@ def test_prompts_are_asked_for_before_a_slot_is_free() -> None:
     world.decide(*(world.place(worker, ordinal) for ordinal in range(4)))
     world.ticks(worker, 10)
     assert len(worker.tasks.seen) == 4
-    assert worker.machine.requests.in_phase(Phase.WAITING) == 3
+    requests = worker.machine.requests
+    assert (requests.in_phase(Phase.RUNNING), requests.in_phase(Phase.WAITING)) == (2, 2)
+    assert worker.engine.active == 1
 
 
 def test_two_workers_give_the_same_trajectories_whatever_else_runs() -> None:

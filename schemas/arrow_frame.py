@@ -5,8 +5,6 @@ reader takes the columns it knows by name; columns of a later version are left a
 in is not trusted: the frame is opened with a bound on what may come out, a compressed Arrow body
 (which has no such bound) and dictionaries are refused, and every column that is read is validated
 to its last offset first.
-
-The compressors are reused, so one thread of a process uses this module at a time.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ _END_OF_STREAM = struct.pack("<iI", -1, 0)
 _COMPRESSION_SLOT = 3  # of the table RecordBatch in Arrow's Message.fbs
 _HEADER_SLOT = 2  # of the table Message
 
-_COMPRESSOR = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
-_DECOMPRESSOR = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
 # ValueError covers ArrowInvalid, KeyError ArrowKeyError, OSError ArrowSerializationError.
 _UNREADABLE = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, MemoryError)
 
@@ -82,7 +78,7 @@ class Layout:
         raw = b"".join((self.head, memoryview(batch.serialize()), _END_OF_STREAM))
         if len(raw) > RAW_BYTES_MAX:
             raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
-        return _COMPRESSOR.compress(raw)
+        return _compressor().compress(raw)
 
     def unseal(self, value: bytes) -> Row:
         """The known columns of a record, each valid, of one row and of its type.
@@ -161,6 +157,15 @@ def _next(messages: pa.ipc.MessageReader, wanted: str) -> pa.ipc.Message:
     return message
 
 
+# Made anew each time, for 9 and 7 microseconds: two threads on one of them end the process.
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    return zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+
+
 def decompress(value: bytes) -> bytes:
     """What one zstd frame holds, at most `RAW_BYTES_MAX`. Raises SchemaError."""
     try:
@@ -168,7 +173,7 @@ def decompress(value: bytes) -> bytes:
         if size > RAW_BYTES_MAX:
             raise SchemaError(f"frame of {size} bytes is above {RAW_BYTES_MAX}")
         if size >= 0:
-            return _DECOMPRESSOR.decompress(value, allow_extra_data=False)
+            return _decompressor().decompress(value, allow_extra_data=False)
         return _stream(value)
     except (zstandard.ZstdError, MemoryError, ValueError) as error:
         raise SchemaError(f"not a zstd frame: {_first_line(error)}") from None
@@ -178,7 +183,7 @@ def _stream(value: bytes) -> bytes:
     """A frame that does not say its size, read in pieces and given up at the bound."""
     pieces: list[bytes] = []
     size = 0
-    with _DECOMPRESSOR.stream_reader(value) as reader:
+    with _decompressor().stream_reader(value) as reader:
         while piece := reader.read(_READ_BYTES):
             pieces.append(piece)
             size += len(piece)

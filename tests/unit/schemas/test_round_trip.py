@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 
+from dora_pipe.bench.codec import sample_trajectory
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs, matches, parse_headers
@@ -116,6 +118,17 @@ def test_log_prob_survives_as_exactly_its_float32(value: float) -> None:
     given_ = replace(PLAIN_TRAJECTORY, logprobs=[None, value], sampler_logprobs=[None, value])
     back = decode_trajectory(encode_trajectory(given_)[0]).logprobs[1]
     assert np.float32(back).tobytes() == np.float32(value).tobytes()
+
+
+def test_threads_may_write_and_read_at_once() -> None:
+    """One zstd compressor shared by two threads would end the process."""
+    large = sample_trajectory(3000)
+
+    def write_and_read(_: int) -> bool:
+        return decode_trajectory(encode_trajectory(large)[0]) == large
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(write_and_read, range(40)))
 
 
 def test_any_arrow_reader_opens_a_trajectory() -> None:

@@ -1,0 +1,179 @@
+"""What an engine knows of the request in each slot; decides when one emits and when it ends.
+
+One array per property, indexed by slot, so that a step costs a few array operations whatever the
+number of rows. Only rows that emit or end are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dora_pipe.producers.engines.port import (
+    EngineEvent,
+    EngineRequest,
+    RequestFinished,
+    StopReason,
+    TokensSampled,
+)
+from dora_pipe.producers.engines.stops import StopText
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+NEVER = int(np.iinfo(np.int64).max)
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The tokens of a batch and their log-probs: the model's, and the sampler's (0 if greedy)."""
+
+    tokens: Integers
+    logprobs: Floats
+    sampler_logprobs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a step brought. `broken` slots met numbers that are not finite."""
+
+    events: list[EngineEvent]
+    ended: list[int]
+    broken: frozenset[int]
+
+
+class SlotTable:
+    """The requests in the slots of an engine."""
+
+    def __init__(self, *, slots: int, context_tokens: int) -> None:
+        self.length = np.zeros(slots, np.int64)
+        """Tokens of the sequence, the last one not yet in the cache."""
+        self.cached = np.zeros(slots, np.int64)
+        """Positions whose keys and values are in the cache."""
+        self.last = np.zeros(slots, np.int64)
+        """The last token of the sequence: the input of the next step."""
+        self.prompts: list[Integers] = [self.last[:0]] * slots
+        """The tokens a request came with."""
+        self._context_tokens = context_tokens
+        self._names = [""] * slots
+        self._arrivals = np.zeros(slots, np.int64)
+        self._arrived = 0
+        self._count = np.zeros(slots, np.int64)  # tokens sampled in this stay
+        self._sent = np.zeros(slots, np.int64)  # of which in events
+        self._limit = np.zeros(slots, np.int64)
+        self._emit_at = np.zeros(slots, np.int64)
+        self._emit_every = np.zeros(slots, np.int64)
+        self._first_ns = np.zeros(slots, np.int64)
+        self._stop_ids = np.full((slots, 1), NO_TOKEN, np.int64)
+        self._stop_texts: dict[int, StopText] = {}
+        self._tokens = np.zeros((slots, context_tokens), np.int64)
+        self._logprobs = np.zeros((slots, context_tokens), np.float32)
+        self._sampler_logprobs = np.zeros((slots, context_tokens), np.float32)
+
+    def enter(self, slot: int, request: EngineRequest, stops: StopText | None) -> None:
+        """Take over a checked request."""
+        params, tokens = request.params, np.array(request.token_ids, np.int64)
+        self.prompts[slot] = tokens
+        self.length[slot] = len(tokens)
+        self.cached[slot] = 0
+        self.last[slot] = tokens[-1]
+        self._names[slot] = request.request
+        self._arrivals[slot] = self._arrived
+        self._arrived += 1
+        self._count[slot] = self._sent[slot] = 0
+        room = self._context_tokens - len(tokens)
+        self._limit[slot] = min(params.max_tokens - request.sampled, room)
+        self._emit_every[slot] = request.emit_every
+        self._emit_at[slot] = request.emit_every or NEVER
+        self._set_stop_ids(slot, params.stop_ids)
+        if stops is not None:
+            self._stop_texts[slot] = stops
+
+    def leave(self, slot: int) -> str:
+        """Forget the request of a slot; its name."""
+        self.prompts[slot] = self.last[:0]
+        self._stop_texts.pop(slot, None)
+        self.cached[slot] = 0
+        return self._names[slot]
+
+    def take(self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]) -> Taken:
+        """Give the slots of `order` their drawn tokens; events in the order of arrival."""
+        at = self._count[order]
+        if not at.all():
+            self._first_ns[order[at == 0]] = wall_ns()
+        self._tokens[order, at] = drawn.tokens
+        self._logprobs[order, at] = drawn.logprobs
+        self._sampler_logprobs[order, at] = drawn.sampler_logprobs
+        self._count[order] = at + 1
+        self.last[order] = drawn.tokens
+        self.cached[order] = self.length[order]
+        self.length[order] += 1
+        broken = ~np.isfinite(drawn.logprobs)
+        stopped = (self._stop_ids[order] == drawn.tokens[:, None]).any(1)
+        if self._stop_texts:
+            stopped |= self._text_stops(order, drawn.tokens)
+        full = self._count[order] >= self._limit[order]
+        busy = broken | stopped | full | (self._count[order] >= self._emit_at[order])
+        if not busy.any():
+            return Taken(events=[], ended=[], broken=frozenset())
+        reasons: dict[int, StopReason | None] = {}
+        for row in np.flatnonzero(busy):
+            slot = int(order[row])
+            reasons[slot] = "length" if full[row] else None
+            if stopped[row]:
+                reasons[slot] = "stop"
+            if broken[row]:
+                reasons[slot] = "error"
+        return self._taken(reasons)
+
+    def _taken(self, reasons: dict[int, StopReason | None]) -> Taken:
+        """Events of the slots that emit or end."""
+        events: list[EngineEvent] = []
+        for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
+            reason, error = reasons[slot], None
+            if reason == "error":
+                error = f"the logits of token {self.length[slot] - 1} are not finite"
+                self._count[slot] -= 1
+            if self._count[slot] > self._sent[slot]:
+                events.append(self._emit(slot))
+            if reason is not None:
+                name = self._names[slot]
+                events.append(RequestFinished(request=name, reason=reason, error=error))
+        return Taken(
+            events=events,
+            ended=[slot for slot, reason in reasons.items() if reason is not None],
+            broken=frozenset(slot for slot, reason in reasons.items() if reason == "error"),
+        )
+
+    def _emit(self, slot: int) -> TokensSampled:
+        start, end = int(self._sent[slot]), int(self._count[slot])
+        self._sent[slot] = end
+        if self._emit_every[slot]:
+            self._emit_at[slot] = end + self._emit_every[slot]
+        return TokensSampled(
+            request=self._names[slot],
+            token_ids=self._tokens[slot, start:end].tolist(),
+            logprobs=self._logprobs[slot, start:end].tolist(),
+            sampler_logprobs=self._sampler_logprobs[slot, start:end].tolist(),
+            first_token_ns=int(self._first_ns[slot]),
+        )
+
+    def _text_stops(self, order: Integers, tokens: Integers) -> Flags:
+        """Whether the text of each row now contains a stop string."""
+        watched = np.isin(order, list(self._stop_texts))
+        stops = np.zeros(len(order), np.bool_)
+        for row in np.flatnonzero(watched):
+            stops[row] = self._stop_texts[int(order[row])].feed(int(tokens[row]))
+        return stops
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            wider = ((0, 0), (0, missing))
+            self._stop_ids = np.pad(self._stop_ids, wider, constant_values=NO_TOKEN)
+        self._stop_ids[slot] = NO_TOKEN
+        self._stop_ids[slot, : len(stop_ids)] = stop_ids

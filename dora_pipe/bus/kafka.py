@@ -40,6 +40,7 @@ from dora_pipe.bus.kafka_client import (
     FETCH_BYTES,
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
+    RECONNECT_MS_MAX,
     RECORD_BYTES_MAX,
     RETRY_MS,
     TRANSACTION_LIMIT_S,
@@ -74,7 +75,9 @@ class KafkaBus:
         self._lock = threading.Lock()  # a writer's thread looks topics up too
         with our_errors():
             self._admin = KafkaAdminClient(
-                bootstrap_servers=self.servers, bootstrap_timeout_ms=ms(CONNECT_LIMIT_S)
+                bootstrap_servers=self.servers,
+                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
+                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
@@ -178,6 +181,7 @@ class KafkaReader:
                 fetch_max_bytes=FETCH_BYTES,
                 max_partition_fetch_bytes=FETCH_BYTES,
                 retry_backoff_ms=RETRY_MS,
+                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])
             for tp, position in positions.items():
@@ -270,8 +274,12 @@ class KafkaWriter:
             raise
 
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
-        """Before the commit of a transaction begins, a failure means: nothing was appended."""
-        with our_errors(BusError if self._name else OutcomeUnknown):
+        """Send, wait for all, and commit if exclusive.
+
+        A transaction that failed before its commit left nothing, but its producer cannot go on
+        without fencing its own successor; so that too is an unknown outcome, and ends the writer.
+        """
+        with our_errors(OutcomeUnknown):
             if self._name:
                 producer.begin_transaction()
             sent = [send(producer, record) for record in records]
@@ -279,8 +287,7 @@ class KafkaWriter:
             offsets = [
                 int(each.get(max(0.0, deadline_s - time.monotonic())).offset) for each in sent
             ]
-        if self._name:
-            with our_errors(OutcomeUnknown):
+            if self._name:
                 bounded(producer.commit_transaction, self._bus.delivery_limit_s)
         return offsets
 
@@ -301,6 +308,7 @@ class KafkaWriter:
                 linger_ms=0,
                 allow_auto_create_topics=False,
                 retry_backoff_ms=RETRY_MS,
+                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
             if self._name:
                 producer.init_transactions()

@@ -36,6 +36,7 @@ FETCH_BYTES = 32 * 1024 * 1024
 RECORD_BYTES_MAX = 64 * 1024 * 1024
 
 RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
+RECONNECT_MS_MAX = 1000  # the default of 30 s keeps a role away long after its broker is back
 _REPLICAS = 3
 BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
 
@@ -122,7 +123,7 @@ def our_errors(otherwise: type[BusError] = BusError) -> Iterator[None]:
     except _MISSING as error:
         raise TopicMissing(f"a topic is missing: {error}") from error
     except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
-        raise otherwise(f"kafka: {type(error).__name__}: {error}") from error
+        raise otherwise(f"kafka: {str(error) or type(error).__name__}") from error
 
 
 def ms(seconds: float) -> int:

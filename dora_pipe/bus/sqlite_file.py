@@ -214,14 +214,21 @@ class SqliteFile:
 
 
 def _connect(path: Path, *, create: bool) -> sqlite3.Connection:
-    mode = "rwc" if create else "rw"
+    how = "mode=rwc" if create else "mode=rw"
+    if path.exists() and not os.access(path, os.W_OK) and not _wal(path).exists():
+        how = "mode=ro&immutable=1"  # a finished log on a medium that nobody can write
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}",
+        f"{path.absolute().as_uri()}?{how}",
         uri=True,
         timeout=LOCK_LIMIT_S,
-        isolation_level=None,  # transactions are ours too
+        isolation_level=None,  # transactions are ours
         check_same_thread=False,  # one thread at a time, not the same one for ever
     )
+
+
+def _wal(path: Path) -> Path:
+    """Where SQLite keeps what it did not copy back yet."""
+    return path.with_name(path.name + "-wal")
 
 
 def _primary(error: sqlite3.Error) -> int:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
     bus.close()
 
 
+def freeze(broker: KafkaBroker) -> None:
+    """SIGSTOP, and wait until the last of its threads has noticed."""
+    broker.freeze()
+    time.sleep(0.5)
+
+
 def texts(*given: str) -> list[Append]:
     return [Append(topic="t", value=text.encode()) for text in given]
 
@@ -67,11 +74,11 @@ def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
     plain, exclusive = bus.writer(), bus.writer(exclusive="x")
     plain.append(texts("plain"))
     exclusive.append(texts("exclusive"))
-    broker.freeze()
+    freeze(broker)
     began_s = time.monotonic()
     with pytest.raises(OutcomeUnknown):
         plain.append(texts("perhaps"))
-    with pytest.raises(BusError):
+    with pytest.raises(OutcomeUnknown):
         exclusive.append(texts("not committed"))
     assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
     broker.thaw()
@@ -105,8 +112,10 @@ def test_a_killed_broker_comes_back_with_everything_acknowledged(
     found = [value.decode() for value in read_until(bus, b"end")]
     assert found[:50] == acknowledged
     rest: list[Record] = []
-    while len(rest) < len(found) - 1:
-        rest += reader.poll(timeout_s=1)
+    deadline_s = time.monotonic() + 30
+    while len(rest) < len(found) - 1 and time.monotonic() < deadline_s:
+        with suppress(BusError):  # it may take a moment to find its broker again
+            rest += reader.poll(timeout_s=1)
     assert [record.value.decode() for record in rest] == found[1:], "the reader went on"
 
 
@@ -117,7 +126,7 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
     began_s = time.monotonic()
     while time.monotonic() - began_s < QUIET_LIMIT_S + 1:
         assert reader.poll(timeout_s=0.1) == [], "a quiet log is no outage"
-    broker.freeze()
+    freeze(broker)
     began_s = time.monotonic()
     with pytest.raises(BusError):
         while time.monotonic() - began_s < SLACK_S:
@@ -127,7 +136,12 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
         reader.poll(timeout_s=0.1)
     broker.thaw()
     bus.writer().append(texts("back"))
-    assert [record.value for record in reader.poll(timeout_s=20)] == [b"back"]
+    found: list[Record] = []
+    deadline_s = time.monotonic() + 30
+    while not found and time.monotonic() < deadline_s:
+        with suppress(BusError):
+            found = reader.poll(timeout_s=1)
+    assert [record.value for record in found] == [b"back"]
 
 
 def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: KafkaBus) -> None:

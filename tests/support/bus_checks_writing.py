@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 
@@ -184,7 +185,10 @@ def a_forked_child_is_refused(harness: Harness) -> None:
     reader, writer = bus.reader({at: 0}), bus.writer()
     if not harness.shared:
         return  # a log in memory is simply another log after a fork
-    child = os.fork()
+    with warnings.catch_warnings():
+        # Newer Pythons warn of forking beside threads, which is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         refused = 0
         for use in (

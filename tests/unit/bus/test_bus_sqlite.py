@@ -166,6 +166,20 @@ def test_closing_the_last_connection_leaves_one_file(bus: SqliteBus, path: Path)
     again.close()
 
 
+def test_a_finished_log_that_nobody_can_write_is_read_where_it_lies(
+    bus: SqliteBus, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus.writer().append(texts("a"))
+    bus.close()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    archived = SqliteBus(path)
+    assert landed(archived) == ["a"]
+    with pytest.raises(BusError, match="readonly"):
+        archived.writer().append(texts("b"))
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing was put beside it"
+    archived.close()
+
+
 def test_a_person_can_read_the_log_with_sqlite_alone(bus: SqliteBus, path: Path) -> None:
     bus.writer().append([Append(topic="t", partition=1, key=b"k", value=b"v")] * 2)
     connection = sqlite3.connect(path)

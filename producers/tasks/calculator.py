@@ -1,12 +1,12 @@
 """Sums of several numbers modulo 100 with a calculator: a task of several turns.
 
-    prompt       n3 17 n2 25 n1 64 |
-    model        n2 call 17 + 25          environment   result 42
-    model        n1 call 42 + 64          environment   result 6
-    model        answer 6                 done
+    prompt       n3 7 n2 5 n1 4 |
+    model        n2 call 7 + 5            environment   result 12
+    model        n1 call 12 + 4           environment   result 16
+    model        answer 16                done
 
-Adding two numbers modulo 100 is a table of 10 000 entries, too much for a small policy; copying
-numbers into a call is not. The word in front of a call names the number that it adds: a line of
+Adding is a table of a thousand entries and more, too much for a small policy; copying numbers
+into a call is not. The word in front of a call names the number that it adds: a line of
 scratchpad, not checked. Every turn ends at the end-of-sequence token. Only the outcome is
 rewarded; a turn that is neither a call nor an answer is told so and costs a turn.
 """
@@ -73,7 +73,7 @@ class Calculator(Environment):
 class CalculatorTask(Task):
     """The built-in task `calculator`.
 
-    Example: ``CalculatorTask().environment(row).reset({"numbers": [17, 25]}) == "n2 17 n1 25 |"``.
+    Example: ``CalculatorTask().prompt({"numbers": [7, 5, 4]}) == "n3 7 n2 5 n1 4 |"``.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class CalculatorTask(Task):
         eval_count: int = 256,
         numbers_min: int = 2,
         numbers_max: int = 5,
+        largest: int = 9,
         noise: float = 0.25,
         end: str = "<eos>",
     ) -> None:
-        """`noise`: share of turns with a wrong number in demonstrations.
+        """`largest`: of the numbers. `noise`: share of wrong numbers in demonstrated calls.
 
         `end`: how the end-of-sequence token is written between the turns of a demonstration.
         """
@@ -96,11 +97,13 @@ class CalculatorTask(Task):
                 f"task.options: numbers_min {numbers_min} and numbers_max {numbers_max} are not "
                 f"a range within 1 and {NUMBERS_MAX}"
             )
+        if not 0 <= largest < MODULUS:
+            raise ConfigError(f"task.options.largest: {largest} is not below {MODULUS}")
         if not 0 <= noise <= 1:
             raise ConfigError(f"task.options.noise: {noise} is not between 0 and 1")
         self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
-        self._numbers = numbers_min, numbers_max
+        self._numbers, self._largest = (numbers_min, numbers_max), largest
         self._noise = noise
         self._end = end
 
@@ -136,16 +139,15 @@ class CalculatorTask(Task):
         context, pairs = world.reset(row), []
         total, *others = row["numbers"]
         for at, number in enumerate(others):
-            turn = f"n{len(others) - at} call {total} + {self._shown(number, chance)}"
+            if chance.random() < self._noise:
+                number = chance.randint(0, self._largest)
+            turn = f"n{len(others) - at} call {total} + {number}"
             pairs.append((context, turn))
             said = world.step(turn).text
             total = int(said.split()[-1])
             context = f"{context} {turn} {self._end} {said}"
-        return [*pairs, (context, f"answer {self._shown(total, chance)}")]
-
-    def _shown(self, number: int, chance: random.Random) -> int:
-        return chance.randrange(MODULUS) if chance.random() < self._noise else number
+        return [*pairs, (context, f"answer {total}")]
 
     def _row(self, chance: random.Random) -> Row:
         size = chance.randint(*self._numbers)
-        return {"numbers": [chance.randrange(MODULUS) for _ in range(size)]}
+        return {"numbers": [chance.randint(0, self._largest) for _ in range(size)]}

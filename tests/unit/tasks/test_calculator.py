@@ -97,6 +97,26 @@ def test_noisy_episode_goes_on_from_what_the_calculator_said(
         said = (int(first) + int(second)) % MODULUS
 
 
+def test_share_of_wrong_numbers_is_the_noise_and_answers_are_what_was_said() -> None:
+    task, wrong, calls = CalculatorTask(noise=0.25), 0, 0
+    chance = random.Random(2)
+    for row in task.rows("train")[:300]:
+        pairs = task.episode(row, chance)
+        for (_, turn), number in zip(pairs[:-1], row["numbers"][1:], strict=True):
+            wrong += int(turn.split()[-1]) != number
+            calls += 1
+        context, answer = pairs[-1]
+        said = context.split()[-1] if len(pairs) > 1 else str(row["numbers"][0])
+        assert answer == f"answer {said}"
+    assert 0.25 * 0.9 * 0.85 < wrong / calls < 0.25 * 0.9 * 1.15  # a tenth is right by chance
+
+
+def test_numbers_are_as_many_and_as_large_as_configured() -> None:
+    rows = CalculatorTask(numbers_min=3, numbers_max=4, largest=20).rows("train")
+    assert {len(row["numbers"]) for row in rows} == {3, 4}
+    assert {number for row in rows for number in row["numbers"]} == set(range(21))
+
+
 def test_demonstrations_have_the_count_asked_for_and_the_end_as_configured() -> None:
     pairs = CalculatorTask(end="</s>").demonstrations(seed=3, count=11)
     assert len(pairs) == 11
@@ -105,7 +125,8 @@ def test_demonstrations_have_the_count_asked_for_and_the_end_as_configured() -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{"numbers_max": 10}, {"numbers_min": 4, "numbers_max": 3}, {"noise": 2.0}]
+    "options",
+    [{"numbers_max": 10}, {"numbers_min": 4, "numbers_max": 3}, {"noise": 2.0}, {"largest": 100}],
 )
 def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"task\.options"):

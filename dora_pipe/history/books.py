@@ -29,8 +29,8 @@ class Books:
     def __init__(self) -> None:
         self.version = 0
         """t: committed steps."""
-        self.training: int | None = None
-        """The step that is being trained."""
+        self.training: tuple[int, int] | None = None
+        """(step, attempt) of the batch that is being trained."""
         self._u: dict[str, GroupSpec] = {}
         self._finished: dict[str, GroupSpec] = {}
 
@@ -85,7 +85,7 @@ class Books:
         """What forbids these groups as the batch of a step; empty when nothing does."""
         per_step = in_force.config.groups.per_step
         if self.training is not None:
-            return f"step {self.training} is being trained"
+            return f"step {self.training[0]} is being trained"
         if step != self.version:
             return f"the next step is {self.version}"
         if step >= in_force.steps:

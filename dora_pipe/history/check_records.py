@@ -101,6 +101,17 @@ class _Look:
                 message = f"was logged, but its record is not there at trajectories:{_at(place)}"
                 self._wrong(logged.fact.trajectory, message)
 
+    def _unreadable(self, record: Record, logged: Logged | None, message: str) -> None:
+        who = _where(record) if logged is None else f"{logged.fact.trajectory} at {_where(record)}"
+        group = None
+        if logged is not None:
+            group = self._ledger.accounts.groups[group_of(logged.fact.trajectory)]
+        trained = group is not None and group.fate == "trained"
+        if (record.topic, record.partition, record.offset) in self._buried and not trained:
+            self._findings.notes.append(f"{who} {message}; it is among the dead letters")
+        else:
+            self._wrong(who, message)
+
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("records", subject, message, expected=expected, found=found)
 

@@ -189,12 +189,16 @@ class Ledger:
         take, taken_at = self.takes.get((fact.step, fact.attempt), (None, None))
         entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
         first = next((one for one in self.steps if one.step == fact.step), None)
+        if first is None and not self.legality.counts(fact):
+            why = f"committed at control:{at.offset}, after its batch had been ended"
+            self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+            return
         self.steps.append(entry)
         if first is not None:
             places = f"control:{first.at.offset} and control:{at.offset}"
             self.findings.add("steps", f"step {fact.step}", f"is committed twice, at {places}")
             return
-        self.legality.committed(entry)
+        self.legality.committed(entry, self.roles)
         version = VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at)
         self.versions[version.version] = version
         why = f"batch of step {fact.step}, attempt {fact.attempt}"

@@ -16,7 +16,13 @@ from dora_pipe.history.books import Books, outlook_of
 from dora_pipe.history.entries import GroupEntry, Moment, StepEntry, WorkerEntry
 from dora_pipe.history.in_force import InForce
 from dora_pipe.history.specs import check_spec
-from dora_pipe.schemas.control import BatchRefused, Command, RoleStarted, TakenGroup
+from dora_pipe.schemas.control import (
+    BatchRefused,
+    Command,
+    RoleStarted,
+    StepCommitted,
+    TakenGroup,
+)
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -79,7 +85,16 @@ class Legality:
         if self._in_force is not None:
             self._books.settle(group, outlook_of(group, self._in_force.config.groups))
 
-    def committed(self, entry: StepEntry) -> None:
+    def counts(self, fact: StepCommitted) -> bool:
+        """Whether a commit counts: not if its batch had been ended before it came.
+
+        A trainer that commits while a user ends its batch loses that race: the orchestrator leaves
+        such a commit aside, and the step is trained again from another batch.
+        """
+        taken = (fact.step, fact.attempt) in self._ledger.takes
+        return not taken or self._books.training == (fact.step, fact.attempt)
+
+    def committed(self, entry: StepEntry, roles: Sequence[RoleStarted]) -> None:
         """A step was committed: of the batch that is in training, and the one after the last."""
         fact, books = entry.fact, self._books
         who = f"step {fact.step}"
@@ -89,9 +104,11 @@ class Legality:
         if entry.take is None:
             message = f"attempt {fact.attempt} was committed, which no decision took"
             self._findings.add("batches", who, message)
-        elif books.training != fact.step and fact.step >= books.version:
-            message = f"attempt {fact.attempt} was committed while it was not in training"
-            self._findings.add("batches", who, message)
+        newest = max((one.role_epoch for one in roles if one.role == "trainer"), default=-1)
+        if fact.role_epoch != newest:
+            message = "was committed by a trainer that was out"
+            expected, found = f"role epoch {newest}", fact.role_epoch
+            self._findings.add("steps", who, message, expected=expected, found=found)
         for taken in fact.groups:
             books.remove(taken.group)
         if fact.step >= books.version:
@@ -198,7 +215,7 @@ class Legality:
         for taken in decision.groups:
             self._taken_group(taken, who)
             self._books.remove(taken.group)
-        self._books.training = decision.step
+        self._books.training = (decision.step, decision.attempt)
 
     def _taken_group(self, taken: TakenGroup, who: str) -> None:
         group = self._ledger.accounts.groups.get(taken.group)
@@ -230,6 +247,12 @@ class Legality:
         self._books.remove(decision.group)
 
     def _stop(self, where: str) -> None:
+        if self._in_force is not None and self._books.version < self._in_force.steps:
+            message = f"is missing, although {where} stops the run"
+            expected = f"{self._in_force.steps} steps"
+            found = f"{self._books.version} steps"
+            missing = f"step {self._books.version}"
+            self._findings.add("steps", missing, message, expected=expected, found=found)
         for name in self._ledger.accounts.open:
             self._findings.add("C2", name, f"is open although {where} stops the run")
 

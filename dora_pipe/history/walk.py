@@ -53,8 +53,8 @@ def walk(
     """Every round with its facts, then the facts that are left.
 
     A control record that cannot be read is a violation unless it is among the dead letters: then
-    the run has dealt with it. The end of decisions is taken before that of control, so that every fact which a round names
-    is read also while the run goes on.
+    the run has dealt with it. The end of decisions is taken before that of control, so that every
+    fact which a round names is read also while the run goes on.
     """
     decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
     decisions_end, control_end = {decisions: bus.end(decisions)}, {control: bus.end(control)}

@@ -1,0 +1,140 @@
+"""How an audit's report looks on a terminal; it decides only what is left to `--json`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+from dora_pipe.cli.output import emit_pairs, emit_table
+from dora_pipe.history.report import FATES, AuditReport, LengthLine
+
+PAIRS_SHOWN_MAX: Final = 8
+VIOLATIONS_SHOWN_MAX: Final = 200
+
+
+def print_report(report: AuditReport) -> None:
+    """Every table, the verdict last."""
+    _head(report)
+    _fates(report)
+    _staleness(report)
+    _lengths(report)
+    _hosting(report)
+    _notes(report)
+    _violations(report)
+    _checks(report)
+
+
+def _head(report: AuditReport) -> None:
+    standings = ", ".join(f"{count} {name}" for name, count in report.standings.items())
+    share = report.one_version_share
+    pairs = {
+        "run": f"{report.run} ({'finished' if report.finished else 'open'})",
+        "steps": report.steps,
+        "policy versions": report.versions,
+        "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
+        "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
+        "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
+    }
+    emit_pairs(pairs, title=f"audit of {report.run}")
+    typer.echo()
+
+
+def _fates(report: AuditReport) -> None:
+    rows = [(line.fate, line.groups, line.trajectories, line.tokens) for line in report.fates]
+    rows.append(
+        (
+            "dispatched",
+            report.dispatched,
+            sum(line.trajectories for line in report.fates),
+            sum(line.tokens for line in report.fates),
+        )
+    )
+    columns = ("fate", "groups", "trajectories", "sampled tokens")
+    emit_table(columns, rows, title="C2: what became of every dispatched group")
+    typer.echo()
+
+
+def _staleness(report: AuditReport) -> None:
+    total = sum(report.staleness.values())
+    rows = [
+        (staleness, groups, f"{groups / total:.1%}")
+        for staleness, groups in report.staleness.items()
+    ]
+    title = f"C3: staleness of trained groups (maximum {report.staleness_max}, bound "
+    emit_table(("staleness", "groups", "share"), rows, title=f"{title}{report.staleness_bound})")
+    typer.echo()
+
+
+def _lengths(report: AuditReport) -> None:
+    fates = [name for name in FATES if any(name in line.fates for line in report.lengths)]
+    rows = [
+        (
+            _bucket(line),
+            line.trajectories,
+            line.tokens,
+            *(line.fates.get(fate, 0) for fate in fates),
+            "-" if line.trained_share is None else f"{line.trained_share:.1%}",
+        )
+        for line in report.lengths
+    ]
+    columns = ("sampled tokens", "trajectories", "tokens", *fates, "trained")
+    emit_table(columns, rows, title="training trajectories by length: is there a bias?")
+    typer.echo()
+
+
+def _bucket(line: LengthLine) -> str:
+    if line.high == 0:
+        return "no record"
+    return f"{line.low}-{line.high}" if line.low < line.high else str(line.high)
+
+
+def _hosting(report: AuditReport) -> None:
+    pairs = sorted(report.hosted_pairs, key=lambda one: -one.seconds)
+    rows: list[tuple[object, ...]] = [
+        (one.older, one.newer, one.seconds) for one in pairs[:PAIRS_SHOWN_MAX]
+    ]
+    if len(pairs) > PAIRS_SHOWN_MAX:
+        rest = sum(one.seconds for one in pairs[PAIRS_SHOWN_MAX:])
+        rows.append((f"{len(pairs) - PAIRS_SHOWN_MAX} more", "", rest))
+    several, seconds = report.several_versions_seconds, report.seconds
+    title = f"versions hosted at the same time: {several:.1f} s of {seconds:.1f} s"
+    emit_table(("version", "and version", "s"), rows, title=title)
+    typer.echo()
+
+
+def _notes(report: AuditReport) -> None:
+    notes = list(report.notes)
+    for engine, missing in report.not_declared.items():
+        notes.append(f"not promised by engine {engine}: {', '.join(missing)}")
+    if notes:
+        emit_table(("notes",), [(note,) for note in notes])
+        typer.echo()
+
+
+def _violations(report: AuditReport) -> None:
+    if report.holds:
+        return
+    shown = report.violations[:VIOLATIONS_SHOWN_MAX]
+    rows: list[tuple[object, ...]] = [
+        (one.check, one.subject, one.message, one.expected, one.found) for one in shown
+    ]
+    if report.violations_total > len(shown):
+        more = report.violations_total - len(shown)
+        rows.append(("", "", f"and {more} more (--json names up to 10 000)", "", ""))
+    columns = ("check", "what", "does not hold", "expected", "found")
+    emit_table(columns, rows, title=f"{report.violations_total} violations")
+    typer.echo()
+
+
+def _checks(report: AuditReport) -> None:
+    rows = [
+        (
+            line.check,
+            line.holds,
+            line.looked,
+            "ok" if not line.violations else f"BROKEN {line.violations}x",
+        )
+        for line in report.checks
+    ]
+    emit_table(("check", "what holds", "looked at", ""), rows)

@@ -1,0 +1,69 @@
+"""Commands that prove and reproduce a run: `audit`, `replay`, `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.audit_tables import print_report
+from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json, say
+from dora_pipe.cli.rundir import RUNS, opened
+from dora_pipe.errors import UsageError
+from dora_pipe.history.audit import audit as audit_log
+from dora_pipe.history.audit import raise_if_broken
+from dora_pipe.history.export import export_parquet, export_policy
+from dora_pipe.history.report import plain
+
+
+def audit(
+    run: RunArgument,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Also look at policy files.")
+    ] = True,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
+    with opened(run, root) as open_run:
+        found = audit_log(open_run.bus, open_run.topics, open_run.store if store else None)
+    if as_json:
+        emit_json(plain(found))
+    else:
+        print_report(found)
+    raise_if_broken(found)
+
+
+def export(
+    run: RunArgument,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where --policy goes.")
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
+    ] = None,
+    policy: Annotated[
+        int | None, typer.Option(metavar="N", help="Version N as a model directory.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also records that do not count for their group.")
+    ] = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Hand a run to other tools: `--parquet FILE`, or `--policy N DIR` for `from_pretrained`."""
+    if (parquet is None) == (policy is None):
+        raise UsageError("say what to export: --parquet FILE, or --policy N DIR")
+    with opened(run, root) as open_run:
+        if parquet is not None:
+            done = export_parquet(
+                open_run.bus, open_run.topics, open_run.store, parquet, everything=everything
+            )
+            left = f", {done.left_out} records left out" if done.left_out else ""
+            say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
+        elif policy is not None:
+            if directory is None:
+                raise UsageError("--policy needs a directory: export RUN --policy N DIR")
+            digest = export_policy(open_run.bus, open_run.topics, open_run.store, policy, directory)
+            say(f"{directory}: version {policy}, weights {digest}")

@@ -15,6 +15,8 @@ PARTITIONS_MAX = 4096
 POSITION_MAX = 1 << 40
 """Nobody appends a thousand thousand million records to one partition."""
 
+FORK_HINT = "close the bus before the fork, and open it again on both sides"
+
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # what Kafka allows, short enough for its own suffixes
 
 
@@ -33,9 +35,7 @@ class OpenedHere:
         if self.closed:
             raise BusError(f"{self._what} is closed")
         if os.getpid() != self._pid:
-            raise BusError(
-                f"{self._what} was opened before a fork", hint="open the bus in the child process"
-            )
+            raise BusError(f"{self._what} was opened before a fork", hint=FORK_HINT)
 
     def close(self) -> bool:
         """Whether there is something to close: the first time, and not in a forked child."""

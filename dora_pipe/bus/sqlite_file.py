@@ -6,7 +6,9 @@ open transaction between two calls, so the write-ahead log can be copied back an
 readers are alive.
 
 Warning. SQLite forbids to use, or even close, a connection in a forked child. Connections know the
-process that opened them: in a child they refuse every use and are never closed.
+process that opened them: in a child they refuse every use and are never closed. Nor may the child
+open the same file anew: SQLite would believe that this process holds the parent's locks, take none,
+and lose what it writes when the parent closes. That is refused as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.bus.checks import OpenedHere
+from dora_pipe.bus.checks import FORK_HINT, OpenedHere
 from dora_pipe.errors import BusError, BusFull, OutcomeUnknown
 
 APPLICATION_ID = 0x444F5241  # "DORA", so that `file` and we recognise a log
@@ -53,12 +55,12 @@ CREATE VIEW log AS
 """
 
 _live: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
-_inherited: list[sqlite3.Connection] = []
+_inherited: list[SqliteFile] = []
 
 
 def _keep_inherited() -> None:
     """In a forked child: hold the parent's connections for ever, so that nothing closes them."""
-    _inherited.extend(file.connection for file in _live)
+    _inherited.extend(file for file in _live if not file.closed)
 
 
 os.register_at_fork(after_in_child=_keep_inherited)
@@ -74,6 +76,8 @@ class SqliteFile:
     def __init__(self, path: Path, *, create: bool = False, patient: bool = True) -> None:
         self.path = path
         self._here = OpenedHere(str(path))
+        if path.resolve() in {file.path.resolve() for file in _inherited}:
+            raise BusError(f"{path} was open when this process was forked", hint=FORK_HINT)
         with self.errors():
             self.connection = _connect(path, create=create)
         _live.add(self)

@@ -28,8 +28,8 @@ from dora_pipe.errors import PolicyError
 if TYPE_CHECKING:
     import tokenizers
 
-_PROBE: Final = "0"
-"""Any text: only what is put around it counts."""
+_PROBES: Final = ("0", "a", "A", ".", "\n")
+"""Any text that has tokens: only what is put around it counts."""
 
 
 class Tokenizer:
@@ -102,11 +102,12 @@ def _converted(assets: Path) -> tokenizers.Tokenizer:
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
     """What the post-processor puts in front of every text."""
-    bare: list[int] = backend.encode(_PROBE, add_special_tokens=False).ids
-    dressed: list[int] = backend.encode(_PROBE, add_special_tokens=True).ids
-    for at in range(len(dressed) - len(bare) + 1):
-        if dressed[at : at + len(bare)] == bare:
-            return dressed[:at]
+    for probe in _PROBES:
+        bare: list[int] = backend.encode(probe, add_special_tokens=False).ids
+        dressed: list[int] = backend.encode(probe, add_special_tokens=True).ids
+        for at in range(len(dressed) - len(bare) + 1 if bare else 0):
+            if dressed[at : at + len(bare)] == bare:
+                return dressed[:at]
     return []
 
 

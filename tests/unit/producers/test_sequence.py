@@ -1,0 +1,141 @@
+"""The sequence of a request: whatever is put together tiles, and passes the record's own check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.producers.sequence import TokenSequence, chain_error
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import check
+from tests.support.batches import make_trajectory
+
+Turn = tuple[int, int | None]
+"""Sampled tokens of a stay, and tokens of the observation behind it (None: the same turn goes on,
+on another worker)."""
+
+
+def _chunk(start: int, count: int, *, worker: str = "w0", epoch: int = 4) -> Progress:
+    return Progress(
+        trajectory="g0000000000-000",
+        attempt=1,
+        version=2,
+        digest="0" * 64,
+        worker=worker,
+        epoch=epoch,
+        start=start,
+        token_ids=list(range(start, start + count)),
+        logprobs=[-0.5] * count,
+        sampler_logprobs=[-0.25] * count,
+        prefills=(3,),
+        previous=-1 if start == 0 else 7,
+        started_ns=11,
+    )
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4) | st.none()), min_size=1, max_size=6),
+)
+def test_any_course_of_stays_and_observations_makes_a_record_that_passes_its_check(
+    prompt: int, turns: list[Turn]
+) -> None:
+    sequence = TokenSequence([9] * prompt, at_ns=1)
+    for number, (sampled, observed) in enumerate(turns):
+        sequence.start_stay(2)
+        sequence.sampled([3] * sampled, [-1.0] * sampled, [-0.5] * sampled)
+        sequence.end_stay(3, worker="w0", epoch=number, version=2)
+        if observed is not None:
+            sequence.observed([8] * observed, asked_ns=4, at_ns=5, tool="", ok=True)
+    trajectory = make_trajectory("g0000000000-000")
+    record = replace(
+        trajectory,
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs,
+        sampler_logprobs=sequence.sampler_logprobs,
+        loss_mask=sequence.loss_mask,
+        segments=sequence.segments,
+        meta=msgspec.structs.replace(trajectory.meta, prompt_tokens=sequence.prompt_tokens),
+    )
+    check(record)
+    assert sequence.sampled_tokens == sum(sampled for sampled, _ in turns) == record.sampled
+    assert len(sequence.prefills) == len(turns)
+    assert sequence.turns_taken == sum(observed is not None for _, observed in turns)
+    assert sum(map(len, sequence.turns())) + prompt == len(sequence)
+
+
+def test_stays_of_one_turn_are_one_answer() -> None:
+    sequence = TokenSequence([1, 2], at_ns=0)
+    sequence.resume([_chunk(0, 2), _chunk(2, 2, worker="w1")])
+    sequence.start_stay(5)
+    sequence.sampled([7], [-1.0], [-1.0])
+    sequence.end_stay(6, worker="w2", epoch=9, version=2)
+    assert sequence.answer() == [0, 1, 2, 3, 7]
+    assert sequence.turns() == [[0, 1, 2, 3, 7]]
+    assert [segment.worker for segment in sequence.segments] == ["", "w0", "w1", "w2"]
+
+
+def test_chunks_of_one_stay_are_one_segment() -> None:
+    sequence = TokenSequence([1, 2], at_ns=0)
+    sequence.resume([_chunk(0, 2), _chunk(2, 2), _chunk(4, 1, epoch=6)])
+    spans = [(one.start, one.end, one.epoch) for one in sequence.segments]
+    assert spans == [(0, 2, -1), (2, 6, 4), (6, 7, 6)]
+    assert sequence.prefills == [3]
+
+
+def test_sampled_tokens_since_a_point_come_with_both_log_probs() -> None:
+    sequence = TokenSequence([1, 2], at_ns=0)
+    sequence.resume([_chunk(0, 5)])
+    assert sequence.since(3) == ([3, 4], [-0.5, -0.5], [-0.25, -0.25])
+
+
+def test_answer_before_the_first_turn_is_empty() -> None:
+    assert TokenSequence([1, 2], at_ns=0).answer() == []
+
+
+def test_last_answer_is_the_last_turn_of_the_model_behind_which_an_observation_may_stand() -> None:
+    sequence = TokenSequence([1], at_ns=0)
+    for token in (5, 6):
+        sequence.start_stay(1)
+        sequence.sampled([token], [-1.0], [-1.0])
+        sequence.end_stay(2, worker="w", epoch=1, version=0)
+        sequence.observed([8], asked_ns=3, at_ns=4, tool="calc", ok=False)
+    assert sequence.answer() == [6]
+    assert sequence.turns() == [[5], [8], [6], [8]]
+    assert [one.tool for one in sequence.segments if one.kind == "tool"] == ["calc", "calc"]
+    assert not sequence.segments[-1].ok
+
+
+def _chain() -> list[Progress]:
+    return [_chunk(0, 3), _chunk(3, 2)]
+
+
+def _error(chunks: list[Progress], tokens: int = 5) -> str | None:
+    return chain_error(
+        chunks, trajectory="g0000000000-000", version=2, digest="0" * 64, tokens=tokens
+    )
+
+
+def test_whole_chain_is_taken() -> None:
+    assert _error(_chain()) is None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "why"),
+    [
+        ([], 5, "no progress record"),
+        (_chain()[1:], 5, "starts at token 3, not 0"),
+        (_chain(), 6, "reach 5 tokens, not 6"),
+        ([_chunk(0, 3), replace(_chunk(3, 2), version=3)], 5, "version 3, not 2"),
+        ([_chunk(0, 3), replace(_chunk(3, 2), digest="1" * 64)], 5, "made by version 2"),
+        ([replace(_chunk(0, 5), trajectory="g0000000000-001")], 5, "g0000000000-001 stands"),
+        ([_chunk(0, 3), _chunk(4, 1)], 5, "starts at token 4, not 3"),
+    ],
+)
+def test_chain_with_a_fault_is_named(chunks: list[Progress], tokens: int, why: str) -> None:
+    error = _error(chunks, tokens)
+    assert error is not None and why in error

@@ -50,10 +50,13 @@ def kept(state: State, version: int, workers: list[Worker]) -> list[Worker]:
     return found
 
 
+def any_idle(state: State) -> bool:
+    """Whether there is a worker that could be assigned another version now."""
+    return any(_idle(worker) for worker in state.workers.values())
+
+
 def next_assignment(state: State, admissible: int) -> tuple[Worker, int, str] | None:
     """The next (worker, version, reason) to assign; `admissible` groups may still be admitted."""
-    if not any(_idle(worker) for worker in state.workers.values()):
-        return None
     hosted = hosts(state)
     needed = _needed(state, hosted)
     for version in orphans(state, hosted):
@@ -157,7 +160,7 @@ def _needed(state: State, hosted: dict[int, list[Worker]]) -> set[str]:
 
 def _idle(worker: Worker) -> bool:
     """Whether it may be assigned another version now."""
-    return worker.usable and not worker.loading and not worker.requests
+    return not worker.requests and not worker.loading and worker.usable
 
 
 def _open(worker: Worker) -> bool:

@@ -181,7 +181,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
 
 def _assign(draft: Draft) -> None:
     state = draft.state
-    while not draft.full:
+    while hosting.any_idle(state) and not draft.full:
         found = hosting.next_assignment(state, may_still_admit(state))
         if found is None:
             return

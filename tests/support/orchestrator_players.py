@@ -1,0 +1,232 @@
+"""The workers and the trainer of `orchestrator_world`: they obey decisions, and break down."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.metrics import WorkerStatus
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Drain,
+    Fence,
+    Place,
+    StopRun,
+    TakeBatch,
+)
+from tests.support import orchestrator_records as records
+
+if TYPE_CHECKING:
+    from tests.support.orchestrator_world import World
+
+
+class PlayWorker:
+    """One worker name and whichever incarnation of it there is.
+
+    What a closure does later is done only if `self.life` is still the one it was planned in.
+    """
+
+    def __init__(self, world: World, name: str, slots: int, prefetch: int) -> None:
+        self.world, self.name = world, name
+        self.slots, self.prefetch = slots, prefetch
+        self.life = 0
+        self.epoch = -1
+        self.alive = False
+        self.frozen = False
+        self.version = -1
+        self.draining = False
+        self.waiting: deque[Place] = deque()
+        self.running: dict[str, Place] = {}
+        self.late: list[tuple[int, Place]] = []
+        """What ended while it was frozen: (life, place)."""
+
+    def join(self) -> None:
+        """A fresh incarnation."""
+        self.life += 1
+        self.alive, self.frozen, self.draining = True, False, False
+        self.version = -1
+        self.waiting.clear()
+        self.running.clear()
+        self.late.clear()
+        self.epoch = self.world.tell(
+            records.joined(self.name, slots=self.slots, prefetch=self.prefetch)
+        )
+        self._heartbeat(self.life)
+
+    def die(self, away_s: float) -> None:
+        """Killed; somebody starts it again later."""
+        self.alive = False
+        self.life += 1
+        self.world.after(away_s, self.join)
+
+    def freeze(self, away_s: float) -> None:
+        """Stopped and continued: it does not know that time has passed."""
+        self.frozen = True
+        life = self.life
+        self.world.after(away_s, lambda: self._thaw(life))
+
+    def hear(self, decision: AnyDecision) -> None:
+        """Obey what is for this incarnation."""
+        if not self.alive or isinstance(decision, StopRun):
+            self.alive = self.alive and not isinstance(decision, StopRun)
+            return
+        if not isinstance(decision, Assign | Place | Cancel | Drain | Fence):
+            return
+        if (decision.worker, decision.epoch) != (self.name, self.epoch):
+            return
+        if isinstance(decision, Assign):
+            assert not self.running and not self.waiting, "assigned while it has requests"
+            life, load_s = self.life, self.world.chances.load_s
+            self.world.after(load_s, lambda: self._loaded(life, decision))
+        elif isinstance(decision, Place):
+            self._place(decision)
+        elif isinstance(decision, Cancel):
+            self.running.pop(decision.trajectory, None)
+            self.waiting = deque(
+                one for one in self.waiting if one.trajectory != decision.trajectory
+            )
+        elif isinstance(decision, Drain):
+            self.draining = True
+            self._maybe_leave()
+        elif not self.frozen:
+            self.die(self.world.chance.random())
+
+    def _place(self, place: Place) -> None:
+        assert place.spec.version == self.version, "placed on a worker of another version"
+        assert len(self.running) + len(self.waiting) < self.slots + self.prefetch, "overfull"
+        chance, chances = self.world.chance, self.world.chances
+        self.waiting.append(place)
+        if chance.random() < chances.crash:
+            life = self.life
+            self.world.after(chance.random(), lambda: self._crash(life))
+        elif chance.random() < chances.freeze:
+            self.freeze(chances.away_s * chance.random() * 2)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            place = self.waiting.popleft()
+            self.running[place.trajectory] = place
+            chances = self.world.chances
+            tokens = 1 + self.world.chance.expovariate(1 / chances.tokens_mean)
+            life = self.life
+            self.world.after(tokens * chances.token_s, self._ender(life, place))
+
+    def _ender(self, life: int, place: Place) -> Callable[[], None]:
+        return lambda: self._ended(life, place)
+
+    def _ended(self, life: int, place: Place) -> None:
+        if life != self.life or self.running.get(place.trajectory) is not place:
+            return
+        if self.frozen:
+            self.late.append((life, place))
+            return
+        del self.running[place.trajectory]
+        self._report(place)
+        self._fill()
+        self._maybe_leave()
+
+    def _report(self, place: Place) -> None:
+        chance, chances = self.world.chance, self.world.chances
+        if chance.random() < chances.failure:
+            self.world.tell(records.failed(place, retryable=chance.random() < 0.5))
+            return
+        reward: float | None = float(chance.random() < 0.5)
+        if chance.random() < chances.equal_rewards:
+            reward = 1.0
+        if chance.random() < chances.invalid:
+            reward = None
+        offset = self.world.ledger.next_offset()
+        self.world.tell(records.logged(place, reward=reward, offset=offset))
+
+    def _loaded(self, life: int, assign: Assign) -> None:
+        if life != self.life:
+            return
+        if self.frozen:
+            self.world.after(0.5, lambda: self._loaded(life, assign))
+            return
+        self.version = assign.version
+        self.world.tell(records.ready(self.name, self.epoch, assign.version, assign.digest))
+
+    def _crash(self, life: int) -> None:
+        if life == self.life and self.alive:
+            self.die(self.world.chances.away_s * self.world.chance.random() * 2)
+
+    def _thaw(self, life: int) -> None:
+        if life != self.life:
+            return
+        self.frozen = False
+        late, self.late = self.late, []
+        for was, place in late:
+            self._ended(was, place)
+        if self.alive and self.epoch in self.world.ledger.fenced:
+            self.die(self.world.chance.random())
+
+    def _maybe_leave(self) -> None:
+        if self.draining and not self.running and not self.waiting:
+            self.world.tell(records.left(self.name, self.epoch))
+            self.die(1.0)
+
+    def _heartbeat(self, life: int) -> None:
+        if life != self.life or not self.alive:
+            return
+        if not self.frozen:
+            self.world.status(self._status())
+        self.world.after(self.world.config.timing.heartbeat_s, lambda: self._heartbeat(life))
+
+    def _status(self) -> WorkerStatus:
+        return WorkerStatus(
+            at_ns=self.world.clock.wall_ns(),
+            waits_for="",
+            cost=self.world.cost(),
+            worker=self.name,
+            epoch=self.epoch,
+            version=self.version,
+            active=len(self.running),
+            waiting=len(self.waiting),
+            kv_used_tokens=0,
+            tokens_total=0,
+            progress={name: Resume(tokens=5, partition=0, offset=7) for name in self.running},
+        )
+
+
+class PlayTrainer:
+    """Trains the newest batch of its next step; starts again now and then."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.role_epoch = 0
+        world.tell(records.role_started("trainer", 0))
+
+    def hear(self, decision: AnyDecision) -> None:
+        """A batch to train."""
+        if isinstance(decision, TakeBatch):
+            seconds = self.world.chances.train_s * (0.5 + self.world.chance.random())
+            self.world.after(seconds, lambda: self._train(decision))
+
+    def _train(self, batch: TakeBatch) -> None:
+        chance, chances = self.world.chance, self.world.chances
+        if chance.random() < chances.trainer_restart:
+            self.role_epoch += 1
+            self.world.tell(records.role_started("trainer", self.role_epoch))
+            self.world.after(chances.train_s, lambda: self._train(batch))
+        elif chance.random() < chances.refusal:
+            offender = chance.choice(batch.groups).group
+            self.world.tell(
+                records.refused(
+                    batch.step, [offender], attempt=batch.attempt, role_epoch=self.role_epoch
+                )
+            )
+        else:
+            self.world.tell(
+                records.committed(
+                    batch.step,
+                    batch.groups,
+                    attempt=batch.attempt,
+                    role_epoch=self.role_epoch,
+                )
+            )

@@ -1,0 +1,197 @@
+"""Builds the control records that tests of the orchestrator speak; decides nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import (
+    BatchRefused,
+    Command,
+    ExclusiveRole,
+    Offender,
+    RequestFailed,
+    Resume,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TakenGroup,
+    TrajectoryLogged,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.wire import canonical, sha256_hex
+
+RUN = "tiny"
+ASSETS = sha256_hex(b"assets")
+
+
+def make_config(**changes: Any) -> Config:
+    """A small run: 2 groups of 2 per step, eta 1, 4 steps; ``make_config(staleness__x=...)``."""
+    plain: dict[str, Any] = {
+        "run": {"name": RUN, "steps": 4, "seed": 7},
+        "model": {"path": "model"},
+        "task": {"kind": "arithmetic"},
+        "groups": {"size": 2, "per_step": 2, "attempts_max": 3},
+        "staleness": {"max_staleness": 1},
+        "evaluation": {"prompts": 0},
+        "bus": {"partitions": 2},
+        "timing": {"heartbeat_s": 0.5, "lease_s": 5.0, "plan_period_s": 30.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        plain.setdefault(section, {})[name] = value
+    return msgspec.convert(plain, Config)
+
+
+def weights(version: int) -> str:
+    """The weights digest of a version in every test."""
+    return sha256_hex(f"weights {version}".encode())
+
+
+def manifest(version: int) -> Manifest:
+    """A policy without tensors."""
+    return Manifest(digest=weights(version), bytes=0, tensors=())
+
+
+def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunStarted:
+    """The first record."""
+    plain = msgspec.to_builtins(config)
+    return RunStarted(
+        at_ns=0,
+        run=config.run.name,
+        schema_version=1,
+        config=plain,
+        config_digest=sha256_hex(canonical(plain)),
+        dataset_digest=sha256_hex(b"data"),
+        dataset_rows=rows,
+        eval_digest=sha256_hex(b"eval data"),
+        eval_rows=eval_rows,
+        seed=config.run.seed,
+        policy=manifest(0),
+        assets_digest=ASSETS,
+        planner="default",
+        package="0",
+    )
+
+
+def role_started(role: ExclusiveRole, role_epoch: int) -> RoleStarted:
+    """An exclusive role begins."""
+    return RoleStarted(
+        at_ns=0, role=role, role_epoch=role_epoch, instance="i", host="h", pid=1, package="0"
+    )
+
+
+def joined(worker: str, *, slots: int = 4, prefetch: int = 0, assets: str = ASSETS) -> WorkerJoined:
+    """A worker is there."""
+    return WorkerJoined(
+        at_ns=0,
+        worker=worker,
+        instance="i",
+        host="h",
+        pid=1,
+        slots=slots,
+        prefetch=prefetch,
+        kv_tokens=1024,
+        engine="test",
+        engine_version="0",
+        dtype="float32",
+        device="cpu",
+        declares=(),
+        assets_digest=assets,
+        reward_digest="",
+        package="0",
+    )
+
+
+def ready(worker: str, epoch: int, version: int, digest: str | None = None) -> WorkerReady:
+    """A worker hosts a version."""
+    found = weights(version) if digest is None else digest
+    return WorkerReady(
+        at_ns=0, worker=worker, epoch=epoch, version=version, digest=found, load_ms=1.0
+    )
+
+
+def left(worker: str, epoch: int, progress: dict[str, Resume] | None = None) -> WorkerLeft:
+    """A worker leaves in order."""
+    return WorkerLeft(at_ns=0, worker=worker, epoch=epoch, reason="test", progress=progress or {})
+
+
+def logged(place: Place, *, reward: float | None = 1.0, offset: int = 100) -> TrajectoryLogged:
+    """What a worker reports when the placed request is in the log."""
+    return TrajectoryLogged(
+        at_ns=0,
+        worker=place.worker,
+        epoch=place.epoch,
+        group=group_of(place.trajectory),
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=place.spec.version,
+        digest=place.spec.digest,
+        partition=place.spec.partition,
+        offset=offset,
+        sha256=sha256_hex(f"{place.trajectory} {place.attempt}".encode()),
+        bytes=1000,
+        tokens=20,
+        reward=reward,
+        valid=reward is not None,
+        finish="stop",
+    )
+
+
+def failed(place: Place, *, retryable: bool = True) -> RequestFailed:
+    """A placed request came to nothing."""
+    return RequestFailed(
+        at_ns=0,
+        worker=place.worker,
+        epoch=place.epoch,
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        error="EngineError",
+        message="test",
+        retryable=retryable,
+    )
+
+
+def committed(
+    step: int, groups: tuple[TakenGroup, ...], *, attempt: int = 1, role_epoch: int = 0
+) -> StepCommitted:
+    """The commit of a step."""
+    return StepCommitted(
+        at_ns=0,
+        step=step,
+        attempt=attempt,
+        role_epoch=role_epoch,
+        groups=groups,
+        batch_digest=batch_digest(groups),
+        digest_before=weights(step),
+        digest_after=weights(step + 1),
+        policy=manifest(step + 1),
+        contributions=Blob(sha256=sha256_hex(b""), bytes=0),
+        figures={"loss": 0.5},
+        settings={},
+        numerics={},
+        decisions_next=0,
+        compute_s=0.1,
+    )
+
+
+def refused(step: int, groups: list[str], *, attempt: int = 1, role_epoch: int = 0) -> BatchRefused:
+    """A batch the trainer does not accept."""
+    offenders = tuple(Offender(group=one, trajectory=f"{one}-000", why="test") for one in groups)
+    return BatchRefused(
+        at_ns=0, step=step, attempt=attempt, role_epoch=role_epoch, offenders=offenders
+    )
+
+
+def command(verb: str, **args: Any) -> Command:
+    """What a user asks; dots in keys are written as two underscores."""
+    plain = {key.replace("__", "."): value for key, value in args.items()}
+    return Command(at_ns=0, user="tester", verb=verb, args=plain)

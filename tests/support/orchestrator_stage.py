@@ -1,0 +1,135 @@
+"""A tiny language for tests of the fold and the planner: one State, records by name, no machine.
+
+Example::
+
+    stage = Stage(groups__per_step=1).begin()
+    stage.worker("w0", slots=2)          # joins, is assigned, reports ready
+    stage.finish_all()                   # every placed request is logged with reward 1
+    stage.commit()                       # the batch in training
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.fold import apply_control, apply_observation
+from dora_pipe.orchestrator.planner import decide
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.rounds import AnyDecision, Assign, LeaseExpired, Place, TakeBatch
+from dora_pipe.schemas.wire import Unknown
+from tests.support import orchestrator_records as records
+
+
+class Stage:
+    """A state under test and everything that was decided on the way."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = records.make_config(**changes)
+        self.state = State()
+        self.offset = 0
+        self.decided: list[AnyDecision] = []
+        self.placed: dict[str, Place] = {}
+        """The newest placement of every request, ended or not."""
+        self.batch: TakeBatch | None = None
+        """The newest batch decision."""
+
+    def begin(self, *, rows: int = 10, eval_rows: int = 4) -> Stage:
+        """The run and the trainer start."""
+        self.tell(records.run_started(self.config, rows=rows, eval_rows=eval_rows))
+        self.tell(records.role_started("trainer", 0))
+        return self
+
+    def tell(self, record: AnyControl | Unknown | SchemaError) -> int:
+        """Fold one control record; its offset."""
+        offset, self.offset = self.offset, self.offset + 2
+        apply_control(self.state, offset, record)
+        return offset
+
+    def plan(self, *, limit: int = 1000) -> list[AnyDecision]:
+        """Decide, apply, and remember."""
+        found = decide(self.state, limit=limit)
+        self.decided += found
+        for one in found:
+            if isinstance(one, Place):
+                self.placed[one.trajectory] = one
+            elif isinstance(one, TakeBatch):
+                self.batch = one
+        return found
+
+    def join(self, name: str, *, slots: int = 4, prefetch: int = 0) -> int:
+        """A worker joins; its role epoch."""
+        return self.tell(records.joined(name, slots=slots, prefetch=prefetch))
+
+    def load(self) -> None:
+        """Every worker that was assigned a version reports it ready."""
+        for worker in list(self.state.workers.values()):
+            if worker.loading:
+                self.tell(records.ready(worker.name, worker.epoch, worker.target))
+
+    def worker(self, name: str, *, slots: int = 4, prefetch: int = 0) -> int:
+        """A worker joins, is assigned a version and has loaded it; then everybody plans."""
+        epoch = self.join(name, slots=slots, prefetch=prefetch)
+        self.settle()
+        return epoch
+
+    def settle(self) -> list[AnyDecision]:
+        """Plan and load until there is nothing left to decide."""
+        found = self.plan()
+        while any(isinstance(one, Assign) for one in found[-1:]) or self._loading():
+            self.load()
+            more = self.plan()
+            found += more
+        return found
+
+    def running(self, worker: str = "") -> list[str]:
+        """Placed requests that are open, in order of their ids; of one worker if named."""
+        return sorted(
+            name
+            for name, request in self.state.requests.items()
+            if request.worker and worker in ("", request.worker)
+        )
+
+    def finish(self, trajectory: str, *, reward: float | None = 1.0) -> None:
+        """A running request is logged."""
+        self.tell(records.logged(self.placed[trajectory], reward=reward, offset=self.offset))
+
+    def finish_all(self, *, reward: float | None = 1.0) -> None:
+        """Everything that runs is logged, again and again until nothing more is placed."""
+        while names := self.running():
+            for name in names:
+                self.finish(name, reward=reward)
+            self.settle()
+
+    def finish_group(self, group: str, *, reward: float | None = 1.0) -> None:
+        """All siblings of a group that run now are logged."""
+        for name in self.running():
+            if name.startswith(group):
+                self.finish(name, reward=reward)
+
+    def commit(self) -> None:
+        """The batch in training is committed."""
+        assert self.batch is not None
+        batch = self.batch
+        self.tell(records.committed(batch.step, batch.groups, attempt=batch.attempt))
+
+    def lose(self, name: str) -> None:
+        """The lease of a worker ends."""
+        epoch = self.state.workers[name].epoch
+        apply_observation(self.state, LeaseExpired(worker=name, epoch=epoch))
+
+    def copy(self) -> State:
+        """The state as it stands, to be compared with later."""
+        return copy.deepcopy(self.state)
+
+    def _loading(self) -> bool:
+        return any(worker.loading and worker.usable for worker in self.state.workers.values())
+
+
+def unchanged(before: State, after: State) -> bool:
+    """Whether nothing but the counters differs."""
+    one, other = copy.deepcopy(before), copy.deepcopy(after)
+    other.tally = one.tally
+    return one.digest() == other.digest()

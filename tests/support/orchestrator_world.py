@@ -1,0 +1,207 @@
+"""Plays workers and a trainer against the real orchestrator, in virtual time on a log in memory.
+
+Everything that happens follows from a seed. The orchestrator is the real machine in the real loop;
+the players know only what the log says. `World.run` goes on until the run is over or time is up;
+`World.ledger` has watched every decision and fact meanwhile, without looking at State.
+
+Example::
+
+    world = World(seed=3, config=make_config(), workers={"w0": (4, 1)}, chances=Chances(crash=0.1))
+    world.run()
+    assert world.machine.state.done
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
+from dora_pipe.config.model import Config
+from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.rounds import decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_ledger import Ledger
+from tests.support.orchestrator_players import PlayTrainer, PlayWorker
+
+SECOND_NS = 1_000_000_000
+WALL_NS = 1_700_000_000 * SECOND_NS
+EVENTS_MAX = 400_000
+"""A run with more events than this does not end by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """Probabilities per event, and for times seconds."""
+
+    invalid: float = 0.0
+    """A trajectory without a valid reward."""
+    failure: float = 0.0
+    """A request that fails, half of them for good."""
+    crash: float = 0.0
+    """Per placed request: its worker dies and comes back after `away_s`."""
+    freeze: float = 0.0
+    """Per placed request: its worker stops for `away_s`, then goes on as if nothing was."""
+    refusal: float = 0.0
+    """A batch the trainer refuses."""
+    trainer_restart: float = 0.0
+    """A batch during which the trainer starts again."""
+    restart: float = 0.0
+    """Per tick of a second: the orchestrator dies and starts again."""
+    token_s: float = 0.01
+    tokens_mean: float = 20.0
+    train_s: float = 1.0
+    load_s: float = 0.5
+    away_s: float = 12.0
+    equal_rewards: float = 0.0
+    """A group whose rewards are all equal."""
+
+    def calm(self) -> Chances:
+        """The same times, and no faults."""
+        return Chances(
+            token_s=self.token_s,
+            tokens_mean=self.tokens_mean,
+            train_s=self.train_s,
+            load_s=self.load_s,
+        )
+
+
+@dataclass
+class WorldClock:
+    """Virtual time; sleeping moves it."""
+
+    ns: int = 0
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall_ns(self) -> int:
+        return WALL_NS + self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+@dataclass
+class World:
+    """See the head of this file. `workers` maps names to (slots, prefetch)."""
+
+    seed: int
+    config: Config
+    workers: dict[str, tuple[int, int]]
+    chances: Chances = field(default_factory=Chances)
+    rows: int = 50
+    eval_rows: int = 3
+    check_every_round: bool = False
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.clock = WorldClock()
+        self.topics = Topics(self.config.run.name)
+        self.log = MemoryLog()
+        self.bus = MemoryBus(self.log, now_ms=lambda: self.clock.ns // 1_000_000)
+        self.bus.create([TopicSpec(name=name) for name in self.topics.all()])
+        self.writer: Writer = self.bus.writer()
+        self.ledger = Ledger(self.config)
+        self.rounds: Reader = self.bus.reader({TopicPartition(self.topics.decisions, 0): 0})
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._number = count()
+        self.start_orchestrator()
+        self.trainer = PlayTrainer(self)
+        self.players = {
+            name: PlayWorker(self, name, slots, prefetch)
+            for name, (slots, prefetch) in self.workers.items()
+        }
+        for player in self.players.values():
+            self.after(self.chance.random(), player.join)
+        if self.chances.restart:
+            self.after(1.0, self._maybe_restart)
+
+    def start_orchestrator(self) -> None:
+        """A new incarnation, at the end of the log."""
+        self.meter = Meter()
+        bus = MemoryBus(self.log, now_ms=lambda: self.clock.ns // 1_000_000)
+        writer = bus.writer(exclusive="orchestrator")
+        self.machine: OrchestratorMachine = start_machine(
+            bus=bus,
+            writer=writer,
+            topics=self.topics,
+            timing=self.config.timing,
+            clock=self.clock,
+            instance=Instance(name="o", host="h", pid=1, package="0"),
+            meter=self.meter,
+            run_started=records.run_started(self.config, rows=self.rows, eval_rows=self.eval_rows),
+        )
+        self.runtime = Runtime(
+            self.machine,
+            bus=bus,
+            writer=writer,
+            ports=(),
+            clock=self.clock,
+            meter=self.meter,
+            exclusive=True,
+        )
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Let something happen later."""
+        at_ns = self.clock.ns + int(seconds * 1e9)
+        heapq.heappush(self._events, (at_ns, next(self._number), event))
+
+    def tell(self, record: AnyControl) -> int:
+        """Append a control record; its offset."""
+        append = Append(topic=self.topics.control, value=encode(record))
+        (offset,) = self.writer.append([append])
+        self.ledger.fact(offset, record)
+        return offset
+
+    def status(self, status: WorkerStatus) -> None:
+        """Append a metrics record."""
+        self.writer.append([Append(topic=self.topics.metrics, value=encode(status))])
+
+    def cost(self) -> Cost:
+        """Nothing costs anything here."""
+        return Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
+
+    def run(self, *, seconds: float = 1e5) -> None:
+        """Until the run is over or virtual time is up."""
+        until_ns = self.clock.ns + int(seconds * 1e9)
+        for _ in range(EVENTS_MAX):
+            self._turn()
+            if self.machine.finished or self.clock.ns >= until_ns:
+                return
+            due_ns = self._events[0][0] if self._events else until_ns
+            due_ns = min(due_ns, max(self.machine.wake_at(), self.clock.ns + 1), until_ns)
+            self.clock.ns = max(self.clock.ns, due_ns)
+            while self._events and self._events[0][0] <= self.clock.ns:
+                heapq.heappop(self._events)[2]()
+        raise AssertionError(f"seed {self.seed}: no end after {EVENTS_MAX} events")
+
+    def heal(self) -> None:
+        """No more faults from now on."""
+        self.chances = self.chances.calm()
+
+    def _turn(self) -> None:
+        """The orchestrator reacts until it has nothing to do; the players hear what it decided."""
+        while self.runtime.tick():
+            for record in self.rounds.poll(timeout_s=0):
+                round_ = decode_round(record.value)
+                self.ledger.round(round_)
+                for decision in round_.decisions:
+                    self.trainer.hear(decision)
+                    for player in self.players.values():
+                        player.hear(decision)
+
+    def _maybe_restart(self) -> None:
+        if self.chance.random() < self.chances.restart:
+            self.start_orchestrator()
+        self.after(1.0, self._maybe_restart)

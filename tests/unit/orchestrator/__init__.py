@@ -1,0 +1,1 @@
+"""Tests of the orchestrator: the bound, the fold, the planner, the machine."""

@@ -1,0 +1,293 @@
+"""The bound: the rule against its own definition, and every counterexample of docs/staleness.md.
+
+Each counterexample plays a wrong variant beside the rule: the variant must break, the rule hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.orchestrator.staleness import (
+    Finished,
+    Standing,
+    admissible,
+    feasible,
+    in_flight_max,
+    may_admit,
+    surplus,
+    take,
+    waits_until,
+)
+
+DEADLINES = st.dictionaries(st.integers(0, 8), st.integers(1, 4), max_size=5)
+
+
+def at(
+    *,
+    version: int = 0,
+    training: bool = False,
+    eta: int = 1,
+    batches: float = 2.0,
+    per_step: int = 1,
+    steps: int = 1000,
+) -> Standing:
+    """Where a run stands, in few words."""
+    return Standing(
+        version=version,
+        training=training,
+        max_staleness=eta,
+        in_flight_batches=batches,
+        per_step=per_step,
+        steps=steps,
+    )
+
+
+def keys(*deadlines: int) -> list[Finished]:
+    """Finished groups with these deadlines, in order of dispatch."""
+    return sorted(Finished(one, place, f"g{place}") for place, one in enumerate(deadlines))
+
+
+def literally(deadlines: Mapping[int, int], step: int, per_step: int, first: int = -1) -> bool:
+    """The definition, word for word."""
+    last = max([step, *deadlines]) - step
+    return all(
+        sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
+        for j in range(first, last + 1)
+    )
+
+
+@given(DEADLINES, st.integers(0, 6), st.integers(1, 4))
+def test_feasible_is_its_definition(deadlines: dict[int, int], step: int, per_step: int) -> None:
+    # j < -1 adds nothing: what is due then is due at j = -1 too.
+    assert feasible(deadlines, step, per_step) == literally(deadlines, step, per_step)
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 3), st.integers(1, 2))
+def test_feasible_is_that_some_order_of_training_keeps_every_deadline(
+    groups: list[int], step: int, per_step: int
+) -> None:
+    deadlines = {one: groups.count(one) for one in groups}
+    schedulable = any(
+        all(step + place // per_step <= one for place, one in enumerate(order))
+        for order in permutations(groups)
+    )
+    assert feasible(deadlines, step, per_step) == schedulable
+
+
+@given(
+    DEADLINES,
+    st.integers(0, 6),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from([1.0, 1.5, 2.0, 2.25, 4.0]),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_admissible_counts_how_often_one_more_may_be_admitted(
+    deadlines: dict[int, int],
+    version: int,
+    training: bool,
+    eta: int,
+    batches: float,
+    per_step: int,
+    left: int,
+) -> None:
+    where = at(
+        version=version,
+        training=training,
+        eta=eta,
+        batches=batches,
+        per_step=per_step,
+        steps=version + left,
+    )
+    if not feasible(deadlines, where.step, per_step):
+        return
+    more, count = dict(deadlines), 0
+    while _may_admit_literally(more, where):
+        assert may_admit(more, where)
+        more[where.deadline] = more.get(where.deadline, 0) + 1
+        count += 1
+    assert not may_admit(more, where)
+    assert admissible(deadlines, where) == count
+    assert feasible(more, where.step, per_step)
+
+
+def _may_admit_literally(deadlines: Mapping[int, int], where: Standing) -> bool:
+    more = dict(deadlines)
+    more[where.deadline] = more.get(where.deadline, 0) + 1
+    untaken = sum(deadlines.values())
+    cap = in_flight_max(where.in_flight_batches, where.per_step)
+    in_flight = untaken + where.per_step * where.training < cap
+    used = untaken < (where.steps - where.step) * where.per_step
+    return in_flight and used and literally(more, where.step, where.per_step)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=9), st.integers(1, 3))
+def test_take_gives_the_earliest_deadlines_and_leaves_the_rest_feasible(
+    groups: list[tuple[int, bool]], per_step: int
+) -> None:
+    deadlines = {one: [d for d, _ in groups].count(one) for one, _ in groups}
+    if not feasible(deadlines, 0, per_step):
+        return
+    finished = sorted(Finished(one, place, "") for place, (one, done) in enumerate(groups) if done)
+    batch = take(finished, deadlines, step=0, per_step=per_step)
+    behind = dict(deadlines)
+    for one in finished[:per_step]:
+        behind[one.deadline] -= 1
+    allowed = len(finished) >= per_step and literally(behind, 1, per_step)
+    assert list(batch) == (finished[:per_step] if allowed else [])
+    if len(finished) == len(groups) >= per_step:
+        assert allowed, "everything has finished, and still the trainer waits"
+
+
+def test_in_flight_batches_become_whole_groups() -> None:
+    assert in_flight_max(2.0, 32) == 64
+    assert in_flight_max(2.25, 2) == 5
+    assert in_flight_max(1.1, 10) == 11, "not 12, which 11.000000000000002 would give"
+    assert in_flight_max(0.2, 10) == 10, "with less than a batch no step could be taken"
+
+
+def test_groups_of_equal_deadline_are_taken_in_order_of_dispatch() -> None:
+    finished = [Finished(3, 9, "late"), Finished(3, 2, "early"), Finished(2, 5, "due")]
+    batch = take(sorted(finished), {2: 1, 3: 2}, step=2, per_step=2)
+    assert [one.group for one in batch] == ["due", "early"]
+
+
+def test_trainer_that_waits_can_name_the_deadline_it_waits_for() -> None:
+    # Due at step 1: one unfinished. It must go into step 1, so step 0 takes the other due one.
+    assert take(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == ()
+    assert waits_until(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == 1
+    assert waits_until(keys(), {1: 2}, step=0, per_step=1) is None, "for any group at all"
+
+
+def test_end_of_run_admits_only_what_a_step_is_left_for() -> None:
+    near = at(version=8, eta=2, batches=3.0, per_step=2, steps=10)
+    assert admissible({}, near) == 4
+    assert admissible({10: 3}, near) == 1
+    assert admissible({10: 4}, near) == 0
+    assert admissible({}, at(version=9, training=True, eta=2, batches=3.0, steps=10)) == 0
+    # Without the bound, more groups would be open than steps could ever train.
+    assert admissible({}, at(version=8, eta=2, batches=3.0, per_step=2)) == 6
+
+
+def test_late_stop_leaves_a_surplus() -> None:
+    assert surplus({5: 2, 6: 3}, at(version=5, per_step=2, steps=7)) == 1
+    assert surplus({5: 2, 6: 2}, at(version=5, per_step=2, steps=7)) == 0
+    assert surplus({6: 2}, at(version=5, training=True, per_step=2, steps=6)) == 2
+    assert surplus({6: 2}, at(version=7, per_step=2, steps=6)) == 2
+
+
+def test_staleness_zero_is_synchronous_training() -> None:
+    empty = at(eta=0, batches=1.0, per_step=2)
+    assert admissible({}, empty) == 2
+    assert admissible({}, at(eta=0, batches=1.0, per_step=2, training=True)) == 0
+
+
+# The counterexamples.
+
+
+def test_counterexample_j_from_zero_trains_b_at_staleness_two() -> None:
+    """eta = 1, B = 1: a, b at v0; step 0 takes a; c (v1) finishes, step 1 takes c; b is left."""
+    u = {1: 1, 2: 1}  # b unfinished, c finished; step 1 comes next
+    wrong = literally({1: 1}, 2, 1, first=0)
+    assert wrong, "the variant lets step 1 take c, and b of version 0 goes into step 2"
+    assert take(keys(2), u, step=1, per_step=1) == ()
+    assert waits_until(keys(2), u, step=1, per_step=1) == 1, "the trainer waits for b"
+    assert list(take(keys(1, 2), u, step=1, per_step=1)) == keys(1, 2)[:1]
+
+
+def test_counterexample_admission_at_t_instead_of_s_dispatches_b_during_step_zero() -> None:
+    """eta = 0: while step 0 trains, b of version 0 would be consumed at step 1."""
+    during = at(eta=0, batches=2.0, training=True)
+    assert feasible({0: 1}, during.version, 1), "the variant asks at t"
+    assert not feasible({0: 1}, during.step, 1)
+    assert admissible({}, during) == 0
+
+
+def test_counterexample_a_batch_in_training_that_keeps_its_deadlines_starves_the_workers() -> None:
+    """eta = 1, B = 1: a (v0) trains; b of version 0 may go into step 1."""
+    during = at(eta=1, training=True)
+    assert not feasible({1: 2}, during.step, 1), "the variant still counts a, due at 1"
+    assert admissible({}, during) == 1
+
+
+def test_counterexample_a_batch_in_training_that_does_not_count_exceeds_the_cap() -> None:
+    during = at(eta=3, batches=2.0, per_step=2, training=True)
+    assert admissible({3: 2}, during) == 0, "2 in training and 2 of U are 2 batches"
+    forgotten = at(version=1, eta=3, batches=2.0, per_step=2)
+    assert admissible({3: 2}, forgotten) == 2, "the variant admits a third batch"
+
+
+def test_counterexample_first_finished_first_and_newest_first_lock_up() -> None:
+    """eta = 1, B = 1: b (v0, due at 1) and c (v1) have finished, c first; c alone must not go."""
+    u = {1: 1, 2: 1}
+    for first in (2, 2):  # First finished is c; newest is c.
+        behind = dict(u)
+        behind[first] -= 1
+        assert not feasible(behind, 2, 1), "the gate refuses c, and the variant offers nothing else"
+    assert not may_admit(u, at(version=1, eta=1)), "and nothing new may come"
+    assert take(keys(2, 1), u, step=1, per_step=1)[0].deadline == 1
+
+
+def test_counterexample_overdue_then_oldest_leaves_two_groups_due_at_once() -> None:
+    """eta = 2, B = 1: a, b, c at v0; a taken; d (v1) taken; then b and c are both due."""
+    assert admissible({}, at(eta=2, batches=3.0)) == 3
+    u = {2: 2, 3: 1}  # b and c unfinished, d finished; step 1 comes next and none is overdue
+    assert feasible(u, 1, 1)
+    assert not feasible({2: 2}, 2, 1), "after the variant took d, b and c are both due at step 2"
+    assert take(keys(3), u, step=1, per_step=1) == ()
+    assert waits_until(keys(3), u, step=1, per_step=1) == 2
+
+
+def test_counterexample_old_stamp_makes_the_trainer_wait_for_every_failure() -> None:
+    """eta = 1, B = 1: b (v0, due at 1) fails while c (v1) is finished."""
+    finished = keys(2)
+    assert take(finished, {1: 1, 2: 1}, step=1, per_step=1) == (), (
+        "b' with the stamp of b is waited for"
+    )
+    assert list(take(finished, {2: 1}, step=1, per_step=1)) == finished, "b left U: c goes at once"
+
+
+@given(st.data())
+def test_eta_may_change_at_any_time(data: st.DataObject) -> None:
+    per_step = data.draw(st.integers(1, 3))
+    eta, version, training = 2, 0, False
+    groups: list[tuple[int, bool]] = []
+    for _ in range(60):
+        eta = data.draw(st.integers(0, 3)) if data.draw(st.booleans()) else eta
+        where = at(
+            version=version, training=training, eta=eta, batches=eta + 1.0, per_step=per_step
+        )
+        deadlines = {one: [d for d, _ in groups].count(one) for one, _ in groups}
+        assert feasible(deadlines, where.step, per_step)
+        finished = sorted(Finished(d, place, "") for place, (d, f) in enumerate(groups) if f)
+        batch = take(finished, deadlines, step=where.step, per_step=per_step)
+        if may_admit(deadlines, where):
+            groups.append((where.deadline, False))
+        elif batch and not training:
+            assert batch[0].deadline >= version
+            gone = {one.ordinal for one in batch}
+            groups = [one for place, one in enumerate(groups) if place not in gone]
+            training = True
+        elif training:
+            version, training = version + 1, False
+        else:
+            assert any(not done for _, done in groups), "locked up"
+            place = data.draw(st.sampled_from([i for i, (_, f) in enumerate(groups) if not f]))
+            groups[place] = (groups[place][0], True)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 3])
+def test_window_of_k_versions_is_max_staleness_k_minus_one(eta: int) -> None:
+    """DORA's window: with the full budget, versions t - eta .. t can be in flight together."""
+    u: dict[int, int] = {}
+    for version in range(eta + 1):
+        where = at(version=version, eta=eta, batches=eta + 1.0, per_step=2)
+        assert may_admit(u, where)
+        u[where.deadline] = 1
+    assert sorted(one - eta for one in u) == list(range(eta + 1))

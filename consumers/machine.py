@@ -1,0 +1,395 @@
+"""The trainer without IO: decisions and finished work go in, commits and orders for work come out.
+
+    phase        waits for                 then
+    restoring    Restored                  idle
+    idle         a batch of the next step  reading
+    reading      BatchFetched              training, or refusing if there are offenders
+    refusing     the refusal is durable    idle, for another attempt
+    training     StepTrained               publishing
+    publishing   PolicyPublished           committing
+    committing   the commit is durable     idle, the next step is the next one
+    ended
+
+Rules:
+
+1. A step is committed by one record and by nothing else; files without it are orphans.
+2. Only the newest attempt of the next step counts. If a newer one appears while an older one is in
+   work (its groups were ended by a user), the older one is dropped; had it changed the weights,
+   they are restored. A newer attempt of the step committed last says that this commit was
+   rejected: it is taken back in the same way.
+3. Nothing is begun before everything that was in the log at the start has been read: the batch that
+   was decided first may have been replaced since.
+4. Asked to stop, the machine finishes a step that is being trained, and begins no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.consumers.effects import (
+    Adopted,
+    BatchFetched,
+    FetchBatch,
+    PolicyPublished,
+    PublishPolicy,
+    Replayed,
+    Restore,
+    Restored,
+    StepTrained,
+    TrainStep,
+    Unreadable,
+)
+from dora_pipe.consumers.recovery import History
+from dora_pipe.consumers.status import Phase, waits_for
+from dora_pipe.errors import SchemaError
+from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
+from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
+from dora_pipe.schemas.metrics import Cost, TrainerStatus
+from dora_pipe.schemas.rounds import StopRun, TakeBatch, decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+LOG = logging.getLogger(__name__)
+
+KEY: Final = b"trainer"
+"""Of everything the trainer writes."""
+
+DEAD_LETTER_BYTES_MAX: Final = 9 * 1024 * 1024
+"""A dead letter above this leaves the value out."""
+
+_BREAKS_OFF: Final = frozenset({"restoring", "idle", "reading", "refusing"})
+"""Phases in which a stop loses nothing: what was begun is begun again after a restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """What stays the same while this incarnation lasts."""
+
+    topics: Topics
+    role_epoch: int
+    checkpoint_every: int
+    heartbeat_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A batch decision, and the position behind the round that carried it."""
+
+    decision: TakeBatch
+    decisions_next: int
+
+
+class TrainerMachine:
+    """A `dora_pipe.runtime.Machine`; `history` is what control said at the start, and is kept up.
+
+    `cached` tells the records and bytes in the batch reader's cache.
+    """
+
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        history: History,
+        *,
+        cost: Callable[[], Cost],
+        cached: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.phase: Phase = "restoring"
+        self.history = history
+        self._setup = setup
+        self._cost = cost
+        self._cached = cached
+        self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
+        self._present: _Taken | None = None
+        self._refused: tuple[int, int] = (-1, 0)
+        self._trained: StepTrained | None = None
+        self._commit: StepCommitted | None = None
+        self._numerics: Mapping[str, str] = {}
+        self._adopted = False
+        self._replaying = 0
+        self._caught_up = False
+        self._run_over = False
+        self._stop_asked = False
+        self._begun = False
+        self._status_due_ns = 0
+        self._out = Outputs()
+
+    # The machine's port
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """The decisions, from behind the last commit's."""
+        return {TopicPartition(self._setup.topics.decisions, 0): self.history.decisions_next}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over, or this role was asked to stop and has."""
+        return self.phase == "ended"
+
+    def wake_at(self) -> int:
+        """At once to begin, then at each heartbeat."""
+        return self._status_due_ns
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """One turn: take the inputs in, begin what can be begun, say how it is."""
+        self._out = Outputs()
+        if not self._begun:
+            self._begun = True
+            self._restore()
+        for one in inputs:
+            handler = _HANDLERS.get(type(one))
+            assert handler is not None, type(one).__name__
+            handler(self, one, now)
+        self._advance()
+        self._heartbeat(now)
+        return self._out
+
+    # What comes in
+
+    def _on_record(self, record: Record, now: Now) -> None:
+        try:
+            round_ = decode_round(record.value)
+        except SchemaError as error:
+            why = f"decisions offset {record.offset}: {error.message}"
+            raise SchemaError(why, path=error.path) from None
+        for decision in round_.decisions:
+            if isinstance(decision, TakeBatch):
+                self._on_batch(_Taken(decision=decision, decisions_next=record.offset + 1))
+            elif isinstance(decision, StopRun):
+                self._run_over = True
+
+    def _on_batch(self, taken: _Taken) -> None:
+        step, attempt = taken.decision.step, taken.decision.attempt
+        known = self._taken.get(step)
+        if known is None or attempt > known.decision.attempt:
+            self._taken[step] = taken
+            self._run_over = False
+
+    def _on_caught_up(self, _event: CaughtUp, now: Now) -> None:
+        self._caught_up = True
+
+    def _on_stop(self, _event: StopAsked, now: Now) -> None:
+        self._stop_asked = True
+
+    def _on_replayed(self, event: Replayed, now: Now) -> None:
+        self._replaying = event.step + 1
+
+    def _on_adopted(self, event: Adopted, now: Now) -> None:
+        self._adopted = True
+        self._replaying = event.step + 1
+        self._control(
+            WeightsAdopted(
+                at_ns=now.wall_ns,
+                step=event.step,
+                role_epoch=self._setup.role_epoch,
+                digest_committed=event.digest_committed,
+                digest_replayed=event.digest_replayed,
+                why=event.why,
+            )
+        )
+
+    def _on_restored(self, event: Restored, now: Now) -> None:
+        assert event.step == self.history.next_step
+        assert event.digest == self.history.digest_of(event.step)
+        self._numerics = event.numerics
+        self._end_attempt("idle")
+
+    def _on_fetched(self, event: BatchFetched, now: Now) -> None:
+        if self._is_dropped():
+            self._end_attempt("idle")
+        elif event.offenders:
+            self.phase = "refusing"
+            refused = BatchRefused(
+                at_ns=now.wall_ns,
+                step=event.step,
+                attempt=event.attempt,
+                role_epoch=self._setup.role_epoch,
+                offenders=event.offenders,
+            )
+            self._refused = (event.step, event.attempt)
+            self._control(refused, tag="refused")
+        else:
+            self.phase = "training"
+            settings = self._decision.settings
+            self._out.effects.append(
+                TrainStep(step=event.step, attempt=event.attempt, settings=settings)
+            )
+
+    def _on_trained(self, event: StepTrained, now: Now) -> None:
+        if self._is_dropped():
+            self._restore()
+            return
+        self.phase = "publishing"
+        self._trained = event
+        due = (event.step + 1) % self._setup.checkpoint_every == 0
+        self._out.effects.append(
+            PublishPolicy(step=event.step, attempt=event.attempt, checkpoint=due or self._adopted)
+        )
+
+    def _on_policy(self, event: PolicyPublished, now: Now) -> None:
+        if self._is_dropped():
+            self._restore()
+            return
+        self.phase = "committing"
+        self._commit = self._committed(event, now)
+        self._control(self._commit, tag="committed")
+
+    def _on_published(self, event: Published, now: Now) -> None:
+        if event.tag == "refused":
+            self._end_attempt("idle")
+            return
+        assert self._commit is not None
+        counted = self.history.add(event.offset, self._commit)
+        assert counted, self._commit.step
+        LOG.info("step %d committed", self._commit.step)
+        self._adopted = False
+        self._end_attempt("idle")
+
+    def _on_unreadable(self, event: Unreadable, now: Now) -> None:
+        self._dead_letter(event.letter)
+
+    # What goes out
+
+    def _advance(self) -> None:
+        """Begin what can be begun, or end."""
+        if self._stop_asked and self.phase in _BREAKS_OFF:
+            self.phase = "ended"
+        if self.phase != "idle" or not self._caught_up:
+            return
+        if self._is_revoked():
+            LOG.warning("the commit of step %d was rejected", self.history.next_step - 1)
+            self.history.revoke()
+            self._restore()
+            return
+        step = self.history.next_step
+        self._taken = {at: taken for at, taken in self._taken.items() if at >= step - 1}
+        taken = self._taken.get(step)
+        if taken is not None and (step, taken.decision.attempt) != self._refused:
+            self._fetch(taken)
+        elif self._run_over:
+            self.phase = "ended"
+
+    def _fetch(self, taken: _Taken) -> None:
+        self.phase = "reading"
+        self._present = taken
+        self._out.effects.append(
+            FetchBatch(
+                decision=taken.decision,
+                known=self.history.known(taken.decision, run=self._setup.topics.run),
+            )
+        )
+
+    def _committed(self, event: PolicyPublished, now: Now) -> StepCommitted:
+        """The commit of the present step."""
+        assert self._present is not None
+        assert self._trained is not None
+        decision = self._decision
+        return StepCommitted(
+            at_ns=now.wall_ns,
+            step=decision.step,
+            attempt=decision.attempt,
+            role_epoch=self._setup.role_epoch,
+            groups=decision.groups,
+            batch_digest=batch_digest(decision.groups),
+            digest_before=self.history.digest_of(decision.step),
+            digest_after=event.manifest.digest,
+            policy=event.manifest,
+            contributions=event.contributions,
+            figures=dict(self._trained.figures),
+            settings=decision.settings,
+            numerics=dict(self._numerics),
+            decisions_next=self._present.decisions_next,
+            compute_s=self._trained.compute_s,
+            checkpoint=event.checkpoint,
+            adopted=self._adopted,
+        )
+
+    def _restore(self) -> None:
+        """Bring the weights back to where the next step begins."""
+        self._end_attempt("restoring")
+        self._replaying = 0
+        self._adopted = False
+        step = self.history.next_step
+        self._out.effects.append(Restore(step=step, notes=tuple(self.history.notes)))
+
+    def _end_attempt(self, phase: Phase) -> None:
+        self.phase = phase
+        self._present = self._trained = self._commit = None
+
+    @property
+    def _decision(self) -> TakeBatch:
+        assert self._present is not None
+        return self._present.decision
+
+    def _is_dropped(self) -> bool:
+        """Whether a newer attempt of the present step was decided."""
+        newest = self._taken.get(self._decision.step)
+        return newest is not None and newest.decision.attempt > self._decision.attempt
+
+    def _is_revoked(self) -> bool:
+        """Whether a newer attempt of the step committed last was decided."""
+        if not self.history.notes:
+            return False
+        last = self.history.notes[-1]
+        newest = self._taken.get(last.step)
+        return newest is not None and newest.decision.attempt > last.attempt
+
+    def _control(
+        self, record: StepCommitted | BatchRefused | WeightsAdopted, tag: str = ""
+    ) -> None:
+        append = Append(topic=self._setup.topics.control, key=KEY, value=encode(record))
+        self._out.publish.append(Publish(record=append, tag=tag))
+
+    def _dead_letter(self, letter: DeadLetter) -> None:
+        try:
+            value, headers = encode_dead_letter(letter, record_bytes_max=DEAD_LETTER_BYTES_MAX)
+        except SchemaError as error:
+            LOG.error("offset %d of %s: %s", letter.offset, letter.topic, error.message)
+            return
+        topic = self._setup.topics.dead_letters
+        append = Append(topic=topic, key=KEY, value=value, headers=headers)
+        self._out.publish.append(Publish(record=append))
+
+    def _heartbeat(self, now: Now) -> None:
+        if now.mono_ns < self._status_due_ns:
+            return
+        self._status_due_ns = now.mono_ns + self._setup.heartbeat_ns
+        step = self.history.next_step
+        records, size_bytes = self._cached()
+        status = TrainerStatus(
+            at_ns=now.wall_ns,
+            waits_for=waits_for(
+                self.phase,
+                step,
+                replayed=self._replaying,
+                caught_up=self._caught_up,
+                refused=self._refused[1] if self._refused[0] == step else None,
+            ),
+            cost=self._cost(),
+            role_epoch=self._setup.role_epoch,
+            step=step,
+            phase=self.phase,
+            cached_records=records,
+            cached_bytes=size_bytes,
+        )
+        append = Append(topic=self._setup.topics.metrics, key=KEY, value=encode(status))
+        self._out.publish.append(Publish(record=append))
+
+
+_HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {
+    Record: TrainerMachine._on_record,
+    CaughtUp: TrainerMachine._on_caught_up,
+    StopAsked: TrainerMachine._on_stop,
+    Published: TrainerMachine._on_published,
+    Replayed: TrainerMachine._on_replayed,
+    Adopted: TrainerMachine._on_adopted,
+    Restored: TrainerMachine._on_restored,
+    BatchFetched: TrainerMachine._on_fetched,
+    StepTrained: TrainerMachine._on_trained,
+    PolicyPublished: TrainerMachine._on_policy,
+    Unreadable: TrainerMachine._on_unreadable,
+}

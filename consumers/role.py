@@ -1,0 +1,259 @@
+"""The trainer as a role: fence the predecessor, read control, take a role epoch, train.
+
+1. Wait for `run started`. 2. Take the exclusive writer: from now on no other trainer of this run
+can commit, so what control says next is final. 3. Read control: the committed steps, the last role
+epoch. 4. Append `role started` with the next one. 5. Tick until the machine is finished; its first
+order restores the weights, by checkpoint and replay.
+
+After an append of unknown outcome the role ends with `OutcomeUnknown`; started again, it reads
+whether that commit is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.config.model import Config, in_flight_batches
+from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
+from dora_pipe.consumers.patience import patiently
+from dora_pipe.consumers.ports import ThreadPort
+from dora_pipe.consumers.reader import RECORDS_MAX
+from dora_pipe.consumers.recovery import History, read_history
+from dora_pipe.consumers.trainers.make import make_trainer
+from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.consumers.work import TrainerWork, WorkSetup
+from dora_pipe.errors import InvariantBroken, PolicyError, UsageError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.schemas.control import RoleStarted, RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+LOG = logging.getLogger(__name__)
+
+RUN_WAIT_S: Final = 120.0
+"""A trainer waits so long for its run to start."""
+
+POLL_S: Final = 0.25
+
+CACHE_SHARE: Final = 2
+"""The cache holds this many times the trajectories in flight: superseded ones take room too."""
+
+
+class TrainerFactory(Protocol):
+    """Makes a trainer for a model directory's config and tokenizer files."""
+
+    def __call__(self, *, assets: Path, reference: Path, config: Config) -> Trainer:
+        """`reference` is the weights file of version 0. Raises PolicyError, ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trainer:
+    """What the parts of this role share."""
+
+    topics: Topics
+    open_bus: Callable[[], Bus]
+    store: PolicyStore
+    factory: TrainerFactory
+    clock: Clock
+    run: RunStarted
+    config: Config
+    adopt: bool
+
+
+def run_trainer(
+    open_bus: Callable[[], Bus],
+    topics: Topics,
+    *,
+    store: PolicyStore,
+    stop: Callable[[], bool],
+    trainer_factory: TrainerFactory = make_trainer,
+    config: Config | None = None,
+    adopt: bool = False,
+    clock: Clock | None = None,
+    meter: Meter | None = None,
+) -> None:
+    """Be the trainer of a run until it is over or `stop` says so.
+
+    `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
+    machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
+    log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
+
+    Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
+    successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
+    """
+    clock, meter = clock or SystemClock(), meter or Meter()
+    with closing(open_bus()) as bus:
+        if not _run_has_started(bus, topics, stop, clock):
+            return
+        writer = patiently(
+            "taking over", lambda: bus.writer(exclusive=f"{topics.run}.trainer"), clock
+        )
+        with closing(writer):
+            history = read_history(bus, topics, clock)
+            if history.run_started is None:
+                raise InvariantBroken(f"the first record of {topics.control} cannot be read")
+            here = _Trainer(
+                topics=topics,
+                open_bus=open_bus,
+                store=store,
+                factory=trainer_factory,
+                clock=clock,
+                run=history.run_started,
+                config=_config_of(history.run_started, config),
+                adopt=adopt,
+            )
+            role_epoch = _announce(writer, topics, history, clock)
+            _serve(here, bus, writer, history, role_epoch, meter, stop)
+
+
+def work_setup(
+    topics: Topics, run: RunStarted, config: Config, history: History, *, adopt: bool
+) -> WorkSetup:
+    """The work's settings for a run: where it reads from, and how much it may hold."""
+    in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
+    return WorkSetup(
+        topics=topics,
+        initial=run.policy,
+        starts=dict(history.starts),
+        adopt=adopt,
+        records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
+    )
+
+
+def _serve(
+    here: _Trainer,
+    bus: Bus,
+    writer: Writer,
+    history: History,
+    role_epoch: int,
+    meter: Meter,
+    stop: Callable[[], bool],
+) -> None:
+    port = ThreadPort(_opener(here, history), meter)
+    setup = TrainerSetup(
+        topics=here.topics,
+        role_epoch=role_epoch,
+        checkpoint_every=here.config.trainer.checkpoint_every,
+        heartbeat_ns=int(here.config.timing.heartbeat_s * 1e9),
+    )
+    with closing(port):
+        machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
+        runtime = Runtime(
+            machine,
+            bus=bus,
+            writer=writer,
+            ports=[port],
+            clock=here.clock,
+            meter=meter,
+            exclusive=True,
+        )
+        with closing(runtime):
+            runtime.run(stop)
+    LOG.info("trainer ends before step %d", history.next_step)
+
+
+def _opener(
+    here: _Trainer, history: History
+) -> Callable[[Meter], AbstractContextManager[TrainerWork]]:
+    """Opens the work in the thread that will do it."""
+    setup = work_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
+
+    @contextmanager
+    def opened(meter: Meter) -> Iterator[TrainerWork]:
+        with closing(here.open_bus()) as bus:
+            work = TrainerWork(
+                setup,
+                bus=bus,
+                store=here.store,
+                make_trainer=lambda: _make(here),
+                clock=here.clock,
+                meter=meter,
+            )
+            with closing(work):
+                yield work
+
+    return opened
+
+
+def _make(here: _Trainer) -> Trainer:
+    assets = here.store.assets_path(here.run.assets_digest)
+    if not assets.is_dir():
+        raise PolicyError(
+            f"no config and tokenizer files at {assets}",
+            hint="store.path must be the directory that the run was started with",
+        )
+    reference = here.store.weights_path(here.run.policy.digest)
+    return here.factory(assets=assets, reference=reference, config=here.config)
+
+
+def _announce(writer: Writer, topics: Topics, history: History, clock: Clock) -> int:
+    """Append `role started`; the role epoch. Raises OutcomeUnknown, Fenced, BusError."""
+    role_epoch = history.role_epoch + 1
+    started = RoleStarted(
+        at_ns=clock.wall_ns(),
+        role="trainer",
+        role_epoch=role_epoch,
+        instance=uuid.uuid4().hex,
+        host=platform.node(),
+        pid=os.getpid(),
+        package=__version__,
+    )
+    writer.append([Append(topic=topics.control, key=KEY, value=encode(started))])
+    LOG.info("trainer started, role epoch %d, step %d is next", role_epoch, history.next_step)
+    return role_epoch
+
+
+def _run_has_started(bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock) -> bool:
+    """Wait for `run started`; False when asked to stop first. Raises UsageError in the end."""
+    at = TopicPartition(topics.control, 0)
+    give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
+    reader: Reader | None = None
+    with ExitStack() as stack:
+        while not stop():
+            if reader is None and topics.control in patiently("looking", bus.topics, clock):
+                reader = stack.enter_context(closing(bus.reader({at: 0})))
+            if reader is not None and _saw_run_started(reader, clock):
+                return True
+            if clock.now_ns() >= give_up_ns:
+                raise UsageError(
+                    f"{topics.run} has not been started for {RUN_WAIT_S:.0f} s",
+                    hint="start it with `dora-pipe run`, or start its orchestrator",
+                )
+            LOG.debug("waiting for run %s to start", topics.run)
+            clock.sleep(POLL_S)
+    return False
+
+
+def _saw_run_started(reader: Reader, clock: Clock) -> bool:
+    records = patiently("reading control", lambda: reader.poll(timeout_s=0.0), clock)
+    return any(b'"run-started"' in record.value for record in records)
+
+
+def _config_of(run: RunStarted, local: Config | None) -> Config:
+    """The run's configuration with this machine's free keys."""
+    config = msgspec.convert(run.config, Config)
+    if local is None:
+        return config
+    trainer = msgspec.structs.replace(
+        config.trainer,
+        micro_batch_tokens=local.trainer.micro_batch_tokens,
+        checkpoint_every=local.trainer.checkpoint_every,
+        threads=local.trainer.threads,
+    )
+    return msgspec.structs.replace(config, trainer=trainer, timing=local.timing, bus=local.bus)

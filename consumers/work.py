@@ -1,0 +1,264 @@
+"""The trainer's slow work, effect by effect: restore, fetch, train, publish; it decides nothing.
+
+Every effect is a generator of events. It yields None where it must wait for the log, so that the
+same code runs in a thread of its own (production) and step by step in one thread (tests and
+simulator). One thread uses it, with a bus of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.clock import Clock
+from dora_pipe.consumers.checks import Arrived, check_batch
+from dora_pipe.consumers.contributions import write_contributions
+from dora_pipe.consumers.effects import (
+    Adopted,
+    BatchFetched,
+    Effect,
+    Event,
+    FetchBatch,
+    PolicyPublished,
+    PublishPolicy,
+    Replayed,
+    Restore,
+    Restored,
+    StepTrained,
+    TrainStep,
+    Unreadable,
+)
+from dora_pipe.consumers.reader import BYTES_MAX, RECORDS_MAX, BatchReader, Found, Place
+from dora_pipe.consumers.recovery import read_commits
+from dora_pipe.consumers.replay import (
+    ReplayedStep,
+    batch_of,
+    find,
+    load_base,
+    places_of,
+    steps_again,
+)
+from dora_pipe.consumers.trainers.port import StepResult, TrainBatch, Trainer
+from dora_pipe.errors import ReplayDiverged, SchemaError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.runtime import Meter
+from dora_pipe.schemas.control import TakenTrajectory
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+
+LOG = logging.getLogger(__name__)
+
+Key = tuple[int, int]
+"""(step, attempt) of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSetup:
+    """What the work needs to know of its run."""
+
+    topics: Topics
+    initial: Manifest
+    """Version 0."""
+    starts: Mapping[int, int]
+    """Positions per partition to read trajectories from."""
+    adopt: bool = False
+    records_max: int = RECORDS_MAX
+    bytes_max: int = BYTES_MAX
+
+
+class TrainerWork:
+    """See the module. `make_trainer` is called once, when the first effect needs it."""
+
+    def __init__(
+        self,
+        setup: WorkSetup,
+        *,
+        bus: Bus,
+        store: PolicyStore,
+        make_trainer: Callable[[], Trainer],
+        clock: Clock,
+        meter: Meter,
+    ) -> None:
+        self._setup = setup
+        self._bus = bus
+        self._store = store
+        self._make_trainer = make_trainer
+        self._clock = clock
+        self._trainer: Trainer | None = None
+        self._fetched: tuple[Key, TrainBatch] | None = None
+        self._trained: tuple[Key, StepResult] | None = None
+        self.reader = BatchReader(
+            bus,
+            setup.topics.trajectories,
+            run=setup.topics.run,
+            starts=setup.starts,
+            clock=clock,
+            meter=meter,
+            records_max=setup.records_max,
+            bytes_max=setup.bytes_max,
+        )
+
+    def run(self, effect: Effect) -> Iterator[Event | None]:
+        """The events of an effect, None while it waits for the log."""
+        if isinstance(effect, Restore):
+            return self._restore(effect)
+        if isinstance(effect, FetchBatch):
+            return self._fetch(effect)
+        if isinstance(effect, TrainStep):
+            return self._train(effect)
+        return self._publish(effect)
+
+    def idle(self) -> Iterator[Event]:
+        """Read ahead a bit, without waiting; what is cached then costs no step any time."""
+        self.reader.read_ahead(timeout_s=0.0)
+        yield from self._letters()
+
+    def close(self) -> None:
+        """Close the reader; idempotent."""
+        self.reader.close()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, made when it is first asked for."""
+        if self._trainer is None:
+            self._trainer = self._make_trainer()
+        return self._trainer
+
+    def _restore(self, effect: Restore) -> Iterator[Event | None]:
+        """Newest usable checkpoint, then the committed steps after it, each digest compared."""
+        self._fetched = self._trained = None
+        trainer = self.trainer
+        base = load_base(self._store, trainer, self._setup.initial, effect.notes)
+        commits = read_commits(
+            self._bus, self._setup.topics, effect.notes[base : effect.step], self._clock
+        )
+        for replayed in steps_again(self.reader, trainer, commits, strict=True):
+            if replayed is None:
+                yield None
+            elif replayed.equal:
+                LOG.info("step %d replayed, weights equal", replayed.step)
+                yield Replayed(step=replayed.step)
+            else:
+                yield self._diverged(replayed)
+        digest = trainer.manifest().digest
+        if not self._store.weights_path(digest).exists():
+            self._store.publish_weights(trainer.save_weights)
+        yield Restored(step=effect.step, digest=digest, numerics=trainer.numerics())
+
+    def _diverged(self, replayed: ReplayedStep) -> Adopted:
+        """Take the committed weights if that was allowed. Raises ReplayDiverged, PolicyError."""
+        other = replayed.other_numerics
+        because = f"other {', '.join(other)}" if other else "although the numerics are the same"
+        why = f"tensor {replayed.tensor} differs ({because})"
+        if not self._setup.adopt:
+            raise ReplayDiverged(
+                f"step {replayed.step} gave other weights than those committed: {why}",
+                hint="--adopt goes on from the committed weights; audit will report the break",
+            )
+        # The optimizer state of the replay is the best there is; it goes through a file, because
+        # that is the only way into a trainer.
+        blob = self._store.publish_blob("optimizer", self.trainer.save_optimizer)
+        self.trainer.load(
+            self._store.weights_path(replayed.digest_committed),
+            digest=replayed.digest_committed,
+            optimizer=self._store.optimizer_path(blob.sha256),
+        )
+        LOG.warning("step %d: committed weights adopted, %s", replayed.step, why)
+        return Adopted(
+            step=replayed.step,
+            digest_committed=replayed.digest_committed,
+            digest_replayed=replayed.digest_replayed,
+            why=why,
+        )
+
+    def _fetch(self, effect: FetchBatch) -> Iterator[Event | None]:
+        decision = effect.decision
+        self._fetched = None
+        self.reader.drop_before(effect.known.next_step)
+        waiting = find(self.reader, decision.groups)
+        while True:
+            try:
+                yield next(waiting)
+            except StopIteration as done:
+                found: dict[Place, Found] = done.value
+                break
+        letters = list(self._letters())
+        arrived: dict[str, Arrived] = {}
+        for taken in (one for group in decision.groups for one in group.trajectories):
+            at = found[Place(taken.partition, taken.offset)]
+            arrived[taken.trajectory], letter = self._arrived(taken, at)
+            letters += [] if letter is None else [letter]
+        offenders = check_batch(decision, arrived, effect.known)
+        if not offenders:
+            whole = {name: _whole(one) for name, one in arrived.items()}
+            key = (decision.step, decision.attempt)
+            self._fetched = key, batch_of(decision.step, decision.groups, whole)
+            self.reader.drop(places_of(decision.groups))
+        yield from letters
+        yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
+
+    def _arrived(self, taken: TakenTrajectory, at: Found) -> tuple[Arrived, Unreadable | None]:
+        """What a record turns out to be; one whose value cannot be read is a dead letter."""
+        if at.error is not None or at.record is None:
+            return Arrived(why=at.why), None
+        try:
+            with self.reader.meter.spend("codec"):
+                trajectory = decode_trajectory(at.record.value)
+        except SchemaError as error:
+            letter = self.reader.letter(at.record, error)
+            return Arrived(why=f"unreadable: {error.message}"), Unreadable(letter=letter)
+        return Arrived(headers=at.headers, sha256=at.sha256, trajectory=trajectory), None
+
+    def _train(self, effect: TrainStep) -> Iterator[Event]:
+        key = (effect.step, effect.attempt)
+        assert self._fetched is not None
+        assert self._fetched[0] == key
+        batch = self._fetched[1]
+        self._fetched = None
+        result = self.trainer.train(batch, effect.settings)
+        self._trained = key, result
+        yield StepTrained(
+            step=effect.step,
+            attempt=effect.attempt,
+            figures=result.figures,
+            compute_s=result.compute_s,
+        )
+
+    def _publish(self, effect: PublishPolicy) -> Iterator[Event]:
+        """Files first; the commit that names them comes after, or never."""
+        assert self._trained is not None
+        key, result = self._trained
+        assert key == (effect.step, effect.attempt)
+        manifest = self._store.publish_weights(self.trainer.save_weights)
+        contributions = self._store.publish_blob(
+            "contributions", lambda path: write_contributions(path, result.contributions)
+        )
+        checkpoint = None
+        if effect.checkpoint:
+            checkpoint = self._store.publish_blob("optimizer", self.trainer.save_optimizer)
+        self._trained = None
+        yield PolicyPublished(
+            step=effect.step,
+            attempt=effect.attempt,
+            manifest=manifest,
+            contributions=contributions,
+            checkpoint=checkpoint,
+        )
+
+    def _letters(self) -> Iterator[Unreadable]:
+        for letter in self.reader.letters():
+            yield Unreadable(letter=letter)
+
+
+def _whole(arrived: Arrived) -> Trajectory:
+    assert arrived.trajectory is not None
+    return arrived.trajectory
+
+
+EFFECTS: Final = (Restore, FetchBatch, TrainStep, PublishPolicy)
+"""The effect types that `TrainerWork.run` takes."""

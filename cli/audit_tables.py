@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import typer
@@ -36,7 +37,8 @@ def _head(report: AuditReport) -> None:
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
     }
-    emit_pairs(pairs, title=f"audit of {report.run}")
+    typer.echo(f"audit of {report.run}")
+    emit_pairs(pairs)
     typer.echo()
 
 
@@ -51,7 +53,7 @@ def _fates(report: AuditReport) -> None:
         )
     )
     columns = ("fate", "groups", "trajectories", "sampled tokens")
-    emit_table(columns, rows, title="C2: what became of every dispatched group")
+    _table("C2: what became of every dispatched group", columns, rows)
     typer.echo()
 
 
@@ -62,7 +64,7 @@ def _staleness(report: AuditReport) -> None:
         for staleness, groups in report.staleness.items()
     ]
     title = f"C3: staleness of trained groups (maximum {report.staleness_max}, bound "
-    emit_table(("staleness", "groups", "share"), rows, title=f"{title}{report.staleness_bound})")
+    _table(f"{title}{report.staleness_bound})", ("staleness", "groups", "share"), rows)
     typer.echo()
 
 
@@ -79,8 +81,14 @@ def _lengths(report: AuditReport) -> None:
         for line in report.lengths
     ]
     columns = ("sampled tokens", "trajectories", "tokens", *fates, "trained")
-    emit_table(columns, rows, title="training trajectories by length: is there a bias?")
+    _table("training trajectories by length: is there a bias?", columns, rows)
     typer.echo()
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table under a title that is not wrapped to the table's width."""
+    typer.echo(title)
+    emit_table(columns, rows)
 
 
 def _bucket(line: LengthLine) -> str:
@@ -99,7 +107,7 @@ def _hosting(report: AuditReport) -> None:
         rows.append((f"{len(pairs) - PAIRS_SHOWN_MAX} more", "", rest))
     several, seconds = report.several_versions_seconds, report.seconds
     title = f"versions hosted at the same time: {several:.1f} s of {seconds:.1f} s"
-    emit_table(("version", "and version", "s"), rows, title=title)
+    _table(title, ("version", "and version", "s"), rows)
     typer.echo()
 
 
@@ -123,7 +131,7 @@ def _violations(report: AuditReport) -> None:
         more = report.violations_total - len(shown)
         rows.append(("", "", f"and {more} more (--json names up to 10 000)", "", ""))
     columns = ("check", "what", "does not hold", "expected", "found")
-    emit_table(columns, rows, title=f"{report.violations_total} violations")
+    _table(f"{report.violations_total} violations", columns, rows)
     typer.echo()
 
 
@@ -137,4 +145,4 @@ def _checks(report: AuditReport) -> None:
         )
         for line in report.checks
     ]
-    emit_table(("check", "what holds", "looked at", ""), rows)
+    emit_table(("check", "what holds", "compared", ""), rows)

@@ -85,7 +85,7 @@ class _Run:
 
 
 def stays_of(trajectory: Trajectory) -> list[Stay]:
-    """The stays of a trajectory, in order. Raises InvariantBroken for prefill points that cannot be.
+    """The stays of a trajectory, in order. Raises InvariantBroken where none can be made of it.
 
     Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: stays 5..12 and
     12..20.

@@ -1,0 +1,462 @@
+"""A whole run in one process: the three real machines in the real loop, on one virtual clock.
+
+Engine and trainer are simulated and the task answers inline; orchestrator, workers, trainer, log
+and policy store are what production runs. `tick` gives every role one turn and moves time by
+`TICK_NS`. A role can be killed (its objects are dropped where they stand), frozen (it gets no
+turns), made deaf (it goes on without hearing what is decided) and started again.
+
+Example::
+
+    with Cluster(tmp_path, make_config()) as cluster:
+        cluster.run()
+        cluster.kill("w1")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
+from dora_pipe.consumers.ports import InlinePort
+from dora_pipe.consumers.recovery import read_history
+from dora_pipe.consumers.role import work_setup
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.work import TrainerWork
+from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.machine import WorkerMachine
+from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.rows import WorkerSetup
+from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
+from dora_pipe.runtime import Meter, Runtime, StopAsked
+from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
+from tests.support.inline_tasks import InlineTasks, Numbers
+from tests.support.worker import VirtualClock
+
+TICK_NS = 5_000_000
+TICKS_MAX = 60_000
+DATASET, EVAL_DATASET = sha256_hex(b"train rows"), sha256_hex(b"eval rows")
+ROWS, EVAL_ROWS = 40, 3
+ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
+
+
+def make_config(**changes: Any) -> Config:
+    """A small run: 4 groups of 4 per step, eta 2, 8 steps; ``make_config(run__steps=3)``."""
+    plain: dict[str, Any] = {
+        "run": {"name": "small", "steps": 8, "seed": 7},
+        "model": {"path": "model"},
+        "task": {"kind": "arithmetic"},
+        "sampling": {"max_tokens": 96},
+        "groups": {"size": 4, "per_step": 4, "attempts_max": 5},
+        "staleness": {"max_staleness": 2},
+        "evaluation": {"prompts": 3, "every": 4, "sampling": {"max_tokens": 96}},
+        "trainer": {"checkpoint_every": 3},
+        "workers": {
+            "slots": 6,
+            "prefetch": 2,
+            "context_tokens": 256,
+            "checkpoint_tokens": 16,
+        },
+        "bus": {"partitions": 3},
+        "timing": {"heartbeat_s": 0.1, "lease_s": 1.0, "plan_period_s": 5.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        plain.setdefault(section, {})[name] = value
+    return msgspec.convert(plain, Config)
+
+
+@dataclass
+class Ears:
+    """What a role hears; while `deaf`, nothing that others write reaches its loop."""
+
+    deaf: bool = False
+
+
+class _BriskReader:
+    """A reader that never waits: time belongs to the cluster."""
+
+    def __init__(self, reader: Reader, ears: Ears) -> None:
+        self._reader = reader
+        self._ears = ears
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        if self._ears.deaf:
+            return []
+        return self._reader.poll(timeout_s=0.0, records_max=records_max, bytes_max=bytes_max)
+
+    def position(self, tp: TopicPartition) -> int:
+        return self._reader.position(tp)
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        self._reader.seek(tp, position)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class BriskBus:
+    """A bus whose readers never wait."""
+
+    def __init__(self, bus: Bus, ears: Ears) -> None:
+        self._bus = bus
+        self._ears = ears
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        self._bus.create(topics)
+
+    def topics(self) -> list[str]:
+        return self._bus.topics()
+
+    def partitions(self, topic: str) -> int:
+        return self._bus.partitions(topic)
+
+    def end(self, tp: TopicPartition) -> int:
+        return self._bus.end(tp)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        return _BriskReader(self._bus.reader(positions), self._ears)
+
+    def writer(self, *, exclusive: str | None = None) -> Writer:
+        return self._bus.writer(exclusive=exclusive)
+
+    def close(self) -> None:
+        self._bus.close()
+
+
+@dataclass
+class Role:
+    """A role that runs."""
+
+    name: str
+    machine: Any
+    runtime: Runtime
+    ears: Ears
+    frozen: bool = False
+    engine: SimulatedEngine | None = None
+    tasks: InlineTasks | None = None
+    asked: bool = False
+
+
+def reward_by_text(call: RewardCall) -> TaskEvent:
+    """0 or 1 by a digest of the text; one in 24 raises."""
+    drawn = int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
+    if drawn % 24 == 0:
+        return TaskFailed(request=call.request, error="ValueError", message="no number in it")
+    value = float(drawn % 2)
+    return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
+
+
+@dataclass
+class Cluster:
+    """See the head of this file. `workers` are started at once, with orchestrator and trainer."""
+
+    directory: Path
+    config: Config = field(default_factory=make_config)
+    on_disk: bool = True
+    workers: Sequence[str] = ("w0", "w1", "w2")
+    lengths: Callable[[int, int], int] = long_tailed_length
+    tasks: Callable[[], InlineTasks] = lambda: InlineTasks(reward=reward_by_text)
+    train_ticks: int = 12
+    """Turns of the loop that a training step takes."""
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        self.topics = Topics(self.config.run.name)
+        self.store = PolicyStore(self.directory / "policies")
+        self.roles: dict[str, Role] = {}
+        self._buses: list[Bus] = []
+        self._log = MemoryLog()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.bus = self.open_bus()
+        partitions = self.config.bus.partitions
+        many = {self.topics.trajectories: partitions, self.topics.progress: partitions}
+        self.bus.create(
+            [TopicSpec(name=name, partitions=many.get(name, 1)) for name in self.topics.all()]
+        )
+        self.run_started = self._run_started()
+        for name in (ORCHESTRATOR, *self.workers, TRAINER):
+            self.start(name)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The SQLite log."""
+        return self.directory / "log.sqlite"
+
+    def open_bus(self, ears: Ears | None = None) -> Bus:
+        """A bus of its own on the cluster's log."""
+        bus: Bus
+        if self.on_disk:
+            bus = SqliteBus(self.path)
+        else:
+            bus = MemoryBus(self._log, now_ms=lambda: self.clock.ns // 1_000_000)
+        self._buses.append(bus)
+        return BriskBus(bus, ears or Ears())
+
+    def start(self, name: str) -> None:
+        """Start a role that does not run."""
+        assert name not in self.roles
+        if name == ORCHESTRATOR:
+            self.roles[name] = self._orchestrator()
+        elif name == TRAINER:
+            self.roles[name] = self._trainer()
+        else:
+            self.roles[name] = self._worker(name)
+
+    def kill(self, name: str) -> None:
+        """What SIGKILL does: nothing more is said."""
+        del self.roles[name]
+
+    def restart(self, name: str) -> None:
+        """Kill and start again."""
+        self.kill(name)
+        self.start(name)
+
+    def stop(self, name: str) -> None:
+        """What SIGTERM does: the role ends in order, in the ticks that follow."""
+        role = self.roles[name]
+        role.asked = True
+        role.runtime._events.append(StopAsked())
+
+    def tick(self) -> None:
+        """One turn of every role that is not frozen; those that have ended go."""
+        for name, role in list(self.roles.items()):
+            if not role.frozen:
+                role.runtime.tick()
+                if role.machine.finished:
+                    role.runtime.close()
+                    del self.roles[name]
+        self.clock.ns += TICK_NS
+
+    def ticks(self, count: int) -> None:
+        """So many turns."""
+        for _ in range(count):
+            self.tick()
+
+    def until(self, done: Callable[[], bool], ticks_max: int = TICKS_MAX) -> None:
+        """Tick until something holds."""
+        for _ in range(ticks_max):
+            if done():
+                return
+            self.tick()
+        waits = self.roles[ORCHESTRATOR].machine.state if ORCHESTRATOR in self.roles else None
+        raise AssertionError(f"not within {ticks_max} ticks: {waits}")
+
+    def run(self) -> None:
+        """Until the run is over and every role has gone."""
+        self.until(lambda: not self.roles)
+
+    @property
+    def version(self) -> int:
+        """The newest version, as the orchestrator knows it."""
+        version: int = self.roles[ORCHESTRATOR].machine.state.version
+        return version
+
+    def close(self) -> None:
+        """Close everything."""
+        for role in self.roles.values():
+            role.runtime.close()
+        for bus in self._buses:
+            bus.close()
+
+    # How roles are made
+
+    def _run_started(self) -> RunStarted:
+        assets = self.directory / "assets"
+        assets.mkdir(exist_ok=True)
+        (assets / "config.json").write_text(json.dumps({"model_type": "simulated"}))
+        plain = msgspec.to_builtins(self.config)
+        return RunStarted(
+            at_ns=self.clock.wall_ns(),
+            run=self.config.run.name,
+            schema_version=SCHEMA_VERSION,
+            config=plain,
+            config_digest=sha256_hex(canonical(plain)),
+            dataset_digest=DATASET,
+            dataset_rows=ROWS,
+            eval_digest=EVAL_DATASET,
+            eval_rows=EVAL_ROWS,
+            seed=self.config.run.seed,
+            policy=self.store.publish_weights(initial_weights),
+            assets_digest=self.store.publish_assets([assets / "config.json"]),
+            planner="test",
+            package="0",
+        )
+
+    def _runtime(
+        self, machine: Any, bus: Bus, writer: Writer, ports: Sequence[Any], meter: Meter
+    ) -> Runtime:
+        return Runtime(
+            machine,
+            bus=bus,
+            writer=writer,
+            ports=ports,
+            clock=self.clock,
+            meter=meter,
+            exclusive=not isinstance(machine, WorkerMachine),
+        )
+
+    def _orchestrator(self) -> Role:
+        ears, meter = Ears(), Meter()
+        bus = self.open_bus(ears)
+        writer = bus.writer(exclusive=f"{self.topics.run}.orchestrator")
+        machine = start_machine(
+            bus=bus,
+            writer=writer,
+            topics=self.topics,
+            timing=self.config.timing,
+            clock=self.clock,
+            instance=Instance(name="o", host="h", pid=1, package="0"),
+            meter=meter,
+            run_started=self.run_started,
+        )
+        runtime = self._runtime(machine, bus, writer, (), meter)
+        return Role(name=ORCHESTRATOR, machine=machine, runtime=runtime, ears=ears)
+
+    def _trainer(self) -> Role:
+        ears, meter = Ears(), Meter()
+        bus = self.open_bus(ears)
+        writer = bus.writer(exclusive=f"{self.topics.run}.trainer")
+        history = read_history(bus, self.topics, self.clock)
+        started = RoleStarted(
+            at_ns=self.clock.wall_ns(),
+            role="trainer",
+            role_epoch=history.role_epoch + 1,
+            instance="t",
+            host="h",
+            pid=1,
+            package="0",
+        )
+        writer.append([Append(topic=self.topics.control, key=KEY, value=encode(started))])
+        work = TrainerWork(
+            work_setup(self.topics, self.run_started, self.config, history, adopt=False),
+            bus=self.open_bus(),
+            store=self.store,
+            make_trainer=SimulatedTrainer,
+            clock=self.clock,
+            meter=meter,
+        )
+        port = _SlowPort(work, self.train_ticks)
+        setup = TrainerSetup(
+            topics=self.topics,
+            role_epoch=started.role_epoch,
+            checkpoint_every=self.config.trainer.checkpoint_every,
+            heartbeat_ns=int(self.config.timing.heartbeat_s * 1e9),
+        )
+        machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
+        runtime = self._runtime(machine, bus, writer, [port], meter)
+        return Role(name=TRAINER, machine=machine, runtime=runtime, ears=ears)
+
+    def _worker(self, name: str) -> Role:
+        ears, meter, tasks = Ears(), Meter(), self.tasks()
+        bus, workers = self.open_bus(ears), self.config.workers
+        writer = bus.writer()
+        decisions_from = bus.end(TopicPartition(self.topics.decisions, 0))
+        engine = SimulatedEngine(
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            lengths=self.lengths,
+            now_ns=self.clock.wall_ns,
+        )
+        joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine)))
+        setup = self._setup(name, writer.append([joined])[0], decisions_from)
+        machine = WorkerMachine(setup, cost=meter.cost, kv_used=lambda: engine.kv_used_tokens)
+        ports = [
+            EnginePort(
+                engine, self.store.weights_path, clock=self.clock, in_thread=False, steps_max=1
+            ),
+            TaskPort(tasks, Numbers()),
+            CodecPort(meter, clock=self.clock),
+            ProgressPort(self.open_bus(), self.topics.progress, meter, clock=self.clock),
+        ]
+        runtime = self._runtime(machine, bus, writer, ports, meter)
+        return Role(
+            name=name, machine=machine, runtime=runtime, ears=ears, engine=engine, tasks=tasks
+        )
+
+    def _joined(self, name: str, engine: SimulatedEngine) -> WorkerJoined:
+        return WorkerJoined(
+            at_ns=self.clock.wall_ns(),
+            worker=name,
+            instance=f"{name}-{self.clock.ns}",
+            host="h",
+            pid=1,
+            slots=engine.slots,
+            prefetch=self.config.workers.prefetch,
+            kv_tokens=engine.slots * engine.context_tokens,
+            engine=engine.name,
+            engine_version=engine.version,
+            dtype=engine.dtype,
+            device=engine.device,
+            declares=tuple(sorted(engine.declares)),
+            assets_digest=self.run_started.assets_digest,
+            reward_digest="",
+            package="0",
+        )
+
+    def _setup(self, name: str, epoch: int, decisions_from: int) -> WorkerSetup:
+        config = self.config
+        stop_ids = (END_TOKEN,)
+        return WorkerSetup(
+            topics=self.topics,
+            worker=name,
+            epoch=epoch,
+            slots=config.workers.slots,
+            prefetch=config.workers.prefetch,
+            context_tokens=config.workers.context_tokens,
+            checkpoint_tokens=config.workers.checkpoint_tokens,
+            turns_max=config.task.turns_max,
+            heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
+            stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
+            decisions_from=decisions_from,
+            digests={"train": DATASET, "eval": EVAL_DATASET},
+            params={
+                "train": sampling_params(config.sampling, stop_ids),
+                "eval": sampling_params(config.evaluation.sampling, stop_ids),
+            },
+        )
+
+
+class _SlowPort(InlinePort):
+    """The trainer's work in the loop, with a pause of some turns before each event."""
+
+    def __init__(self, work: TrainerWork, ticks: int) -> None:
+        super().__init__(work)
+        self._ticks = ticks
+        self._left = ticks
+
+    def poll(self) -> list[Any]:
+        """The next event, once its time has come."""
+        if self.busy and self._left:
+            self._left -= 1
+            return []
+        self._left = self._ticks
+        return super().poll()

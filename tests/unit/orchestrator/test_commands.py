@@ -1,0 +1,176 @@
+"""A user's commands: each does what its table says, and a wrong one says why and does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dora_pipe.config.model import LOGGED
+from dora_pipe.orchestrator.state import settings_in_force
+from dora_pipe.schemas.rounds import Dispatch, Drain, End, StopRun
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage, unchanged
+
+
+def running(**changes: Any) -> Stage:
+    """A run under way."""
+    stage = Stage(**changes).begin()
+    stage.worker("w0", slots=4)
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "why"),
+    [
+        ("set", {}, "sets nothing"),
+        ("set", {"groups__size": 4}, "groups.size is not a logged key"),
+        ("set", {"trainer__learning_rate": -1.0}, "trainer.learning_rate"),
+        ("set", {"staleness__in_flight_batches": 0.5}, "no batch would ever fill"),
+        ("set", {"run__steps": "many"}, "run.steps"),
+        ("resume", {}, "not paused"),
+        ("pause", {"softly": True}, "takes no softly"),
+        ("drain", {"worker": "w9"}, "no such worker: w9"),
+        ("stop", {"now": "yes"}, "true or false"),
+        ("fail-batch", {}, "no batch is in training"),
+        ("dance", {}, "no such verb: dance"),
+    ],
+)
+def test_wrong_command_says_why_and_changes_nothing(
+    verb: str, args: dict[str, Any], why: str
+) -> None:
+    stage = running()
+    before = stage.copy()
+    stage.tell(records.command(verb, **args))
+    assert why in stage.state.tally.rejection
+    assert unchanged(before, stage.state)
+
+
+def test_set_is_in_force_from_the_next_step_and_stands_in_the_batch() -> None:
+    stage = running()
+    stage.tell(records.command("set", trainer__learning_rate=0.5, objective__kl=0.25))
+    stage.finish_all()
+    assert stage.batch is not None
+    assert stage.batch.settings["trainer.learning_rate"] == 0.5
+    assert stage.batch.settings["objective.kl"] == 0.25
+    expected = {one for one in LOGGED if one.startswith(("trainer.", "objective."))}
+    assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config))
+
+
+def test_batch_in_training_keeps_its_settings_when_they_change() -> None:
+    stage = running()
+    stage.finish_all()
+    assert stage.batch is not None
+    first = stage.batch
+    stage.tell(records.command("set", trainer__learning_rate=0.5))
+    stage.commit()
+    stage.settle()
+    stage.finish_all()
+    assert first.settings["trainer.learning_rate"] == 1e-5
+    assert stage.batch.settings["trainer.learning_rate"] == 0.5
+
+
+def test_max_staleness_may_be_raised_and_lowered_while_deadlines_stay() -> None:
+    stage = running()
+    before = {name: group.spec.deadline for name, group in stage.state.groups.items()}
+    stage.tell(records.command("set", staleness__max_staleness=3))
+    stage.finish_all()
+    later = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
+    assert {one.deadline for one in later if one.group in before} == {1}
+    assert {one.deadline - one.version for one in later if one.group not in before} <= {3}
+    stage.tell(records.command("set", staleness__max_staleness=0))
+    while not stage.state.done:
+        stage.commit()
+        stage.settle()
+        stage.finish_all()
+    assert stage.state.tally.fates["trained"] == 8
+
+
+def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
+    stage = running()
+    stage.finish_all()
+    stage.commit()
+    stage.settle()
+    stage.finish_all()  # Step 1 trains.
+    stage.tell(records.command("set", run__steps=1))
+    assert "step 2 comes next" in stage.state.tally.rejection
+    stage.tell(records.command("set", run__steps=2))
+    ends = [one for one in stage.settle() if isinstance(one, End)]
+    assert {one.fate for one in ends} == {"cancelled"}
+    stage.commit()
+    assert isinstance(stage.settle()[-1], StopRun)
+
+
+def test_pause_admits_nothing_and_resume_does() -> None:
+    stage = running()
+    stage.tell(records.command("pause"))
+    stage.tell(records.command("pause"))
+    assert "paused already" in stage.state.tally.rejection
+    count = stage.state.ordinal
+    stage.finish_all()
+    assert stage.state.ordinal == count
+    assert stage.state.training is not None, "what is open goes on"
+    stage.tell(records.command("resume"))
+    stage.settle()
+    assert stage.state.ordinal > count
+
+
+def test_drain_lets_a_worker_finish_and_gives_it_nothing_more() -> None:
+    stage = running()
+    stage.worker("w1", slots=4)
+    held = stage.running("w0")
+    assert held
+    stage.tell(records.command("drain", worker="w0"))
+    (drain,) = [one for one in stage.plan() if isinstance(one, Drain)]
+    assert drain.worker == "w0"
+    assert stage.running("w0") == held
+    for name in held:
+        stage.finish(name)
+        stage.settle()
+    assert stage.running("w0") == []
+    stage.tell(records.left("w0", drain.epoch))
+    assert list(stage.state.workers) == ["w1"]
+    stage.tell(records.command("drain"))
+    assert [one.worker for one in stage.plan() if isinstance(one, Drain)] == ["w1"]
+
+
+def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> None:
+    stage = running(groups__per_step=2, staleness__max_staleness=2, run__steps=9)
+    stage.worker("w1", slots=4)
+    stage.finish_group("g0000000000")
+    stage.settle()
+    count = len(stage.state.groups)
+    assert count == 4
+    stage.tell(records.command("set", staleness__in_flight_batches=2.5))
+    stage.settle()
+    assert len(stage.state.groups) == 5
+    stage.tell(records.command("stop"))
+    ends = [one for one in stage.settle() if isinstance(one, End)]
+    assert [(one.group, one.fate) for one in ends] == [("g0000000004", "cancelled")]
+    assert "stop" in ends[0].reason
+    while not stage.state.done:
+        stage.finish_all()
+        stage.commit()
+        stage.settle()
+    assert stage.state.version == 2
+    assert stage.state.tally.fates == {"trained": 4, "cancelled": 1}
+
+
+def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
+    stage = running(evaluation__prompts=2, evaluation__every=1)
+    while stage.state.training is None:
+        stage.finish(stage.running()[0])
+        stage.settle()
+    assert stage.state.groups
+    stage.tell(records.command("stop", now=True))
+    stage.settle()
+    assert {one.phase for one in stage.state.groups.values()} == {"taken"}
+    stage.commit()
+    assert isinstance(stage.settle()[-1], StopRun)
+    assert stage.state.version == 1
+
+
+def test_stop_before_anything_was_dispatched_ends_the_run() -> None:
+    stage = Stage().begin()
+    stage.tell(records.command("stop"))
+    assert [type(one) for one in stage.plan()] == [StopRun]

@@ -1,0 +1,135 @@
+"""The fold is total: every record of every kind, in every state, applies or changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.fold import apply_control, read_control
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import KINDS, AnyControl, WeightsAdopted
+from dora_pipe.schemas.wire import Unknown
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage, unchanged
+
+CONFIG = records.make_config()
+
+
+def busy() -> Stage:
+    """A run with requests, a batch in training, and two workers."""
+    stage = Stage().begin()
+    stage.worker("w0", slots=4)
+    stage.join("w1")
+    for group in ("g0000000000", "g0000000001"):
+        stage.finish_group(group)
+    stage.settle()
+    return stage
+
+
+def every_kind(stage: Stage) -> list[AnyControl]:
+    """A plausible record of every kind, all of them illegal once their epochs are not."""
+    place = next(iter(stage.placed.values()))
+    assert stage.batch is not None
+    adopted = WeightsAdopted(
+        at_ns=0, step=0, role_epoch=9, digest_committed="a", digest_replayed="b", why="test"
+    )
+    return [
+        records.run_started(CONFIG),
+        records.role_started("orchestrator", -1),
+        records.joined("", slots=4),
+        records.ready("w0", 9_999, 0),
+        records.left("w0", 9_999),
+        msgspec.structs.replace(records.logged(place), epoch=9_999),
+        msgspec.structs.replace(records.failed(place), worker="nobody"),
+        records.committed(7, stage.batch.groups),
+        records.refused(7, ["g0000000000"]),
+        records.command("dance"),
+        adopted,
+    ]
+
+
+def test_the_list_below_has_every_kind() -> None:
+    kinds = {type(one).__struct_config__.tag for one in every_kind(busy())}
+    assert kinds == KINDS
+
+
+@pytest.mark.parametrize("place", range(len(KINDS)))
+def test_illegal_record_is_counted_and_changes_nothing(place: int) -> None:
+    stage = busy()
+    before = stage.copy()
+    record = every_kind(stage)[place]
+    stage.tell(record)
+    assert unchanged(before, stage.state), record
+    counted = stage.state.tally
+    assert counted.rejected + counted.fenced == before.tally.rejected + before.tally.fenced + 1
+
+
+def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothing() -> None:
+    stage = busy()
+    legal = records.logged(stage.placed[stage.running()[0]])
+    wrong: list[dict[str, Any]] = [
+        {"version": 1},
+        {"digest": records.weights(1)},
+        {"group": "g0000000009"},
+        {"partition": 1 - legal.partition},
+        {"valid": False},
+        {"reward": None},
+    ]
+    for change in wrong:
+        before = stage.copy()
+        stage.tell(msgspec.structs.replace(legal, **change))
+        assert unchanged(before, stage.state), change
+        assert stage.state.tally.rejected == before.tally.rejected + 1
+    stage.tell(legal)
+    assert legal.trajectory not in stage.state.requests
+
+
+@pytest.mark.parametrize("place", range(1, len(KINDS)))
+def test_nothing_is_legal_before_the_run_has_started_but_roles(place: int) -> None:
+    record = every_kind(busy())[place]
+    state, empty = State(), State()
+    apply_control(state, 0, record)
+    assert unchanged(empty, state)
+
+
+def test_worker_that_joins_before_the_run_has_started_is_rejected() -> None:
+    state = State()
+    apply_control(state, 0, records.joined("w0"))
+    assert state.workers == {}
+    assert state.tally.rejected == 1
+
+
+def test_unknown_kinds_and_unreadable_bytes_are_counted() -> None:
+    state = State()
+    apply_control(state, 0, Unknown(kind="worker-danced", raw=b"{}"))
+    found = read_control(b'{"kind":"worker-ready","worker":7}')
+    assert isinstance(found, SchemaError)
+    apply_control(state, 2, found)
+    assert isinstance(read_control(b'{"kind":"worker-danced"}'), Unknown)
+    assert (state.tally.unknown, state.tally.unreadable) == (1, 1)
+    assert unchanged(State(), state)
+
+
+def test_run_whose_configuration_cannot_be_read_does_not_start() -> None:
+    state = State()
+    record = records.run_started(CONFIG)
+    odd = msgspec.structs.replace(record, config={**record.config, "warp": {}})
+    apply_control(state, 0, odd)
+    assert state.facts is None
+    assert "warp" in state.tally.rejection
+    apply_control(state, 2, msgspec.structs.replace(record, dataset_rows=0))
+    assert state.facts is None
+    apply_control(state, 4, record)
+    assert state.facts is not None
+
+
+def test_reason_of_a_rejection_names_kind_and_offset_and_is_bounded() -> None:
+    state = State()
+    apply_control(state, 17, records.command("x" * 5000))
+    assert state.tally.rejection == "command at offset 17: the run has not started"
+    stage = Stage().begin()
+    stage.tell(records.command("x" * 5000))
+    assert len(stage.state.tally.rejection) == 300

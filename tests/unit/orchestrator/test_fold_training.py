@@ -1,0 +1,181 @@
+"""Batches in the fold: from taken to committed, refused or failed, and everything illegal."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.rounds import End, TakeBatch
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+
+def in_training(**changes: object) -> Stage:
+    """Step 0 trains two groups; two more are under way."""
+    stage = Stage(**changes).begin()
+    stage.worker("w0", slots=4)
+    for group in ("g0000000000", "g0000000001"):
+        stage.finish_group(group)
+    stage.plan()
+    assert stage.state.training is not None
+    return stage
+
+
+def commit_of(stage: Stage) -> StepCommitted:
+    """The legal commit."""
+    assert stage.batch is not None
+    return records.committed(stage.batch.step, stage.batch.groups, attempt=stage.batch.attempt)
+
+
+def test_training_to_committed_makes_the_next_version() -> None:
+    stage = in_training()
+    assert stage.state.standing().step == 1
+    stage.commit()
+    state = stage.state
+    assert (state.version, state.training, state.attempt) == (1, None, 1)
+    assert state.policies[1] == records.weights(1)
+    assert state.tally.fates == {"trained": 2}
+    assert state.tally.staleness == {0: 2}
+    assert not {"g0000000000", "g0000000001"} & state.groups.keys()
+
+
+def test_policy_of_an_old_version_is_known_exactly_as_long_as_an_open_group_carries_it() -> None:
+    stage = in_training()
+    stage.plan()
+    stage.commit()
+    assert 0 not in stage.state.policies or stage.state.pins[0] > 0
+    while not stage.state.done:
+        stage.settle()
+        stage.finish_all()
+        if stage.state.training is not None:
+            stage.commit()
+        assert set(stage.state.policies) == {*stage.state.pins, stage.state.version}
+    assert set(stage.state.policies) == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"step": 1}, "not in training"),
+        ({"attempt": 2}, "not in training"),
+        ({"role_epoch": 3}, "role epoch"),
+        ({"groups": ()}, "not the one that was taken"),
+        ({"batch_digest": "0" * 64}, "not the one that was taken"),
+        ({"digest_before": "0" * 64}, "other weights"),
+        ({"digest_after": "0" * 64}, "other weights"),
+    ],
+)
+def test_commit_of_anything_but_the_batch_in_training_is_rejected_and_changes_nothing(
+    change: dict[str, object], why: str
+) -> None:
+    stage = in_training()
+    before = stage.copy()
+    stage.tell(msgspec.structs.replace(commit_of(stage), **change))
+    assert stage.state.tally.rejected == before.tally.rejected + 1
+    assert why in stage.state.tally.rejection
+    stage.state.tally = before.tally
+    assert stage.state.digest() == before.digest()
+
+
+def test_commit_with_a_group_twice_is_rejected() -> None:
+    stage = in_training()
+    record = commit_of(stage)
+    twice = (record.groups[0], record.groups[0])
+    stage.tell(msgspec.structs.replace(record, groups=twice))
+    assert stage.state.tally.rejected == 1
+    assert stage.state.training is not None
+
+
+def test_commit_may_list_its_groups_in_any_order() -> None:
+    stage = in_training()
+    record = commit_of(stage)
+    stage.tell(msgspec.structs.replace(record, groups=record.groups[::-1]))
+    assert stage.state.version == 1
+
+
+def test_second_commit_of_a_step_is_rejected() -> None:
+    stage = in_training()
+    record = commit_of(stage)
+    stage.tell(record)
+    stage.tell(record)
+    assert (stage.state.version, stage.state.tally.rejected) == (1, 1)
+
+
+def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
+    stage = in_training()
+    stage.tell(records.role_started("trainer", 1))
+    stage.tell(commit_of(stage))
+    assert stage.state.version == 0
+    stage.tell(msgspec.structs.replace(commit_of(stage), role_epoch=1))
+    assert stage.state.version == 1
+
+
+def test_training_to_refused_returns_the_innocent_with_their_deadlines() -> None:
+    stage = in_training()
+    others = {name for name, one in stage.state.groups.items() if one.phase == "generating"}
+    stage.tell(records.refused(0, ["g0000000001"]))
+    state = stage.state
+    assert (state.training, state.attempt) == (None, 2)
+    assert state.groups["g0000000000"].phase == "finished"
+    assert sum(state.deadlines.values()) == 1 + len(others)
+    ends = [one for one in stage.settle() if isinstance(one, End)]
+    assert [(one.group, one.fate) for one in ends] == [("g0000000001", "failed")]
+    assert "unreadable: test" in ends[0].reason
+    stage.finish_all()
+    assert stage.batch is not None
+    assert (stage.batch.step, stage.batch.attempt) == (0, 2)
+    assert "g0000000000" in {one.group for one in stage.batch.groups}
+    stage.commit()
+    assert (state.version, state.attempt) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        records.refused(0, []),
+        records.refused(0, ["g0000000009"]),
+        records.refused(0, ["g0000000000"], attempt=2),
+        records.refused(1, ["g0000000000"]),
+        records.refused(0, ["g0000000000"], role_epoch=9),
+    ],
+)
+def test_refusal_that_names_nothing_of_the_batch_is_rejected(record: object) -> None:
+    stage = in_training()
+    before = stage.copy()
+    stage.tell(record)  # type: ignore[arg-type]
+    assert stage.state.tally.rejected == 1
+    stage.state.tally = before.tally
+    assert stage.state.digest() == before.digest()
+
+
+def test_commit_after_a_refusal_of_its_attempt_is_rejected() -> None:
+    stage = in_training()
+    late = commit_of(stage)
+    stage.tell(records.refused(0, ["g0000000001"]))
+    stage.finish_all()
+    stage.tell(late)
+    assert stage.state.version == 0
+    assert "not in training" in stage.state.tally.rejection
+
+
+def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:
+    stage = in_training()
+    stage.tell(records.command("fail-batch", step=3))
+    assert stage.state.training is not None
+    stage.tell(records.command("fail-batch", step=0))
+    ends = [one for one in stage.settle() if isinstance(one, End)]
+    assert {(one.fate, one.reason) for one in ends} == {("failed", "non-finite")}
+    stage.finish_all()
+    taken = [one for one in stage.decided if isinstance(one, TakeBatch)]
+    assert [(one.step, one.attempt) for one in taken] == [(0, 1), (0, 2)]
+    assert not {g.group for g in taken[0].groups} & {g.group for g in taken[1].groups}
+
+
+def test_a_restarted_trainer_finds_its_batch_in_training_still() -> None:
+    stage = in_training()
+    stage.tell(records.role_started("trainer", 4))
+    assert stage.state.training is not None
+    assert stage.plan() == []
+    stage.tell(records.role_started("trainer", 4))
+    assert stage.state.tally.rejected == 1

@@ -1,0 +1,202 @@
+"""Workers in the fold: from joined to ready, busy, lost, left; transitions are named from-to."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora_pipe.orchestrator.fold import apply_observation
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.rounds import Fence, Place, Progressed
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+
+def one_group(**changes: object) -> Stage:
+    """One worker with two slots runs the two siblings of the only group."""
+    changes = {"groups__per_step": 1, "staleness__max_staleness": 0, **changes}
+    stage = Stage(**changes).begin()
+    stage.worker("w0", slots=2)
+    assert stage.running() == ["g0000000000-000", "g0000000000-001"]
+    return stage
+
+
+FIRST, SECOND = "g0000000000-000", "g0000000000-001"
+
+
+def test_nowhere_to_joined_takes_the_offset_as_role_epoch() -> None:
+    stage = Stage().begin()
+    epoch = stage.join("w0", slots=3, prefetch=2)
+    worker = stage.state.workers["w0"]
+    assert (worker.epoch, worker.target, worker.hosted, worker.room) == (epoch, -1, -1, 5)
+
+
+def test_joined_to_loading_to_ready() -> None:
+    stage = Stage().begin()
+    epoch = stage.join("w0")
+    stage.plan()
+    assert stage.state.workers["w0"].loading
+    stage.tell(records.ready("w0", epoch, 0))
+    assert not stage.state.workers["w0"].loading
+
+
+def test_remains_loading_when_it_reports_another_version_or_other_weights() -> None:
+    stage = Stage().begin()
+    epoch = stage.join("w0")
+    stage.plan()
+    stage.tell(records.ready("w0", epoch, 1))
+    stage.tell(records.ready("w0", epoch, 0, digest=records.weights(1)))
+    assert stage.state.workers["w0"].loading
+    assert stage.state.tally.rejected == 2
+
+
+def test_requests_of_a_worker_that_joins_again_queue_again_and_keep_their_attempts() -> None:
+    stage = one_group(groups__attempts_max=2)
+    old = stage.placed[FIRST]
+    epoch = stage.join("w0", slots=2)
+    assert stage.running() == []
+    assert stage.state.requests[FIRST].faults == 1
+    stage.settle()
+    assert stage.placed[FIRST].attempt == 2
+    assert stage.placed[FIRST].epoch == epoch
+    stage.tell(records.logged(old))
+    assert stage.state.tally.fenced == 1
+    assert stage.state.groups["g0000000000"].ended == 0
+    stage.join("w0", slots=2)
+    assert stage.state.tally.siblings_failed == 2, "two attempts, both lost"
+
+
+def test_leaving_worker_hands_its_requests_back_with_their_progress() -> None:
+    stage = one_group()
+    epoch = stage.state.workers["w0"].epoch
+    stage.worker("w1", slots=2)
+    resume = Resume(tokens=40, partition=0, offset=12)
+    stage.tell(records.left("w0", epoch, {FIRST: resume, "g0000000077-000": resume}))
+    assert "w0" not in stage.state.workers
+    assert stage.state.requests[FIRST].faults == 0, "leaving in order is nobody's fault"
+    stage.settle()
+    assert stage.placed[FIRST].resume == resume
+    assert stage.placed[FIRST].worker == "w1"
+    assert stage.placed[SECOND].resume is None
+
+
+def test_orderly_leaving_never_uses_up_attempts() -> None:
+    stage = one_group(groups__attempts_max=1)
+    for _ in range(5):
+        stage.tell(records.left("w0", stage.state.workers["w0"].epoch))
+        stage.worker("w0", slots=2)
+    assert stage.placed[FIRST].attempt == 6
+    stage.finish_all()
+    assert stage.state.tally.siblings_failed == 0
+
+
+def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
+    stage = one_group()
+    stage.worker("w1", slots=2)
+    old = stage.placed[FIRST]
+    stage.lose("w0")
+    fences = [one for one in stage.settle() if isinstance(one, Fence)]
+    assert [(one.worker, one.epoch) for one in fences] == [("w0", old.epoch)]
+    assert stage.placed[FIRST].worker == "w1"
+    stage.tell(records.logged(old))
+    assert stage.state.tally.fenced == 1
+    stage.finish(FIRST)
+    assert stage.state.groups["g0000000000"].ended == 1
+
+
+def test_lost_request_goes_on_from_the_newest_progress_observed() -> None:
+    stage = one_group()
+    stage.worker("w1", slots=2)
+    stage.lose("w0")
+    for tokens in (20, 60, 40):
+        resume = Resume(tokens=tokens, partition=0, offset=tokens)
+        apply_observation(stage.state, Progressed(trajectory=FIRST, resume=resume))
+    stage.settle()
+    assert stage.placed[FIRST].resume == Resume(tokens=60, partition=0, offset=60)
+
+
+def test_observations_of_what_is_gone_change_nothing() -> None:
+    stage = one_group()
+    before = stage.state.digest()
+    resume = Resume(tokens=1, partition=0, offset=1)
+    apply_observation(stage.state, Progressed(trajectory="g0000000099-000", resume=resume))
+    stage.state.workers["w0"].epoch += 1
+    stage.lose("w0")
+    stage.state.workers["w0"].silent = False
+    stage.state.workers["w0"].epoch -= 1
+    assert stage.state.digest() == before
+
+
+def test_lease_of_an_older_incarnation_does_not_touch_the_new_one() -> None:
+    from dora_pipe.schemas.rounds import LeaseExpired
+
+    stage = one_group()
+    old = stage.state.workers["w0"].epoch
+    stage.join("w0")
+    apply_observation(stage.state, LeaseExpired(worker="w0", epoch=old))
+    assert not stage.state.workers["w0"].silent
+
+
+def test_first_record_of_the_present_attempt_binds_and_a_doubled_append_is_harmless() -> None:
+    stage = one_group()
+    stage.tell(records.logged(stage.placed[FIRST], offset=100))
+    stage.tell(records.logged(stage.placed[FIRST], offset=103))
+    result = stage.state.groups["g0000000000"].results[0]
+    assert result is not None and result.taken is not None
+    assert result.taken.offset == 100
+    assert (stage.state.tally.logged, stage.state.tally.superseded) == (1, 1)
+
+
+def test_older_attempt_of_a_living_worker_is_superseded() -> None:
+    stage = one_group()
+    old = stage.placed[FIRST]
+    stage.tell(records.failed(old))
+    stage.settle()
+    assert stage.placed[FIRST].attempt == 2
+    stage.tell(records.logged(old))
+    assert stage.state.tally.superseded == 1
+    assert FIRST in stage.state.requests
+
+
+def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:
+    stage = one_group(groups__attempts_max=3)
+    for attempt in (1, 2, 3):
+        assert stage.placed[FIRST].attempt == attempt
+        stage.tell(records.failed(stage.placed[FIRST]))
+        stage.settle()
+    assert FIRST not in stage.state.requests
+    assert stage.state.tally.siblings_failed == 1
+    assert stage.state.tally.fates == {"failed": 1}
+
+
+def test_failure_for_good_ends_the_sibling_at_once() -> None:
+    stage = one_group(groups__min_valid_siblings=1)
+    stage.tell(records.failed(stage.placed[FIRST], retryable=False))
+    assert FIRST not in stage.state.requests
+    stage.finish(SECOND)
+    assert stage.state.groups["g0000000000"].phase == "finished"
+    (group,) = [stage.state.groups["g0000000000"].taken()]
+    assert [one.trajectory for one in group.trajectories] == [SECOND]
+
+
+def test_request_that_queues_again_stands_before_younger_groups() -> None:
+    stage = Stage(groups__per_step=2, staleness__max_staleness=1).begin()
+    stage.worker("w0", slots=3)
+    assert stage.state.queues[0][0].trajectory == "g0000000001-001"
+    stage.tell(records.failed(stage.placed["g0000000000-000"]))
+    placed = [one for one in stage.plan() if isinstance(one, Place)]
+    assert [one.trajectory for one in placed] == ["g0000000000-000"]
+
+
+@pytest.mark.parametrize("slots", [0, -1, 100_000])
+def test_worker_with_impossible_slots_is_not_believed(slots: int) -> None:
+    stage = Stage().begin()
+    stage.join("w0", slots=slots)
+    assert stage.state.workers == {}
+    assert "slots" in stage.state.tally.rejection
+
+
+def test_worker_with_another_tokenizer_is_not_let_in() -> None:
+    stage = Stage().begin()
+    stage.tell(records.joined("w0", assets="0" * 64))
+    assert stage.state.workers == {}
+    assert "tokenizer" in stage.state.tally.rejection

@@ -67,6 +67,7 @@ class _Row:
     """A request in its slot; `position` is the index of the next token in the sequence."""
 
     request: EngineRequest
+    seed: int
     position: int
     sampled: int
     turn_ends: int
@@ -122,11 +123,13 @@ class SimulatedEngine:
         check_request(
             request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
         )
+        seed = _GREEDY_SEED if request.params.temperature == 0 else request.seed
         self._rows[request.request] = _Row(
             request=request,
+            seed=seed,
             position=len(request.token_ids),
             sampled=request.sampled,
-            turn_ends=self._turn_end(request.seed, request.sampled),
+            turn_ends=self._turn_end(seed, request.sampled),
             stops=stop_text(request, self._decode),
         )
 
@@ -179,6 +182,8 @@ class SimulatedEngine:
         row.new_logprobs.append(logprob)
         row.position += 1
         row.sampled += 1
+        if row.sampled == row.turn_ends:
+            row.turn_ends = self._turn_end(row.seed, row.sampled)
         if token in params.stop_ids or (row.stops is not None and row.stops.feed(token)):
             return "stop"
         full = row.position >= self.context_tokens
@@ -186,9 +191,7 @@ class SimulatedEngine:
 
     def _sample(self, row: _Row) -> tuple[int, float]:
         """Token and log-prob, functions of (digest, seed, position)."""
-        greedy = row.request.params.temperature == 0
-        seed = _GREEDY_SEED if greedy else row.request.seed
-        drawn = mix64(mix64(self._key ^ seed) ^ row.position)
+        drawn = mix64(mix64(self._key ^ row.seed) ^ row.position)
         token = drawn % (VOCABULARY - 1)
         token += token >= END_TOKEN
         if row.sampled + 1 == row.turn_ends:

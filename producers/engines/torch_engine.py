@@ -69,7 +69,7 @@ class TorchEngine:
         decode: Decode | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.version = torch.__version__
+        self.version = str(torch.__version__)
         self.declares = frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
         self.slots = slots
         self.context_tokens = context_tokens

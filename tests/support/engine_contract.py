@@ -1,0 +1,357 @@
+"""What every engine must do, as check functions; an engine is asked only for what it declares.
+
+A check takes a `Subject`: how to open an engine, and two policies it can load. `run` drives an
+engine like a worker does, refilling slots as they become free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
+    COUNTER_SAMPLING,
+    PREFILL_EXACT,
+    Engine,
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    StopReason,
+    TokensSampled,
+    WeightsLoaded,
+)
+
+STEPS_MAX = 20_000
+"""A run that takes more steps hangs."""
+LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100)
+"""Prompt lengths around the places where an engine may change its shapes."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Open(Protocol):
+    """Opens an engine."""
+
+    def __call__(
+        self, *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+    ) -> Engine:
+        """A fresh engine that hosts the first policy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An engine under test. `policies` are two (weights file, digest), the first one loaded."""
+
+    name: str
+    open: Open
+    vocabulary: int
+    policies: tuple[tuple[Path, str], tuple[Path, str]]
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a request; equal results are equal in every bit."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    reason: StopReason | None = None
+
+    def after(self, tokens: int) -> Result:
+        """The result without its first tokens."""
+        return Result(
+            tokens=self.tokens[tokens:],
+            logprobs=self.logprobs[tokens:],
+            sampler_logprobs=self.sampler_logprobs[tokens:],
+            reason=self.reason,
+        )
+
+
+def request(
+    name: str, tokens: Sequence[int], *, seed: int = 7, sampled: int = 0, **params: object
+) -> EngineRequest:
+    """A request with these sampling settings."""
+    settings = replace(SamplingParams(), **params)  # type: ignore[arg-type]
+    return EngineRequest(
+        request=name, token_ids=list(tokens), sampled=sampled, seed=seed, params=settings
+    )
+
+
+def requests(
+    subject: Subject, count: int, *, seed: int = 1, max_tokens: int = 60
+) -> list[EngineRequest]:
+    """Requests of many lengths and settings, the same ones for the same arguments."""
+    chance = np.random.default_rng(seed)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_k": 5, "temperature": 1.3},
+        {"min_p": 0.05},
+        {"temperature": 0.0},
+    ]
+    made = []
+    for number in range(count):
+        length = int(chance.choice(LENGTHS))
+        # Half of them plain: mixed batches take another path than plain ones.
+        which = int(chance.integers(1, 5)) if chance.random() < 0.5 else 0
+        made.append(
+            request(
+                f"r{number}",
+                chance.integers(0, subject.vocabulary, length).tolist(),
+                seed=int(chance.integers(0, 2**63)),
+                max_tokens=int(chance.integers(1, max_tokens + 1)),
+                **settings[which],
+            )
+        )
+    return made
+
+
+def run(
+    engine: Engine, wanted: Iterable[EngineRequest], *, together: int | None = None
+) -> dict[str, Result]:
+    """Run requests to their end, at most `together` at once, and check the order of events."""
+    waiting = list(wanted)[::-1]
+    results: dict[str, Result] = {}
+    for _ in range(STEPS_MAX):
+        while waiting and engine.active < (together or engine.slots):
+            results[waiting[-1].request] = Result()
+            engine.add(waiting.pop())
+        if not engine.active:
+            return results
+        for event in engine.step():
+            assert not isinstance(event, WeightsLoaded)
+            take(results[event.request], event)
+    raise AssertionError(f"still {engine.active} active rows after {STEPS_MAX} steps")
+
+
+def take(result: Result, event: TokensSampled | RequestFinished) -> None:
+    """Add an event to its request's result."""
+    assert result.reason is None, f"{event.request} got an event after its end"
+    if isinstance(event, RequestFinished):
+        result.reason = event.reason
+        return
+    assert event.token_ids, "an event without tokens"
+    assert len(event.token_ids) == len(event.logprobs) == len(event.sampler_logprobs)
+    result.tokens += event.token_ids
+    result.logprobs += event.logprobs
+    result.sampler_logprobs += event.sampler_logprobs
+
+
+def check_requests_run_to_their_end(subject: Subject) -> None:
+    """Every request gets its tokens, finite log-probs and one reason; slots come back."""
+    engine = subject.open(slots=6)
+    wanted = requests(subject, 25)
+    results = run(engine, wanted)
+    for one in wanted:
+        result = results[one.request]
+        assert result.reason == "length"
+        assert len(result.tokens) == one.params.max_tokens
+        assert all(0 <= token < subject.vocabulary for token in result.tokens)
+        assert all(np.isfinite(result.logprobs)) and max(result.logprobs) <= 0
+        assert max(result.sampler_logprobs) <= 0
+    assert engine.active == 0 and engine.kv_used_tokens == 0
+    assert engine.step() == []
+
+
+def check_declarations_are_known(subject: Subject) -> None:
+    """An engine says what it is."""
+    engine = subject.open(slots=3, context_tokens=64)
+    assert engine.declares <= {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, "kv_export"}
+    assert engine.slots == 3 and engine.context_tokens == 64
+    assert engine.name and engine.version and engine.device and engine.dtype
+
+
+def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
+    """`emit_every` splits the events, and only them."""
+    engine = subject.open(slots=4)
+    whole = run(engine, [request("r", [5, 6, 7], max_tokens=23)])["r"]
+    engine.add(replace(request("r", [5, 6, 7], max_tokens=23), emit_every=5))
+    chunks, result, firsts = [], Result(), set()
+    while engine.active:
+        for event in engine.step():
+            assert not isinstance(event, WeightsLoaded)
+            take(result, event)
+            if isinstance(event, TokensSampled):
+                chunks.append(len(event.token_ids))
+                firsts.add(event.first_token_ns)
+    assert chunks == [5, 5, 5, 5, 3]
+    assert result == whole
+    assert len(firsts) == 1
+
+
+def check_refusals(subject: Subject) -> None:
+    """What cannot be taken is refused with a ValueError, and nothing changes."""
+    engine = subject.open(slots=2, context_tokens=64)
+    engine.add(request("a", [5], max_tokens=64))
+    bad = [
+        request("a", [5]),
+        request("b", []),
+        request("b", [5] * 64),
+        request("b", [5, 6], sampled=3),
+        request("b", [5, 6], sampled=2, max_tokens=2),
+        request("b", [5], top_p=0.0),
+        request("b", [5], temperature=-1.0),
+        request("b", [5], top_k=-1),
+        request("b", [5], min_p=1.5),
+        request("b", [5], stop=("x",)),
+        request("b", [5], stop=("",)),
+    ]
+    for one in bad:
+        with pytest.raises(ValueError, match=one.request):
+            engine.add(one)
+    engine.add(request("b", [5] * 63))
+    with pytest.raises(ValueError, match="slots"):
+        engine.add(request("c", [5]))
+    assert engine.active == 2
+
+
+def check_cancel(subject: Subject) -> None:
+    """A cancelled request leaves without an event, and the others do not notice."""
+    wanted = requests(subject, 6)
+    alone = run(subject.open(slots=6), wanted)
+    engine = subject.open(slots=6)
+    for one in wanted:
+        engine.add(one)
+    engine.cancel("nobody")
+    engine.cancel("r0")
+    results = {one.request: Result() for one in wanted}
+    for steps in range(200):
+        if steps == 1:
+            engine.cancel("r3")
+        for event in engine.step():
+            assert not isinstance(event, WeightsLoaded)
+            take(results[event.request], event)
+    assert engine.active == 0 and engine.kv_used_tokens == 0
+    for name in ("r1", "r2", "r4", "r5"):
+        assert results[name] == alone[name]
+    assert results["r0"] == Result()
+    assert results["r3"].reason is None or len(alone["r3"].tokens) <= 1
+    assert run(engine, wanted) == alone
+
+
+def check_stop_ids(subject: Subject) -> None:
+    """A stop token ends a request and is part of the output."""
+    engine = subject.open(slots=2)
+    free = run(engine, [request("r", [5, 6], max_tokens=50)])["r"]
+    stop = free.tokens[20]
+    first = free.tokens.index(stop) + 1
+    other = next(t for t in range(subject.vocabulary) if t not in free.tokens)
+    result = run(engine, [request("r", [5, 6], max_tokens=50, stop_ids=(other, stop))])["r"]
+    assert result.reason == "stop"
+    assert result.tokens == free.tokens[:first]
+    assert run(engine, [request("r", [5, 6], max_tokens=50, stop_ids=(other,))])["r"] == free
+
+
+def check_stop_strings(subject: Subject, decode: Decode) -> None:
+    """A stop string ends a request with the token that completes it, also after a restart."""
+    engine = subject.open(slots=2, decode=decode)
+    free = run(engine, [request("r", [5, 6], max_tokens=50)])["r"]
+    end = next(n for n in range(12, 50) if decode(free.tokens[n - 3 : n]).isascii())
+    text = decode(free.tokens[end - 3 : end])
+    first = next(n for n in range(51) if text in decode(free.tokens[:n]))
+    result = run(engine, [request("r", [5, 6], max_tokens=50, stop=("never", text))])["r"]
+    assert result.reason == "stop"
+    assert result.tokens == free.tokens[:first]
+    for cut in (first - 2, first - 1):  # in the middle of the stop string
+        tokens = [5, 6, *free.tokens[:cut]]
+        rest = run(engine, [request("r", tokens, sampled=cut, max_tokens=50, stop=(text,))])["r"]
+        assert rest.reason == "stop" and rest.tokens == free.tokens[cut:first]
+
+
+def check_context_end(subject: Subject) -> None:
+    """A sequence ends with the context, whatever `max_tokens` says."""
+    engine = subject.open(slots=2, context_tokens=48)
+    results = run(engine, [request("a", [5] * 40, max_tokens=99), request("b", [5] * 47)])
+    assert len(results["a"].tokens) == 8 and results["a"].reason == "length"
+    assert len(results["b"].tokens) == 1 and results["b"].reason == "length"
+
+
+def check_counter_sampling(subject: Subject) -> None:
+    """Seed and position decide; plain sampling has one log-prob, greedy has none of its own."""
+    engine = subject.open(slots=8)
+    assert COUNTER_SAMPLING in engine.declares
+    same = request("r", [5, 6, 7], max_tokens=40)
+    first, second = run(engine, [same])["r"], run(engine, [same])["r"]
+    assert first == second
+    assert first.sampler_logprobs == first.logprobs
+    others = [replace(same, request=f"s{seed}", seed=seed) for seed in (8, 9, 2**63 - 1)]
+    drawn = [tuple(one.tokens) for one in run(engine, others).values()]
+    assert len({tuple(first.tokens), *drawn}) == 4
+    greedy = [request(f"g{seed}", [5, 6, 7], seed=seed, temperature=0.0) for seed in (1, 2)]
+    one, two = run(engine, greedy).values()
+    assert one.tokens == two.tokens
+    assert set(one.sampler_logprobs) == {0.0}
+
+
+def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int = 60) -> None:
+    """Every bit of a request's result is the same alone and in any company."""
+    assert BATCH_INVARIANT in subject.open(slots=1).declares
+    wanted = requests(subject, count, seed=2, max_tokens=max_tokens)
+    engine = subject.open(slots=48)
+    reference = run(engine, wanted)
+    for together, order in ((1, 1), (3, -1), (7, 1), (9, -1), (20, 1), (48, -1)):
+        some = wanted[: 12 if together == 1 else count]
+        results = run(engine, some[::order], together=together)
+        assert results == {name: reference[name] for name in results}, f"{together} together"
+
+
+def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 60) -> None:
+    """A request that goes on from any prefix gives the same bits as never having stopped."""
+    engine = subject.open(slots=16)
+    assert PREFILL_EXACT in engine.declares
+    wanted = requests(subject, count, seed=3, max_tokens=max_tokens)
+    whole = run(engine, wanted)
+    cuts = {}
+    for one in wanted:
+        tokens = whole[one.request].tokens
+        for cut in {1, len(tokens) // 2, len(tokens) - 1} - {0}:
+            if cut < len(tokens):
+                name = f"{one.request}@{cut}"
+                prefix = [*one.token_ids, *tokens[:cut]]
+                cuts[name] = (
+                    replace(one, request=name, token_ids=prefix, sampled=cut),
+                    whole[one.request].after(cut),
+                )
+    results = run(engine, [one for one, _ in cuts.values()])
+    assert results == {name: rest for name, (_, rest) in cuts.items()}
+
+
+def check_load(subject: Subject) -> None:
+    """Weights change between requests only, and then decide what is sampled."""
+    (first, first_digest), (second, second_digest) = subject.policies
+    engine = subject.open(slots=4)
+    wanted = requests(subject, 4)
+    before = run(engine, wanted)
+    engine.add(wanted[0])
+    with pytest.raises(ValueError, match="active"):
+        engine.load(second, version=1, digest=second_digest)
+    engine.cancel(wanted[0].request)
+    loaded = engine.load(second, version=1, digest=second_digest)
+    assert (loaded.version, loaded.digest) == (1, second_digest) and loaded.load_ms >= 0
+    assert run(engine, wanted) != before
+    engine.load(first, version=2, digest=first_digest)
+    assert run(engine, wanted) == before
+
+
+def check_accounting(subject: Subject) -> None:
+    """`active` and `kv_used_tokens` follow the rows."""
+    engine = subject.open(slots=4)
+    assert (engine.active, engine.kv_used_tokens) == (0, 0)
+    engine.add(request("a", [5] * 10, max_tokens=5))
+    engine.add(request("b", [5] * 20, max_tokens=9))
+    assert engine.active == 2
+    engine.step()
+    assert engine.kv_used_tokens >= 30
+    used = engine.kv_used_tokens
+    engine.step()
+    assert engine.kv_used_tokens == used + 2
+    for _ in range(9):
+        engine.step()
+    assert (engine.active, engine.kv_used_tokens) == (0, 0)

@@ -146,6 +146,7 @@ def _config_of(run: RunStarted, local: model.Config | None) -> model.Config:
         return config
     task = msgspec.structs.replace(
         config.task,
+        directory=local.task.directory,
         processes=local.task.processes,
         reward_timeout_s=local.task.reward_timeout_s,
         environment_timeout_s=local.task.environment_timeout_s,

@@ -3,188 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config import model
 from dora_pipe.errors import BusError, Fenced, PolicyError, TaskError
-from dora_pipe.policies.model_dir import asset_files
-from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.role import REJOINS_MAX, RUN_WAIT_S, Decode, run_worker
-from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
-from dora_pipe.producers.tasks.registry import dataset_digest, reward_digest
-from dora_pipe.producers.tasks.vocabulary import write_word_tokenizer
+from dora_pipe.producers.role import REJOINS_MAX, RUN_WAIT_S
+from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.schemas.control import (
-    AnyControl,
     RunStarted,
     TrajectoryLogged,
     WorkerJoined,
     WorkerLeft,
     WorkerReady,
-    decode_control,
 )
-from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Fence, GroupSpec, Place, Round, StopRun
+from dora_pipe.schemas.rounds import Fence, StopRun
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.schemas.wire import Unknown, encode
-from tests.support.worker import PARTITIONS, TOPICS, VirtualClock, digest_of, spec_of
+from tests.support.worker import TOPICS, VirtualClock
+from tests.support.worker_run import Run, make_run, task_of_the_run
 
-TURNS_MAX = 4_000
-"""Turns of the loop before a script is said to hang."""
+ENDLESS = """
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
 
-OPTIONS: dict[str, Any] = {"count": 16, "eval_count": 4}
-
-
-def _task() -> Arithmetic:
-    return Arithmetic(**OPTIONS)
-
-
-@dataclass
-class Run:
-    """A run's log and store; a script decides while the worker runs."""
-
-    bus: Bus
-    store: PolicyStore
-    assets_digest: str
-    config: model.Config
-    rounds: int = 0
-    turns: int = 0
-    engines: list[SimulatedEngine] = field(default_factory=list)
-
-    def begin(self, **changes: Any) -> None:
-        train, rows = dataset_digest(_task(), "train")
-        evaluation, eval_rows = dataset_digest(_task(), "eval")
-        record = RunStarted(
-            at_ns=0,
-            run="r",
-            schema_version=1,
-            config=msgspec.to_builtins(self.config),
-            config_digest="",
-            dataset_digest=train,
-            dataset_rows=rows,
-            eval_digest=evaluation,
-            eval_rows=eval_rows,
-            seed=1,
-            policy=Manifest(digest=digest_of(0), bytes=0, tensors=()),
-            assets_digest=self.assets_digest,
-            planner="p",
-            package="0",
-        )
-        self.append(TOPICS.control, msgspec.structs.replace(record, **changes))
-
-    def append(self, topic: str, record: msgspec.Struct) -> int:
-        return self.bus.writer().append([Append(topic=topic, value=encode(record))])[0]
-
-    def decide(self, *decisions: AnyDecision) -> None:
-        record = Round(
-            ordinal=self.rounds, role_epoch=1, now_ns=0, control_next=0, decisions=decisions
-        )
-        self.rounds += 1
-        self.append(TOPICS.decisions, record)
-
-    def control(self) -> list[tuple[int, AnyControl | Unknown]]:
-        tp = TopicPartition(TOPICS.control, 0)
-        reader = self.bus.reader({tp: 0})
-        records = []
-        while reader.position(tp) < self.bus.end(tp):
-            records += reader.poll(timeout_s=0.0)
-        reader.close()
-        return [(record.offset, decode_control(record.value)) for record in records]
-
-    def joins(self) -> list[tuple[int, WorkerJoined]]:
-        return [(at, one) for at, one in self.control() if isinstance(one, WorkerJoined)]
-
-    def count(self, kind: type) -> int:
-        return sum(isinstance(one, kind) for _, one in self.control())
-
-    def assign(self, epoch: int) -> Assign:
-        return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=digest_of(0))
-
-    def place(self, epoch: int, ordinal: int = 0) -> Place:
-        spec: GroupSpec = msgspec.structs.replace(
-            spec_of(ordinal), dataset_digest=dataset_digest(_task(), "train")[0]
-        )
-        return Place(
-            reason="t",
-            spec=spec,
-            trajectory=trajectory_id(spec.group, 0),
-            sibling=0,
-            attempt=1,
-            worker="w0",
-            epoch=epoch,
-        )
-
-    def work(self, script: Iterator[bool], **more: Any) -> None:
-        """Be the worker; at every turn the script goes on, and ends it by giving True."""
-
-        def stop() -> bool:
-            self.turns += 1
-            assert self.turns < TURNS_MAX, "the script hangs"
-            return next(script, True)
-
-        run_worker(
-            self.bus,
-            TOPICS,
-            worker="w0",
-            store=self.store,
-            engine_factory=self.engine,
-            stop=stop,
-            **more,
-        )
-
-    def engine(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
-        engine = SimulatedEngine(
-            slots=config.workers.slots,
-            context_tokens=config.workers.context_tokens,
-            decode=decode,
-        )
-        self.engines.append(engine)
-        return engine
-
-
-def _config(**workers: Any) -> model.Config:
-    return model.Config(
-        run=model.Run(name="r", steps=1),
-        model=model.Model(path="nowhere"),
-        task=model.Task(kind="arithmetic", options=dict(OPTIONS)),
-        workers=model.Workers(slots=4, prefetch=2, context_tokens=256, **workers),
-        timing=model.Timing(heartbeat_s=0.05),
-    )
-
-
-def _topics(bus: Bus) -> None:
-    partitions = {TOPICS.trajectories: PARTITIONS, TOPICS.progress: PARTITIONS}
-    bus.create([TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()])
-
-
-def _made(bus: Bus, path: Path) -> Run:
-    _topics(bus)
-    model_dir = path / "model"
-    write_word_tokenizer(model_dir, WORDS)
-    (model_dir / "config.json").write_text("{}")
-    store = PolicyStore(path / "policies")
-    return Run(
-        bus=bus,
-        store=store,
-        assets_digest=store.publish_assets(asset_files(model_dir)),
-        config=_config(),
-    )
+class Endless(Arithmetic):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = self.rows("train")[0]
+    def reward(self, row, text, turns):
+        while row == self.first:
+            pass
+        return 1.0
+"""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     bus = SqliteBus(tmp_path / "log.sqlite")
-    yield _made(bus, tmp_path)
+    yield make_run(bus, tmp_path)
     bus.close()
 
 
@@ -212,7 +72,7 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares
     assert joined.assets_digest == run.assets_digest
-    assert joined.reward_digest == reward_digest(_task())
+    assert joined.reward_digest == reward_digest(task_of_the_run())
     logged = next(one for _, one in run.control() if isinstance(one, TrajectoryLogged))
     assert logged.epoch == epoch and logged.valid
     tp = TopicPartition(TOPICS.trajectories, logged.partition)
@@ -220,6 +80,33 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     trajectory = decode_trajectory(record.value)
     assert trajectory.token_ids[0] == 1  # the tokenizer's <bos>
     assert trajectory.meta.prompt_tokens > 2
+
+
+def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_on(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "endless_task.py").write_text(ENDLESS)
+    task = msgspec.structs.replace(
+        run.config.task,
+        kind="endless_task:Endless",
+        directory=str(tmp_path),
+        reward_timeout_s=0.3,
+    )
+    run.config = msgspec.structs.replace(run.config, task=task)
+    run.begin()
+
+    def script() -> Iterator[bool]:
+        yield from _until(lambda: len(run.joins()) == 1)
+        epoch, _ = run.joins()[0]
+        run.decide(run.assign(epoch), run.place(epoch, 0), run.place(epoch, 1))
+        yield from _until(lambda: run.count(TrajectoryLogged) == 2)
+        while True:
+            yield True
+
+    run.work(script())
+    logged = [one for _, one in run.control() if isinstance(one, TrajectoryLogged)]
+    assert sorted((one.valid, one.reward) for one in logged) == [(False, None), (True, 1.0)]
+    assert run.count(WorkerLeft) == 1
 
 
 def test_fenced_worker_joins_again_under_a_new_epoch_and_serves(run: Run) -> None:
@@ -343,7 +230,7 @@ def test_worker_asked_to_stop_before_its_run_starts_ends_without_a_trace(run: Ru
 
 
 def test_run_that_does_not_start_is_given_up_with_a_hint(tmp_path: Path) -> None:
-    run = _made(MemoryBus(MemoryLog()), tmp_path)
+    run = make_run(MemoryBus(MemoryLog()), tmp_path)
     clock = VirtualClock()
     with pytest.raises(BusError, match="run r did not start") as caught:
         run.work(_until(lambda: False), clock=clock)
@@ -354,7 +241,7 @@ def test_run_that_does_not_start_is_given_up_with_a_hint(tmp_path: Path) -> None
 @pytest.mark.parametrize("lands", [0, 1])
 def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, lands: int) -> None:
     log = MemoryLog()
-    run = _made(MemoryBus(log), tmp_path)
+    run = make_run(MemoryBus(log), tmp_path)
     run.begin()
     faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=lands)})
     witness, run.bus = run.bus, MemoryBus(log, faults=faults)

@@ -6,14 +6,14 @@ The test is the orchestrator: it writes decisions and reads what comes back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.machine import WorkerMachine
 from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
@@ -65,21 +65,23 @@ class VirtualClock:
         self.ns += int(seconds * 1e9)
 
 
-def spec_of(ordinal: int, version: int = 0, purpose: Purpose = "train", size: int = 8) -> GroupSpec:
+def spec_of(
+    ordinal: int, version: int = 0, purpose: Purpose = "train", digest: str = ""
+) -> GroupSpec:
     """A group as its dispatch stamps it."""
     return GroupSpec(
         group=group_id(purpose, ordinal),
         ordinal=ordinal,
         purpose=purpose,
         version=version,
-        digest=digest_of(version),
+        digest=digest or digest_of(version),
         deadline=-1 if purpose == "eval" else version + 2,
         partition=partition_of(ordinal, PARTITIONS),
         dataset_digest=DATASET if purpose == "train" else EVAL_DATASET,
         index=ordinal,
         data_epoch=0,
         seed=group_seed(1, purpose, ordinal),
-        size=size,
+        size=8,
     )
 
 
@@ -114,12 +116,7 @@ class Worker:
         self.machine = WorkerMachine(
             setup, cost=self.meter.cost, kv_used=lambda: self.engine.kv_used_tokens
         )
-        self.engine = SimulatedEngine(
-            slots=setup.slots,
-            context_tokens=setup.context_tokens,
-            lengths=world.lengths,
-            now_ns=world.clock.wall_ns,
-        )
+        self.engine = world.engine(setup)
         clock = world.clock
         self.runtime = Runtime(
             self.machine,
@@ -128,7 +125,7 @@ class Worker:
             ports=[
                 EnginePort(
                     self.engine,
-                    lambda digest: Path(digest),
+                    world.weights_path,
                     clock=clock,
                     in_thread=False,
                     steps_max=world.steps_max,
@@ -156,8 +153,14 @@ class World:
         lengths: Callable[[int, int], int] = long_tailed_length,
         bus: Bus | None = None,
         steps_max: int = 1,
+        policies: Mapping[int, str] | None = None,
+        engine: Callable[[WorkerSetup], Engine] | None = None,
+        weights_path: Callable[[str], Path] = Path,
     ) -> None:
         self.clock = VirtualClock()
+        self.policies = policies or {}
+        self.weights_path = weights_path
+        self._engine = engine
         self.lengths = lengths
         self.steps_max = steps_max
         self.bus = bus or MemoryBus(MemoryLog(), now_ms=lambda: self.clock.ns // 1_000_000)
@@ -168,6 +171,20 @@ class World:
         self.writer = self.bus.writer()
         self.rounds = 0
         self.stopping: set[int] = set()
+
+    def engine(self, setup: WorkerSetup) -> Engine:
+        """A simulated engine, unless the test brings another."""
+        if self._engine is not None:
+            return self._engine(setup)
+        return SimulatedEngine(
+            slots=setup.slots,
+            context_tokens=setup.context_tokens,
+            lengths=self.lengths,
+            now_ns=self.clock.wall_ns,
+        )
+
+    def digest(self, version: int) -> str:
+        return self.policies.get(version) or digest_of(version)
 
     def join(self, *, tasks: InlineTasks | None = None, **changes: Any) -> Worker:
         """A worker that has just joined."""
@@ -211,7 +228,7 @@ class World:
             worker=worker.setup.worker,
             epoch=worker.setup.epoch,
             version=version,
-            digest=digest_of(version),
+            digest=self.digest(version),
         )
 
     def place(
@@ -227,7 +244,7 @@ class World:
     ) -> Place:
         return Place(
             reason="t",
-            spec=spec_of(ordinal, version, purpose),
+            spec=spec_of(ordinal, version, purpose, self.digest(version)),
             trajectory=trajectory_id(group_id(purpose, ordinal), sibling),
             sibling=sibling,
             attempt=attempt,

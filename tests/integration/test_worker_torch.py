@@ -1,0 +1,125 @@
+"""A worker with the torch engine: what a killed or a crowded request must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
+from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.tokenizer import Tokenizer
+from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.trajectory import Trajectory
+from tests.support.models import make_qwen2
+from tests.support.worker import Worker, World
+
+KILLED_AT = 200
+CHECKPOINT_TOKENS = 32
+LONG = 500
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyStore, str, Path]:
+    """A store with a policy, its weights digest, and the directory of its assets."""
+    path = tmp_path_factory.mktemp("model")
+    store = PolicyStore(path / "policies")
+    manifest, assets = store.import_model(make_qwen2(path / "made", context_tokens=768))
+    return store, manifest.digest, store.assets_path(assets)
+
+
+def _world(model: tuple[PolicyStore, str, Path], steps_max: int = 8) -> World:
+    store, digest, assets = model
+    return World(
+        steps_max=steps_max,
+        policies={0: digest},
+        weights_path=store.weights_path,
+        engine=lambda setup: TorchEngine.open(
+            assets,
+            slots=setup.slots,
+            context_tokens=setup.context_tokens,
+            threads=1,
+            decode=Tokenizer(assets).full_text,
+        ),
+    )
+
+
+def _start(world: World, worker: str, **changes: Any) -> Worker:
+    long = SamplingParams(max_tokens=LONG)
+    short = SamplingParams(max_tokens=24)
+    params = {"train": short, "eval": long}
+    return world.start(worker=worker, params=params, context_tokens=640, **changes)
+
+
+def _alone(world: World) -> Trajectory:
+    """The long request, with nothing beside it."""
+    calm = _start(world, "calm")
+    world.decide(world.place(calm, 0, purpose="eval"))
+    world.until_idle(calm)
+    trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
+    assert trajectory.sampled == LONG
+    return trajectory
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
+    model: tuple[PolicyStore, str, Path],
+) -> None:
+    world = _world(model)
+    wanted = _alone(world)
+    victim = _start(world, "victim", checkpoint_tokens=CHECKPOINT_TOKENS)
+    world.decide(world.place(victim, 0, purpose="eval"))
+    world.until(victim, lambda: victim.engine.kv_used_tokens >= KILLED_AT + 3)
+    resume = victim.machine.requests.progress()["e0000000000-000"]
+    other = _start(world, "other")
+    world.decide(world.place(other, 0, purpose="eval", attempt=2, resume=resume))
+    world.until_idle(other)
+    trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
+    prompt_tokens, prefilled = trajectory.meta.prefills
+    assert prompt_tokens == trajectory.meta.prompt_tokens
+    assert prefilled - prompt_tokens == resume.tokens >= KILLED_AT - CHECKPOINT_TOKENS
+    assert trajectory.token_ids == wanted.token_ids
+    assert _numbers(trajectory.logprobs) == pytest.approx(_numbers(wanted.logprobs), abs=1e-4)
+    model_segments = [one for one in trajectory.segments if one.kind == "model"]
+    assert [one.worker for one in model_segments] == ["victim", "other"]
+
+
+def test_one_long_request_among_64_slots_is_untouched_by_ten_refills_of_the_others(
+    model: tuple[PolicyStore, str, Path],
+) -> None:
+    world = _world(model)
+    wanted = _alone(world)
+    busy = _start(world, "busy", slots=64, prefetch=64)
+    served, left = 0, [0]
+    step = busy.engine.step
+
+    def watched() -> list[EngineEvent]:
+        events = step()
+        left[0] += sum(isinstance(event, RequestFinished) for event in events)
+        return events
+
+    busy.engine.step = watched  # type: ignore[method-assign]
+    world.decide(world.place(busy, 0, purpose="eval"))
+    before = len(world.facts(TrajectoryLogged))
+    while not any(
+        one.trajectory == "e0000000000-000" for one in world.facts(TrajectoryLogged)[before:]
+    ):
+        room = 128 - len(busy.machine.requests.rows)
+        if room >= 32:
+            world.decide(*(world.place(busy, served + 1 + one) for one in range(room)))
+            served += room
+        world.ticks(busy, 1)
+    assert left[0] >= 10 * 63
+    logged = [one for one in world.facts(TrajectoryLogged) if one.trajectory == wanted.trajectory]
+    trajectory = world.trajectory(logged[-1])
+    assert trajectory.token_ids == wanted.token_ids
+    assert trajectory.logprobs == wanted.logprobs
+    assert trajectory.meta.prefills == (3,)

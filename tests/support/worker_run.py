@@ -1,0 +1,174 @@
+"""A run's log and store for tests of the worker as a role: a script decides while it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.config import model
+from dora_pipe.policies.model_dir import asset_files
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.role import Decode, run_worker
+from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
+from dora_pipe.producers.tasks.registry import dataset_digest
+from dora_pipe.producers.tasks.vocabulary import write_word_tokenizer
+from dora_pipe.schemas.control import (
+    AnyControl,
+    RunStarted,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, Place, Round
+from dora_pipe.schemas.wire import Unknown, encode
+from tests.support.worker import PARTITIONS, TOPICS, digest_of, spec_of
+
+TURNS_MAX = 4_000
+"""Turns of the loop before a script is said to hang."""
+
+OPTIONS: dict[str, Any] = {"count": 16, "eval_count": 4}
+
+
+def task_of_the_run() -> Arithmetic:
+    """The task, in this process."""
+    return Arithmetic(**OPTIONS)
+
+
+@dataclass
+class Run:
+    """A run's log and store; a script decides while the worker runs."""
+
+    bus: Bus
+    store: PolicyStore
+    assets_digest: str
+    config: model.Config
+    rounds: int = 0
+    turns: int = 0
+    engines: list[SimulatedEngine] = field(default_factory=list)
+
+    def begin(self, **changes: Any) -> None:
+        train, rows = dataset_digest(task_of_the_run(), "train")
+        evaluation, eval_rows = dataset_digest(task_of_the_run(), "eval")
+        record = RunStarted(
+            at_ns=0,
+            run="r",
+            schema_version=1,
+            config=msgspec.to_builtins(self.config),
+            config_digest="",
+            dataset_digest=train,
+            dataset_rows=rows,
+            eval_digest=evaluation,
+            eval_rows=eval_rows,
+            seed=1,
+            policy=Manifest(digest=digest_of(0), bytes=0, tensors=()),
+            assets_digest=self.assets_digest,
+            planner="p",
+            package="0",
+        )
+        self.append(TOPICS.control, msgspec.structs.replace(record, **changes))
+
+    def append(self, topic: str, record: msgspec.Struct) -> int:
+        return self.bus.writer().append([Append(topic=topic, value=encode(record))])[0]
+
+    def decide(self, *decisions: AnyDecision) -> None:
+        record = Round(
+            ordinal=self.rounds, role_epoch=1, now_ns=0, control_next=0, decisions=decisions
+        )
+        self.rounds += 1
+        self.append(TOPICS.decisions, record)
+
+    def control(self) -> list[tuple[int, AnyControl | Unknown]]:
+        tp = TopicPartition(TOPICS.control, 0)
+        reader = self.bus.reader({tp: 0})
+        records = []
+        while reader.position(tp) < self.bus.end(tp):
+            records += reader.poll(timeout_s=0.0)
+        reader.close()
+        return [(record.offset, decode_control(record.value)) for record in records]
+
+    def joins(self) -> list[tuple[int, WorkerJoined]]:
+        return [(at, one) for at, one in self.control() if isinstance(one, WorkerJoined)]
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(one, kind) for _, one in self.control())
+
+    def assign(self, epoch: int) -> Assign:
+        return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=digest_of(0))
+
+    def place(self, epoch: int, ordinal: int = 0) -> Place:
+        spec: GroupSpec = msgspec.structs.replace(
+            spec_of(ordinal), dataset_digest=dataset_digest(task_of_the_run(), "train")[0]
+        )
+        return Place(
+            reason="t",
+            spec=spec,
+            trajectory=trajectory_id(spec.group, 0),
+            sibling=0,
+            attempt=1,
+            worker="w0",
+            epoch=epoch,
+        )
+
+    def work(self, script: Iterator[bool], **more: Any) -> None:
+        """Be the worker; at every turn the script goes on, and ends it by giving True."""
+
+        def stop() -> bool:
+            self.turns += 1
+            assert self.turns < TURNS_MAX, "the script hangs"
+            return next(script, True)
+
+        run_worker(
+            self.bus,
+            TOPICS,
+            worker="w0",
+            store=self.store,
+            engine_factory=self.engine,
+            stop=stop,
+            **more,
+        )
+
+    def engine(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
+        engine = SimulatedEngine(
+            slots=config.workers.slots,
+            context_tokens=config.workers.context_tokens,
+            decode=decode,
+        )
+        self.engines.append(engine)
+        return engine
+
+
+def _config(**workers: Any) -> model.Config:
+    return model.Config(
+        run=model.Run(name="r", steps=1),
+        model=model.Model(path="nowhere"),
+        task=model.Task(kind="arithmetic", options=dict(OPTIONS)),
+        workers=model.Workers(slots=4, prefetch=2, context_tokens=256, **workers),
+        timing=model.Timing(heartbeat_s=0.05),
+    )
+
+
+def _topics(bus: Bus) -> None:
+    partitions = {TOPICS.trajectories: PARTITIONS, TOPICS.progress: PARTITIONS}
+    bus.create([TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()])
+
+
+def make_run(bus: Bus, path: Path) -> Run:
+    _topics(bus)
+    model_dir = path / "model"
+    write_word_tokenizer(model_dir, WORDS)
+    (model_dir / "config.json").write_text("{}")
+    store = PolicyStore(path / "policies")
+    return Run(
+        bus=bus,
+        store=store,
+        assets_digest=store.publish_assets(asset_files(model_dir)),
+        config=_config(),
+    )

@@ -51,9 +51,10 @@ from dora_pipe.bus.kafka_client import (
     send,
     to_record,
     topic_settings,
+    was_fenced,
 )
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, OutcomeUnknown
+from dora_pipe.errors import BusError, Fenced, OutcomeUnknown
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 
@@ -265,12 +266,14 @@ class KafkaWriter:
         check_appends(records, {each.topic: self._bus.spec(each.topic) for each in records})
         if not records:
             return []
-        if self._producer is None:
-            self._producer = self._open()
+        producer = self._producer or self._open()
+        self._producer = producer
         try:
-            return self._append(self._producer, records)
-        except BusError:
+            return self._append(producer, records)
+        except BusError as error:
             self._drop()
+            if was_fenced(producer):
+                raise Fenced(f"a newer writer {self._name} took over") from error
             raise
 
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:

@@ -86,6 +86,15 @@ def to_record(found: Any) -> Record:
     )
 
 
+def was_fenced(producer: KafkaProducer) -> bool:
+    """Whether fencing is behind an error.
+
+    What fails after the first failure of a transaction says only that something failed before.
+    """
+    manager = producer._transaction_manager
+    return manager is not None and isinstance(manager.last_error, _FENCED)
+
+
 def discard(producer: KafkaProducer) -> None:
     """Close at once, without sending anything that waits.
 

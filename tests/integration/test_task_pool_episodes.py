@@ -16,6 +16,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.task_pool import (
+    LIMIT_S,
     ask,
     gather,
     prompt,
@@ -33,6 +34,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def episodes(folder: Path) -> Iterator[TaskPool]:
     with TaskPool(task(folder, episodes=True)) as opened:
+        opened.wait()
+        yield opened
+
+
+@pytest.fixture
+def impatient(folder: Path) -> Iterator[TaskPool]:
+    with TaskPool(task(folder, limit_s=LIMIT_S, episodes=True)) as opened:
         opened.wait()
         yield opened
 
@@ -98,24 +106,24 @@ def test_environment_that_raises_or_talks_nonsense_fails_its_request_only(
 
 @pytest.mark.parametrize(("text", "error"), [("die", "ProcessDied"), ("hang", "TimedOut")])
 def test_episodes_of_a_process_that_died_for_another_are_lost_and_may_start_again(
-    episodes: TaskPool, text: str, error: str
+    impatient: TaskPool, text: str, error: str
 ) -> None:
     for name in ("bad", "idle", "waiting"):
-        ask(episodes, prompt(name))
-    episodes.submit(EnvStep(request="bad", text=text))
-    episodes.submit(EnvStep(request="waiting", text="go"))
-    episodes.submit(prompt("other", 1))
-    events = {event.request: event for event in gather(episodes, 4)}
+        ask(impatient, prompt(name))
+    impatient.submit(EnvStep(request="bad", text=text))
+    impatient.submit(EnvStep(request="waiting", text="go"))
+    impatient.submit(prompt("other", 1))
+    events = {event.request: event for event in gather(impatient, 4)}
     failed = events["bad"]
     assert isinstance(failed, TaskFailed)
     assert failed.error == error
     assert isinstance(events["idle"], EpisodeLost)
     assert isinstance(events["waiting"], EpisodeLost)
     assert isinstance(events["other"], PromptReady)
-    assert isinstance(ask(episodes, EnvStep(request="idle", text="go")), EpisodeLost)
-    assert isinstance(ask(episodes, score("waiting", "")), EpisodeLost)
-    assert isinstance(ask(episodes, prompt("idle", 2)), PromptReady)
-    assert isinstance(ask(episodes, EnvStep(request="idle", text="go")), EnvObserved)
+    assert isinstance(ask(impatient, EnvStep(request="idle", text="go")), EpisodeLost)
+    assert isinstance(ask(impatient, score("waiting", "")), EpisodeLost)
+    assert isinstance(ask(impatient, prompt("idle", 2)), PromptReady)
+    assert isinstance(ask(impatient, EnvStep(request="idle", text="go")), EnvObserved)
 
 
 def test_forgotten_call_and_episode_give_no_event(
@@ -138,12 +146,12 @@ def test_forgotten_call_and_episode_give_no_event(
         assert capfd.readouterr().err.count("closed after") == 2
 
 
-def test_forgotten_request_that_hangs_is_still_killed_silently(episodes: TaskPool) -> None:
-    episodes.submit(score("a", "forever"))
-    episodes.poll()
-    episodes.forget("a")
-    assert isinstance(ask(episodes, score("a", "one")), Rewarded)
-    assert episodes.deaths == 1
+def test_forgotten_request_that_hangs_is_still_killed_silently(impatient: TaskPool) -> None:
+    impatient.submit(score("a", "forever"))
+    impatient.poll()
+    impatient.forget("a")
+    assert isinstance(ask(impatient, score("a", "one")), Rewarded)
+    assert impatient.deaths == 1
 
 
 def test_second_prompt_of_a_request_replaces_its_episode(episodes: TaskPool) -> None:

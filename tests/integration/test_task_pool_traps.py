@@ -1,6 +1,7 @@
 """What hangs or dies in a task process is named, and stays there."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dora_pipe.errors import TaskError
 from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import (
     Rewarded,
+    TaskEvent,
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -43,29 +45,33 @@ def pool(folder: Path) -> Iterator[TaskPool]:
         yield opened
 
 
-# Traps: what hangs and dies.
+@pytest.fixture
+def impatient(folder: Path) -> Iterator[TaskPool]:
+    with TaskPool(task(folder, limit_s=LIMIT_S)) as opened:
+        opened.wait()
+        yield opened
 
 
-def test_while_true_reward_is_killed_and_the_others_are_scored(pool: TaskPool) -> None:
-    before = pid_of(pool)
+def test_while_true_reward_is_killed_and_the_others_are_scored(impatient: TaskPool) -> None:
+    before = pid_of(impatient)
     for name, text in (("a", "one"), ("bad", "forever"), ("c", "one"), ("d", "one")):
-        pool.submit(score(name, text))
-    events = {event.request: event for event in gather(pool, 4)}
+        impatient.submit(score(name, text))
+    events = {event.request: event for event in gather(impatient, 4)}
     assert events["bad"] == TaskFailed(
         request="bad", error="TimedOut", message=f"timed out after {LIMIT_S:g} s"
     )
     assert all(isinstance(events[name], Rewarded) for name in "acd")
-    assert pool.deaths == 1
+    assert impatient.deaths == 1
     assert is_gone(before)
-    assert pid_of(pool) != before
+    assert pid_of(impatient) != before
 
 
-def test_slow_calls_within_the_limit_do_not_share_it(pool: TaskPool) -> None:
+def test_slow_calls_within_the_limit_do_not_share_it(impatient: TaskPool) -> None:
     count = int(LIMIT_S / 0.05) + 4
     for number in range(count):
-        pool.submit(score(f"r{number}", "slow"))
-    assert all(isinstance(event, Rewarded) for event in gather(pool, count))
-    assert pool.deaths == 0
+        impatient.submit(score(f"r{number}", "slow"))
+    assert all(isinstance(event, Rewarded) for event in gather(impatient, count))
+    assert impatient.deaths == 0
 
 
 @pytest.mark.parametrize(("text", "end"), [("die", "status 7"), ("crash", "signal 11")])
@@ -91,24 +97,26 @@ def test_process_that_dies_idle_is_replaced_without_an_event(pool: TaskPool) -> 
     assert pid_of(pool) != before
 
 
-def test_what_a_hanging_reward_started_is_killed_with_it(pool: TaskPool) -> None:
-    pool.submit(score("a", "orphan"))
-    pool.poll()
+def test_what_a_hanging_reward_started_is_killed_with_it(impatient: TaskPool) -> None:
+    parent = pid_of(impatient)
+    impatient.submit(score("a", "orphan"))
+    impatient.poll()
     end = time.monotonic() + DEADLINE_S
     found: list[int] = []
     while not found and time.monotonic() < end:
-        found = [pid for pid in _sleepers() if pid != os.getpid()]
-    (event,) = gather(pool, 1)
+        found = _sleepers(parent)
+    (event,) = gather(impatient, 1)
     assert isinstance(event, TaskFailed)
     assert found
     assert all(wait_until_gone(pid) for pid in found)
 
 
-def _sleepers() -> list[int]:
+def _sleepers(parent: int) -> list[int]:
+    """What the `orphan` reward of this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "cmdline").read_bytes() == b"sleep\x001000\x00":
+            if entry.name.isdigit() and f"1000.{parent}" in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -171,3 +179,37 @@ def test_close_kills_what_hangs_and_may_be_called_twice(folder: Path) -> None:
     pool.close()
     assert time.monotonic() - started < 5
     assert is_gone(child)
+
+
+def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:
+    """Three processes, killed from outside and inside, hanging, raising, in a fixed mixture."""
+    chance = random.Random(4)
+    texts = ["one"] * 30 + ["raise", "nan", "slow", "die", "print"]
+    calls = {f"r{number}": chance.choice(texts) for number in range(400)} | {"hangs": "forever"}
+    left = list(calls)
+    events: list[TaskEvent] = []
+    with TaskPool(task(folder, processes=3, limit_s=LIMIT_S)) as pool:
+        end = time.monotonic() + DEADLINE_S
+        while len(events) < len(calls) and time.monotonic() < end:
+            while left and pool.pending < 40:
+                name = left.pop(0)
+                pool.submit(score(name, calls[name]))
+            new = pool.poll(wait_s=0.05)
+            events += new
+            pids = [int(e.reward) for e in new if isinstance(e, Rewarded) and e.reward > 200]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            if chance.random() < 0.1 and len(calls) < 440:
+                calls[f"kill{len(calls)}"] = "pid"
+                left.insert(0, f"kill{len(calls) - 1}")
+        assert pool.poll() == []
+        assert pool.pending == 0
+    assert sorted(event.request for event in events) == sorted(calls)
+    wrong = [
+        event
+        for event in events
+        if isinstance(event, Rewarded) and calls[event.request] in ("raise", "nan", "die")
+    ]
+    assert not wrong
+    scored = sum(isinstance(event, Rewarded) for event in events)
+    assert scored > 250

@@ -13,8 +13,11 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.pool import TaskPool
 
-LIMIT_S = 0.5
-DEADLINE_S = 20.0
+LIMIT_S = 1.0
+"""Where something is meant to hang. Elsewhere a busy machine gets more."""
+
+PATIENCE_S = 20.0
+DEADLINE_S = 60.0
 
 USER_MODULE = """
 import ctypes, os, subprocess, sys, time
@@ -37,7 +40,7 @@ def forever():
         pass
 
 def orphan():
-    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", f"1000.{os.getpid()}"])
     forever()
 
 class Counting(Environment):
@@ -82,15 +85,17 @@ def write_module(folder: Path) -> Path:
     return folder
 
 
-def task(folder: Path, *, processes: int = 1, **options: Any) -> model.Task:
-    """The configuration of the odd task, with a short time limit."""
+def task(
+    folder: Path, *, processes: int = 1, limit_s: float = PATIENCE_S, **options: Any
+) -> model.Task:
+    """The configuration of the odd task, with a time limit per call."""
     return model.Task(
         kind="odd_task:Odd",
         directory=str(folder),
         options=options,
         processes=processes,
-        reward_timeout_s=LIMIT_S,
-        environment_timeout_s=LIMIT_S,
+        reward_timeout_s=limit_s,
+        environment_timeout_s=limit_s,
     )
 
 

@@ -1,5 +1,6 @@
 """The examples in the repository are what the documents say they are."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -97,3 +98,31 @@ def test_model_of_the_example_loads_and_generates(
     assert tokenizer.decode(ids["input_ids"][0], skip_special_tokens=True) == row["prompt"]
     made = model.generate(**ids, max_new_tokens=4, do_sample=False)
     assert made.shape[1] == ids["input_ids"].shape[1] + 4
+
+
+def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
+    """Every block of docs/tasks.md is run; the classes in them are used as the text says."""
+    guide = (ROOT / "docs" / "tasks.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) == 4
+    names: dict[str, Any] = {}
+    scores = []
+    for block in blocks:
+        exec(block.replace("    ...\n", ""), names)
+        scores.append(names["score"])
+    row = {"prompt": "a", "answer": "b"}
+    assert scores[0](row, " b\n") == 1.0
+    assert scores[1](row, "bb").parts == {"exact": 0.0}
+    squares = names["Squares"](largest=9)
+    assert [row["n"] for row in squares.rows("eval")] == [1, 3, 5, 7]
+    assert squares.prompt({"n": 3}) == "3 squared is"
+    assert squares.reward({"n": 3}, " 9", []) == 1.0
+    world = names["GuessTask"]().environment({"secret": 4})
+    world.reset({"secret": 4})
+    assert [world.step(text).text for text in ("3", "x", "9", "4")] == [
+        "higher",
+        "higher",
+        "lower",
+        "",
+    ]
+    assert world.step("4").done

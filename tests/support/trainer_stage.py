@@ -1,0 +1,339 @@
+"""A stage for the trainer: a log in memory, a hand-made orchestrator, and workers that are honest.
+
+Everything runs in one thread on a clock of its own; the trainer's work runs inline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.config.model import Config, Model, Run, Task
+from dora_pipe.consumers.machine import TrainerMachine, TrainerSetup
+from dora_pipe.consumers.ports import InlinePort
+from dora_pipe.consumers.recovery import read_history
+from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.work import TrainerWork, WorkSetup
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.schemas.control import (
+    AnyControl,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TakenGroup,
+    TakenTrajectory,
+    decode_control,
+)
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.metrics import Cost, TrainerStatus, decode_metrics
+from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.schemas.wire import Unknown, encode
+from tests.support.batches import SETTINGS, make_trajectory
+
+RUN = "r"
+PARTITIONS = 2
+WORKER_EPOCH = 7
+NO_COST = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
+
+
+class VirtualClock:
+    """Time that passes when somebody says so."""
+
+    def __init__(self) -> None:
+        self.ns = 1_000_000_000
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall_ns(self) -> int:
+        return self.ns + 10**18
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+class TrainerStage:
+    """The log of a run with everybody but the trainer on it."""
+
+    def __init__(self, root: Path, open_bus: Callable[[], Bus] | None = None) -> None:
+        self.log = MemoryLog()
+        self.clock = VirtualClock()
+        self.topics = Topics(RUN)
+        self.store = PolicyStore(root / "policies")
+        self.open_bus = open_bus or self.open_memory
+        self.bus = self.open_bus()
+        many = {self.topics.trajectories, self.topics.progress}
+        self.bus.create(
+            [
+                TopicSpec(name=name, partitions=PARTITIONS if name in many else 1)
+                for name in self.topics.all()
+            ]
+        )
+        self.writer = self.bus.writer()
+        self.policy = self.store.publish_weights(initial_weights)
+        self.digests = {0: self.policy.digest}
+        self.rounds = 0
+
+    def open_memory(self) -> Bus:
+        """One more bus on the log in memory."""
+        return MemoryBus(self.log, now_ms=lambda: self.clock.ns // 1_000_000)
+
+    # Others
+
+    def start_run(self, **trainer: Any) -> RunStarted:
+        """Append `run started`; `trainer` changes keys of that section."""
+        (self.store.assets_path("assets")).mkdir(parents=True)
+        config = Config(
+            run=Run(name=RUN, steps=100), model=Model(path="m"), task=Task(kind="arithmetic")
+        )
+        config = msgspec.structs.replace(
+            config, trainer=msgspec.structs.replace(config.trainer, **trainer)
+        )
+        started = RunStarted(
+            at_ns=1,
+            run=RUN,
+            schema_version=1,
+            config=msgspec.to_builtins(config),
+            config_digest="c",
+            dataset_digest="d",
+            dataset_rows=1,
+            eval_digest="e",
+            eval_rows=0,
+            seed=0,
+            policy=self.policy,
+            assets_digest="assets",
+            planner="p",
+            package="0",
+        )
+        self.append(self.topics.control, started)
+        return started
+
+    def append(self, topic: str, record: msgspec.Struct) -> int:
+        """Append a JSON record; its offset."""
+        return self.writer.append([Append(topic=topic, value=encode(record))])[0]
+
+    def log_trajectory(
+        self, trajectory: Trajectory, /, partition: int | None = None, **header_changes: Any
+    ) -> TakenTrajectory:
+        """Append a trajectory, its headers changed as asked; how a batch decision names it."""
+        value, headers = encode_trajectory(trajectory)
+        headers = replace(headers, **header_changes)
+        ordinal = int(trajectory.trajectory[1:11])
+        where = ordinal % PARTITIONS if partition is None else partition
+        (offset,) = self.writer.append(
+            [
+                Append(
+                    topic=self.topics.trajectories,
+                    partition=where,
+                    key=headers.group.encode(),
+                    value=value,
+                    headers=header_pairs(headers),
+                )
+            ]
+        )
+        return TakenTrajectory(
+            trajectory=trajectory.trajectory,
+            attempt=headers.attempt,
+            epoch=headers.epoch,
+            partition=where,
+            offset=offset,
+            sha256=headers.sha256,
+        )
+
+    def log_group(
+        self, ordinal: int, *, version: int = 0, deadline: int = 9, size: int = 2, **changes: Any
+    ) -> TakenGroup:
+        """Log every sibling of a group as an honest worker would."""
+        group = group_id("train", ordinal)
+        taken = [
+            self.log_trajectory(
+                make_trajectory(
+                    trajectory_id(group, sibling),
+                    run=RUN,
+                    version=version,
+                    digest=self.digests[version],
+                    deadline=deadline,
+                    epoch=WORKER_EPOCH,
+                    group_size=size,
+                    reward=float(sibling),
+                    sampled=[10 + ordinal % 50, 11 + sibling, 2],
+                    **changes,
+                )
+            )
+            for sibling in range(size)
+        ]
+        return TakenGroup(
+            group=group, version=version, deadline=deadline, trajectories=tuple(taken)
+        )
+
+    def decide(self, *decisions: AnyDecision) -> int:
+        """Append a round; its offset."""
+        record = Round(
+            ordinal=self.rounds, role_epoch=0, now_ns=1, control_next=0, decisions=decisions
+        )
+        self.rounds += 1
+        return self.append(self.topics.decisions, record)
+
+    def take(self, step: int, groups: Sequence[TakenGroup], attempt: int = 1) -> TakeBatch:
+        """Decide a batch."""
+        decision = TakeBatch(
+            reason="test",
+            step=step,
+            attempt=attempt,
+            groups=tuple(groups),
+            settings=dict(SETTINGS),
+        )
+        self.decide(decision)
+        return decision
+
+    def take_new(self, step: int, version: int | None = None, groups: int = 2) -> TakeBatch:
+        """Log groups of a version (the step's own if none is given) and decide their batch."""
+        at = step if version is None else version
+        logged = [
+            self.log_group(step * 100 + number, version=at, deadline=step + 2)
+            for number in range(groups)
+        ]
+        return self.take(step, logged)
+
+    def stop_run(self) -> None:
+        """Decide that the run is over."""
+        self.decide(StopRun(reason="test"))
+
+    # What is in the log
+
+    def records(self, topic: str, partition: int = 0) -> list[Record]:
+        """Every record of a partition."""
+        at = TopicPartition(topic, partition)
+        reader = self.bus.reader({at: 0})
+        found: list[Record] = []
+        while reader.position(at) < self.bus.end(at):
+            found += reader.poll(timeout_s=1.0)
+        reader.close()
+        return found
+
+    def control(self) -> list[AnyControl]:
+        """Every control record."""
+        decoded = [decode_control(one.value) for one in self.records(self.topics.control)]
+        return [one for one in decoded if not isinstance(one, Unknown)]
+
+    def commits(self) -> list[StepCommitted]:
+        """Every commit; the digests they name are remembered for `log_group`."""
+        commits = [one for one in self.control() if isinstance(one, StepCommitted)]
+        self.digests |= {one.step + 1: one.digest_after for one in commits}
+        return commits
+
+    def statuses(self) -> list[TrainerStatus]:
+        """Every status of a trainer."""
+        decoded = [decode_metrics(one.value) for one in self.records(self.topics.metrics)]
+        return [one for one in decoded if isinstance(one, TrainerStatus)]
+
+    def trainer(self, **options: Any) -> StagedTrainer:
+        """A trainer that takes over now."""
+        return StagedTrainer(self, **options)
+
+
+class StagedTrainer:
+    """One incarnation of the trainer, ticked by hand."""
+
+    def __init__(
+        self,
+        stage: TrainerStage,
+        *,
+        trainer: Trainer | None = None,
+        adopt: bool = False,
+        checkpoint_every: int = 2,
+        cost: Callable[[], Cost] = lambda: NO_COST,
+        **bounds: Any,
+    ) -> None:
+        self.stage = stage
+        bus = stage.open_bus()
+        self.bus = bus
+        writer = bus.writer(exclusive=f"{RUN}.trainer")
+        history = read_history(bus, stage.topics, stage.clock)
+        assert history.run_started is not None
+        epoch = history.role_epoch + 1
+        started = RoleStarted(
+            at_ns=1,
+            role="trainer",
+            role_epoch=epoch,
+            instance="i",
+            host="h",
+            pid=1,
+            package="0",
+        )
+        writer.append([Append(topic=stage.topics.control, value=encode(started))])
+        meter = Meter()
+        self.work = TrainerWork(
+            WorkSetup(
+                topics=stage.topics,
+                initial=history.run_started.policy,
+                starts=dict(history.starts),
+                adopt=adopt,
+                **bounds,
+            ),
+            bus=bus,
+            store=stage.store,
+            make_trainer=lambda: trainer or SimulatedTrainer(),
+            clock=stage.clock,
+            meter=meter,
+        )
+        self.port = InlinePort(self.work)
+        self.machine = TrainerMachine(
+            TrainerSetup(
+                topics=stage.topics,
+                role_epoch=epoch,
+                checkpoint_every=checkpoint_every,
+                heartbeat_ns=500_000_000,
+            ),
+            history,
+            cost=cost,
+            cached=self.port.cached,
+        )
+        self.runtime = Runtime(
+            self.machine,
+            bus=bus,
+            writer=writer,
+            ports=[self.port],
+            clock=stage.clock,
+            meter=meter,
+            exclusive=True,
+        )
+
+    def tick(self, count: int = 1) -> None:
+        """Turns of the loop, 10 ms apart."""
+        for _ in range(count):
+            self.stage.clock.sleep(0.01)
+            self.runtime.tick()
+
+    def until(self, done: Callable[[], bool], ticks_max: int = 2000) -> None:
+        """Tick until something is so; a failure if it never is."""
+        for _ in range(ticks_max):
+            if done():
+                return
+            self.tick()
+        raise AssertionError(f"not done after {ticks_max} ticks, phase {self.machine.phase}")
+
+    def train_to(self, step: int) -> None:
+        """Tick until `step` is the next one and nothing is under way."""
+        self.until(lambda: self.machine.history.next_step == step and self.idle)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a decision."""
+        return self.machine.phase == "idle"
+
+    def close(self) -> None:
+        """End this incarnation."""
+        self.runtime.close()
+        self.bus.close()

@@ -1,0 +1,250 @@
+"""Trajectories are read once into a bounded cache; what is not there is read from its place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
+from dora_pipe.bus.port import Append
+from dora_pipe.consumers.reader import BatchReader, Found, Place
+from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.schemas.control import TakenGroup
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support.batches import make_trajectory
+from tests.support.trainer_stage import PARTITIONS, RUN, TrainerStage
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> TrainerStage:
+    return TrainerStage(tmp_path)
+
+
+def reader_of(stage: TrainerStage, **options: Any) -> BatchReader:
+    starts = options.pop("starts", {})
+    return BatchReader(
+        options.pop("bus", stage.open_bus()),
+        stage.topics.trajectories,
+        run=RUN,
+        starts=starts,
+        clock=stage.clock,
+        **options,
+    )
+
+
+def memory_bus(stage: TrainerStage, **faults: Any) -> MemoryBus:
+    """A bus on the stage's log on which something goes wrong."""
+    return MemoryBus(
+        stage.log,
+        faults=ScriptedFaults(**faults),
+        now_ms=lambda: stage.clock.ns // 1_000_000,
+    )
+
+
+def places(*groups: TakenGroup) -> list[Place]:
+    return [Place(one.partition, one.offset) for group in groups for one in group.trajectories]
+
+
+def find(reader: BatchReader, *groups: TakenGroup) -> dict[Place, Found]:
+    for _ in range(100):
+        found = reader.find(places(*groups), timeout_s=0.0)
+        if found is not None:
+            return found
+    raise AssertionError("never reached")
+
+
+def readable(found: dict[Place, Found]) -> bool:
+    return all(one.headers is not None and not one.why for one in found.values())
+
+
+def test_what_was_read_ahead_is_found_without_a_seek(stage: TrainerStage) -> None:
+    groups = [stage.log_group(ordinal) for ordinal in range(4)]
+    reader = reader_of(stage)
+    assert reader.read_ahead(timeout_s=0.0) == 8
+    assert reader.records == 8
+    found = find(reader, *groups)
+    assert readable(found)
+    assert reader.seeks == 0
+    for group in groups:
+        for taken in group.trajectories:
+            one = found[Place(taken.partition, taken.offset)]
+            assert one.headers is not None
+            assert one.headers.trajectory == taken.trajectory
+            assert one.sha256 == taken.sha256
+
+
+def test_place_that_is_not_visible_yet_is_waited_for(stage: TrainerStage) -> None:
+    early = stage.log_group(0)
+    late = AppendFault(kind="delayed", delay_ms=5000)
+    stage.writer = memory_bus(stage, appends={0: late}).writer()
+    group = stage.log_group(2)
+    reader = reader_of(stage)
+    wanted = places(early, group)
+    assert reader.find(wanted, timeout_s=0.0) is None
+    assert f"not yet {wanted[2].offset}" in reader.waits_for(wanted)
+    stage.clock.sleep(5)
+    assert readable(find(reader, early, group))
+    assert reader.waits_for(wanted) == ""
+
+
+def test_place_that_the_log_never_reaches_stops_the_run(stage: TrainerStage) -> None:
+    stage.log_group(0)
+    reader = reader_of(stage)
+    reader.read_ahead(timeout_s=0.0)
+    beyond = [Place(0, 10_000)]
+    assert reader.find(beyond, timeout_s=0.0) is None
+    stage.clock.sleep(119)
+    assert reader.find(beyond, timeout_s=0.0) is None
+    stage.clock.sleep(2)
+    with pytest.raises(LogTruncated, match="does not reach 10000"):
+        reader.find(beyond, timeout_s=0.0)
+
+
+def test_evicted_records_are_read_again_from_their_place(stage: TrainerStage) -> None:
+    groups = [stage.log_group(ordinal, deadline=ordinal) for ordinal in range(20)]
+    reader = reader_of(stage, records_max=10)
+    while reader.read_ahead(timeout_s=0.0):
+        assert reader.records <= 10
+    # The earliest deadlines stay: they are wanted first.
+    assert readable(find(reader, *groups[:5]))
+    assert reader.seeks == 0
+    assert readable(find(reader, *groups[5:]))
+    assert reader.seeks == 30
+
+
+def test_cache_is_bounded_in_bytes_too(stage: TrainerStage) -> None:
+    groups = [stage.log_group(ordinal) for ordinal in range(10)]
+    reader = reader_of(stage, bytes_max=4000)
+    reader.read_ahead(timeout_s=0.0)
+    assert 0 < reader.bytes <= 4000
+    assert reader.records < 20
+    assert readable(find(reader, *groups))
+    reader.drop_before(10)
+    assert (reader.records, reader.bytes) == (0, 0)
+
+
+def test_record_larger_than_the_whole_cache_is_still_found(stage: TrainerStage) -> None:
+    group = stage.log_group(0)
+    reader = reader_of(stage, bytes_max=1)
+    assert readable(find(reader, group))
+    assert reader.records == 0
+
+
+def test_records_before_the_start_are_read_from_their_place(stage: TrainerStage) -> None:
+    early, late = stage.log_group(0), stage.log_group(2)
+    reader = reader_of(stage, starts={0: places(late)[0].offset})
+    reader.read_ahead(timeout_s=0.0)
+    assert reader.records == 2
+    assert readable(find(reader, early, late))
+    assert reader.seeks == 2
+
+
+def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> None:
+    stage.log_group(0, deadline=3)
+    late = stage.log_group(1, deadline=4)
+    for sibling in range(2):
+        stage.log_trajectory(
+            make_trajectory(
+                trajectory_id(group_id("eval", 1), sibling), run=RUN, deadline=-1, digest="0" * 64
+            )
+        )
+    reader = reader_of(stage)
+    reader.drop_before(4)
+    reader.read_ahead(timeout_s=0.0)
+    assert reader.records == 2
+    assert readable(find(reader, late))
+    reader.drop_before(5)
+    assert reader.records == 0
+    assert reader.letters() == []
+
+
+def test_dropped_records_can_be_had_again(stage: TrainerStage) -> None:
+    group = stage.log_group(0)
+    reader = reader_of(stage)
+    find(reader, group)
+    reader.drop(places(group))
+    assert reader.records == 0
+    assert readable(find(reader, group))
+
+
+def damaged(stage: TrainerStage, kind: str) -> Place:
+    """Append one unreadable record."""
+    if kind == "no headers":
+        append = Append(topic=stage.topics.trajectories, value=b"x", key=b"k")
+        (offset,) = stage.writer.append([append])
+        return Place(0, offset)
+    changes: dict[str, dict[str, Any]] = {
+        "other bytes": {"sha256": "b" * 64},
+        "another run": {"run": "stranger"},
+        "no trajectory id": {"trajectory": "g12"},
+    }
+    trajectory = make_trajectory(trajectory_id(group_id("train", 8), 0), run=RUN)
+    taken = stage.log_trajectory(trajectory, partition=0, **changes[kind])
+    return Place(taken.partition, taken.offset)
+
+
+@pytest.mark.parametrize("kind", ["no headers", "other bytes", "another run", "no trajectory id"])
+def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
+    stage: TrainerStage, kind: str
+) -> None:
+    place = damaged(stage, kind)
+    after = stage.log_group(0)
+    reader = reader_of(stage)
+    assert readable(find(reader, after))
+    (letter,) = reader.letters()
+    assert (letter.topic, letter.partition, letter.offset) == (
+        stage.topics.trajectories,
+        *place,
+    )
+    assert letter.why
+    assert letter.value is not None
+    assert reader.letters() == []
+    found = reader.find([place], timeout_s=0.0)
+    assert found is not None
+    assert found[place].why.startswith("unreadable: ")
+    assert reader.letters() == []  # it was reported when it was passed
+
+
+def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable(
+    stage: TrainerStage,
+) -> None:
+    first = places(stage.log_group(0))[-1]
+    stage.log_group(0)
+    gap = Place(first.partition, first.offset + 1)
+    reader = reader_of(stage)
+    wanted = [gap, Place(PARTITIONS, 0), Place(-1, 3)]
+    reader.read_ahead(timeout_s=0.0)
+    found = reader.find(wanted, timeout_s=0.0)
+    assert found is not None
+    assert set(found) == set(wanted)
+    assert all("the log has nothing at its place" in one.why for one in found.values())
+
+
+def test_log_that_is_away_for_a_while_is_borne_with(stage: TrainerStage) -> None:
+    group = stage.log_group(0)
+    bus = memory_bus(stage, polls=range(20))
+    reader = reader_of(stage, bus=bus)
+    assert readable(find(reader, group))
+
+
+def test_log_that_stays_away_is_an_error(stage: TrainerStage) -> None:
+    group = stage.log_group(0)
+    bus = memory_bus(stage, polls=range(10_000))
+    with pytest.raises(BusError, match="cannot be reached"):
+        find(reader_of(stage, bus=bus), group)
+
+
+def test_order_of_eviction_does_not_grow_with_the_log(stage: TrainerStage) -> None:
+    kept = stage.log_group(0, deadline=10_000)
+    reader = reader_of(stage)
+    find(reader, kept)
+    for ordinal in range(1, 1200):
+        reader.drop(places(find_new(stage, reader, ordinal)))
+    assert reader.records == 2
+    assert len(reader._latest) < 1100
+
+
+def find_new(stage: TrainerStage, reader: BatchReader, ordinal: int) -> TakenGroup:
+    group = stage.log_group(ordinal, size=1)
+    find(reader, group)
+    return group

@@ -1,0 +1,68 @@
+"""Leases run only while the orchestrator listens."""
+
+from __future__ import annotations
+
+from dora_pipe.orchestrator.leases import Leases
+
+A, B = ("a", 1), ("b", 2)
+
+
+def leases() -> Leases:
+    """Ten long, gaps from two on."""
+    return Leases(lease_ns=10, gap_ns=2)
+
+
+def listen(found: Leases, start: int, end: int) -> None:
+    """React every tick, so that there is no gap."""
+    for now in range(start, end + 1):
+        found.turn(now)
+
+
+def test_nobody_is_silent_before_the_log_was_read() -> None:
+    found = leases()
+    found.hear(A, 0)
+    listen(found, 0, 50)
+    assert found.expired([A], 50) == []
+    assert found.due_ns() is None
+
+
+def test_lease_starts_when_the_log_was_read_and_ends_after_its_length() -> None:
+    found = leases()
+    listen(found, 0, 50)
+    found.start([A, B], 50)
+    listen(found, 51, 59)
+    found.hear(B, 55)
+    assert found.expired([A, B], 59) == []
+    assert found.due_ns() == 60
+    assert found.expired([A, B], 60) == [A]
+    assert found.expired([A, B], 65) == [A, B]
+
+
+def test_gap_in_listening_counts_against_nobody() -> None:
+    found = leases()
+    found.turn(0)
+    found.start([A], 0)
+    listen(found, 1, 5)
+    found.turn(1000)
+    assert found.expired([A], 1000) == []
+    listen(found, 1001, 1004)
+    assert found.expired([A], 1004) == []
+    assert found.expired([A], 1005) == [A], "what had run down before the gap stays run down"
+
+
+def test_incarnation_that_joins_later_has_a_whole_lease() -> None:
+    found = leases()
+    listen(found, 0, 5)
+    found.start([], 5)
+    assert found.expired([A], 20) == []
+    assert found.due_ns() == 30
+
+
+def test_those_who_are_gone_are_forgotten() -> None:
+    found = leases()
+    found.start([A, B], 0)
+    assert found.expired([B], 1) == []
+    assert found.expired([B], 10) == [B]
+    found.hear(A, 5)
+    assert found.expired([B], 10) == [B]
+    assert found.due_ns() == 10

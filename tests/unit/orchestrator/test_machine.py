@@ -1,0 +1,341 @@
+"""The machine: facts and time in, rounds out; leases, gaps, bounds, what cannot be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.orchestrator import machine as module
+from dora_pipe.orchestrator.fold import fold_round
+from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
+from dora_pipe.orchestrator.state import State
+from dora_pipe.runtime import CaughtUp, Now, Outputs, StopAsked
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
+from dora_pipe.schemas.rounds import (
+    Assign,
+    Fence,
+    LeaseExpired,
+    Place,
+    PlanPeriod,
+    Progressed,
+    Round,
+    StopRun,
+    decode_round,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+
+TOPICS = Topics("tiny")
+COST = Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
+WALL_NS = 10**18
+
+
+class Bench:
+    """A machine, a clock in seconds, and everything it published."""
+
+    def __init__(self, *, state: State | None = None, started: bool = True, **changes: Any) -> None:
+        self.config = records.make_config(**changes)
+        self.machine = OrchestratorMachine(
+            state=State() if state is None else state,
+            topics=TOPICS,
+            role_epoch=0,
+            metrics={TopicPartition(TOPICS.metrics, 0): 5},
+            timing=self.config.timing,
+            cost=lambda: COST,
+        )
+        self.now_s = 100.0
+        self.offset = self.machine.state.control_next
+        self.control: list[tuple[int, bytes]] = []
+        self.rounds: list[Round] = []
+        self.published: list[Append] = []
+        if started:
+            self.react(
+                self.fact(records.run_started(self.config)),
+                self.fact(records.role_started("trainer", 0)),
+                CaughtUp(),
+            )
+
+    def fact(self, record: Any) -> Record:
+        """A control record, as the bus gives it."""
+        value = record if isinstance(record, bytes) else encode(record)
+        self.offset += 3
+        self.control.append((self.offset, value))
+        return Record(topic=TOPICS.control, partition=0, offset=self.offset, key=b"k", value=value)
+
+    def status(self, worker: str, epoch: int, **progress: Resume) -> Record:
+        """A worker's metrics record."""
+        status = WorkerStatus(
+            at_ns=0,
+            waits_for="",
+            cost=COST,
+            worker=worker,
+            epoch=epoch,
+            version=0,
+            active=0,
+            waiting=0,
+            kv_used_tokens=0,
+            tokens_total=0,
+            progress={key.replace("_", "-"): one for key, one in progress.items()},
+        )
+        return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(status))
+
+    def react(self, *inputs: Any) -> Outputs:
+        """One turn at the present time."""
+        now_ns = int(self.now_s * 1e9)
+        outputs = self.machine.react(inputs, Now(mono_ns=now_ns, wall_ns=WALL_NS + now_ns))
+        for one in outputs.publish:
+            self.published.append(one.record)
+            if one.record.topic == TOPICS.decisions:
+                self.rounds.append(decode_round(one.record.value))
+        return outputs
+
+    def turn(self, *inputs: Any) -> list[Any]:
+        """React, and say which observations and decisions the new rounds hold."""
+        count = len(self.rounds)
+        self.react(*inputs)
+        new = self.rounds[count:]
+        return [one for round_ in new for one in (*round_.observations, *round_.decisions)]
+
+    def wait(self, seconds: float, *inputs: Any, every_s: float = 0.5) -> list[Any]:
+        """React every heartbeat for so long, each time with these inputs."""
+        found: list[Any] = []
+        for _ in range(int(seconds / every_s)):
+            self.now_s += every_s
+            found += self.turn(*inputs)
+        return found
+
+    def serving(self, name: str = "w0", slots: int = 4) -> int:
+        """A worker joins, is assigned and ready; its role epoch."""
+        self.turn(self.fact(records.joined(name, slots=slots)))
+        epoch = self.offset
+        self.turn(self.fact(records.ready(name, epoch, 0)))
+        return epoch
+
+    def topic(self, name: str) -> list[Append]:
+        """What was published there."""
+        return [one for one in self.published if one.topic == name]
+
+
+def test_a_round_is_written_when_control_advances_and_none_when_nothing_happens() -> None:
+    bench = Bench()
+    assert len(bench.rounds) == 1
+    assert bench.rounds[0].control_next == bench.offset + 1
+    bench.react()
+    bench.react(bench.status("w0", 3))
+    assert len(bench.rounds) == 1, "metrics alone make no round"
+    bench.react(bench.fact(records.joined("w0")))
+    assert [type(one) for one in bench.rounds[-1].decisions] == [Assign]
+
+
+def test_nothing_is_decided_before_the_log_is_read_but_rounds_are_written() -> None:
+    bench = Bench(started=False)
+    bench.react(bench.fact(records.run_started(bench.config)), bench.fact(records.joined("w0")))
+    assert bench.rounds[0].decisions == ()
+    assert bench.rounds[0].control_next == bench.offset + 1
+    bench.react(CaughtUp())
+    assert [type(one) for one in bench.rounds[1].decisions] == [Assign]
+
+
+def test_rounds_fold_to_the_machines_own_state() -> None:
+    bench = Bench(run__steps=1, groups__per_step=1)
+    bench.serving()
+    for _ in range(2):
+        for place in [one for one in bench.rounds[-1].decisions if isinstance(one, Place)]:
+            bench.turn(bench.fact(records.logged(place)))
+    training = bench.machine.state.training
+    assert training is not None
+    groups = next(one for r in bench.rounds for one in r.decisions if one.reason.endswith("first"))
+    bench.turn(bench.fact(records.committed(0, groups.groups)))  # type: ignore[union-attr]
+    assert bench.machine.finished
+    assert isinstance(bench.rounds[-1].decisions[-1], StopRun)
+    state = State()
+    for round_ in bench.rounds:
+        below = [one for one in bench.control if state.control_next <= one[0] < round_.control_next]
+        fold_round(state, round_, below)
+    assert state.digest() == bench.machine.state.digest()
+    assert bench.rounds[-1].state_digest == state.digest()
+
+
+def test_round_time_is_the_wall_clock_at_first_and_never_goes_back() -> None:
+    bench = Bench()
+    assert bench.rounds[0].now_ns == WALL_NS + 100 * 10**9
+    bench.wait(3)
+    bench.serving()
+    times = [one.now_ns for one in bench.rounds]
+    assert times == sorted(times)
+    assert times[-1] - times[0] == 3 * 10**9
+    # A successor on a machine whose wall clock is behind goes on from the last round.
+    state = bench.machine.state
+    later = Bench(state=state, started=False)
+    later.now_s = 1.0
+    before = state.now_ns
+    later.react(later.fact(records.role_started("orchestrator", 1)), CaughtUp())
+    assert later.rounds[0].now_ns == before
+
+
+def test_many_control_records_are_spread_over_several_rounds() -> None:
+    bench = Bench()
+    facts = [bench.fact(records.command("resume")) for _ in range(2 * CONTROL_MAX + 5)]
+    count = len(bench.rounds)
+    bench.react(*facts)
+    new = bench.rounds[count:]
+    assert [one.control_next for one in new] == [
+        facts[CONTROL_MAX - 1].offset + 1,
+        facts[2 * CONTROL_MAX - 1].offset + 1,
+        facts[-1].offset + 1,
+    ]
+    assert bench.machine.state.tally.rejected == len(facts)
+
+
+def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DECISIONS_MAX", 6)
+    whole = module.decide
+    monkeypatch.setattr(module, "decide", lambda state: whole(state, limit=6))
+    bench = Bench(groups__per_step=8)
+    bench.serving(slots=16)
+    placed = len([one for one in bench.rounds[-1].decisions if isinstance(one, Place)])
+    assert placed == 4
+    assert bench.machine.wake_at() == 0
+    while bench.machine.wake_at() == 0:
+        bench.react()
+    assert len(bench.machine.state.workers["w0"].requests) == 16
+
+
+def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewhere() -> None:
+    bench = Bench()
+    silent, living = bench.serving("w0"), bench.serving("w1", slots=8)
+    lost = sorted(bench.machine.state.workers["w0"].requests)
+    resume = Resume(tokens=30, partition=0, offset=8)
+    progress = {lost[1].replace("-", "_"): resume}
+    bench.turn(bench.status("w0", silent, **progress))
+    assert bench.wait(4.5, bench.status("w1", living)) == []
+    found = bench.wait(1, bench.status("w1", living))
+    assert found[:3] == [
+        LeaseExpired(worker="w0", epoch=silent),
+        Progressed(trajectory=lost[1], resume=resume),
+        Fence(worker="w0", epoch=silent, reason=found[2].reason),
+    ]
+    placed = {one.trajectory: one for one in found if isinstance(one, Place)}
+    assert placed.keys() == set(lost)
+    assert (placed[lost[1]].resume, placed[lost[0]].resume) == (resume, None)
+    assert {one.worker for one in placed.values()} == {"w1"}
+
+
+@pytest.mark.parametrize("sign", ["metrics", "control"])
+def test_metrics_or_control_of_its_epoch_keep_a_worker_alive(sign: str) -> None:
+    bench = Bench()
+    epoch = bench.serving()
+    place = next(one for one in bench.rounds[-1].decisions if isinstance(one, Place))
+    for _ in range(5):
+        assert not [one for one in bench.wait(4) if isinstance(one, LeaseExpired)]
+        if sign == "metrics":
+            bench.turn(bench.status("w0", epoch))
+        else:
+            bench.turn(bench.fact(records.logged(place)))
+    bench.turn(bench.status("w0", epoch - 1))
+    assert [one for one in bench.wait(6) if isinstance(one, LeaseExpired)]
+
+
+def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
+    bench = Bench()
+    bench.serving()
+    bench.wait(3)
+    bench.now_s += 500
+    assert bench.turn() == [PlanPeriod()]
+    assert bench.wait(1.5) == []
+    assert [type(one) for one in bench.wait(1)][:2] == [LeaseExpired, Fence]
+
+
+def test_worker_that_joins_again_before_its_lease_ends_passes_its_progress_on() -> None:
+    bench = Bench()
+    epoch = bench.serving()
+    lost = sorted(bench.machine.state.workers["w0"].requests)
+    resume = Resume(tokens=30, partition=0, offset=8)
+    bench.turn(bench.status("w0", epoch, **{lost[0].replace("-", "_"): resume}))
+    found = bench.turn(bench.fact(records.joined("w0")))
+    assert found[0] == Progressed(trajectory=lost[0], resume=resume)
+    found = bench.turn(bench.fact(records.ready("w0", bench.offset, 0)))
+    placed = {one.trajectory: one for one in found if isinstance(one, Place)}
+    assert placed[lost[0]].resume == resume
+    assert placed[lost[0]].attempt == 2
+
+
+def test_the_planning_period_is_observed() -> None:
+    bench = Bench()
+    found = bench.wait(61)
+    assert found == [PlanPeriod(), PlanPeriod()]
+    assert bench.machine.wake_at() <= int((bench.now_s + 0.5) * 1e9)
+
+
+def test_status_goes_out_every_heartbeat_and_says_what_the_run_waits_for() -> None:
+    bench = Bench()
+    bench.published.clear()
+    bench.wait(5)
+    assert len(bench.topic(TOPICS.metrics)) == 10
+    status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
+    assert isinstance(status, OrchestratorStatus)
+    assert (status.waits_for, status.version, status.open_groups) == ("a worker", 0, 0)
+
+
+def test_unreadable_control_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
+    bench = Bench()
+    bad = bench.fact(b'{"kind":"worker-ready","worker":7}')
+    bench.react(bad, bench.fact(records.joined("w0")))
+    (append,) = bench.topic(TOPICS.dead_letters)
+    letter = decode_dead_letter(append.value, append.headers)
+    assert (letter.topic, letter.offset, letter.path) == (TOPICS.control, bad.offset, "$.worker")
+    assert letter.value == bad.value
+    assert bench.machine.state.tally.unreadable == 1
+    assert "w0" in bench.machine.state.workers
+
+
+def test_unreadable_metrics_go_to_the_dead_letters_and_never_touch_the_state() -> None:
+    bench = Bench()
+    before = bench.machine.state.digest()
+    bench.react(
+        Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=b'{"kind":"worker'),
+        Record(topic=TOPICS.metrics, partition=0, offset=10, key=b"", value=b'{"kind":"new"}'),
+    )
+    assert len(bench.topic(TOPICS.dead_letters)) == 1
+    assert bench.machine.state.digest() == before
+
+
+def test_asked_to_stop_it_finishes_its_round_and_ends_without_stopping_the_run() -> None:
+    bench = Bench()
+    bench.react(bench.fact(records.joined("w0")), StopAsked())
+    assert bench.machine.finished
+    assert not bench.machine.state.done
+    assert [type(one) for one in bench.rounds[-1].decisions] == [Assign]
+
+
+def test_after_the_last_round_nothing_is_folded_any_more() -> None:
+    bench = Bench()
+    bench.turn(bench.fact(records.command("stop")))
+    assert bench.machine.finished
+    count, chain = len(bench.rounds), bench.machine.state.chain
+    bench.now_s += 40
+    bench.react(bench.fact(records.joined("w0")))
+    assert (len(bench.rounds), bench.machine.state.chain) == (count, chain)
+
+
+def test_positions_are_where_the_last_round_ended() -> None:
+    bench = Bench()
+    again = Bench(state=bench.machine.state, started=False)
+    assert again.machine.positions() == {
+        TopicPartition(TOPICS.control, 0): bench.offset + 1,
+        TopicPartition(TOPICS.metrics, 0): 5,
+    }
+
+
+def test_rejected_records_are_logged_with_their_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    bench.react(bench.fact(msgspec.structs.replace(records.joined("w0"), slots=0)))
+    assert "worker-joined at offset" in caplog.text

@@ -1,0 +1,344 @@
+"""Plans: what is decided, in which order, for whom; and that a plan leaves nothing to plan."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.planner import decide, may_still_admit, plan
+from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    End,
+    Place,
+    StopRun,
+    TakeBatch,
+)
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+
+def kinds(decisions: list[AnyDecision]) -> list[str]:
+    """What was decided, runs of equal kinds as one."""
+    names = [type(one).__name__ for one in decisions]
+    return [name for place, name in enumerate(names) if not place or names[place - 1] != name]
+
+
+def specs(stage: Stage, purpose: str = "train") -> list[Any]:
+    """What was dispatched."""
+    found = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
+    return [spec for spec in found if spec.purpose == purpose]
+
+
+def test_nothing_is_decided_before_the_run_starts_or_without_a_worker() -> None:
+    stage = Stage()
+    assert stage.plan() == []
+    stage.begin()
+    assert stage.plan() == []
+
+
+def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
+    stage = Stage().begin()
+    stage.join("w0", slots=4)
+    assert kinds(stage.plan()) == ["Assign"]
+    assert stage.plan() == [], "a loading worker gets nothing"
+    stage.load()
+    decisions = stage.plan()
+    assert [type(one) for one in decisions] == [Dispatch, Place, Place, Dispatch, Place, Place]
+
+
+def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
+    stage = Stage(staleness__max_staleness=3, bus__partitions=3).begin(rows=7)
+    stage.worker("w0", slots=4)
+    for ordinal, spec in enumerate(specs(stage)):
+        data_epoch, index = prompt_index(7, ordinal, 7)
+        assert (spec.ordinal, spec.index, spec.data_epoch) == (ordinal, index, data_epoch)
+        assert (spec.version, spec.deadline) == (0, 3)
+        assert spec.digest == records.weights(0)
+        assert spec.partition == partition_of(ordinal, 3)
+        assert spec.seed == group_seed(7, "train", ordinal)
+        assert spec.size == 2
+
+
+def test_equal_seeds_give_equal_prompts_whatever_the_workers_do() -> None:
+    one, other = Stage().begin(), Stage().begin()
+    one.worker("w0", slots=4)
+    other.worker("a", slots=1)
+    other.worker("b", slots=2)
+    for stage in (one, other):
+        while not stage.state.done:
+            stage.finish_all()
+            stage.commit()
+            stage.settle()
+    assert [spec.index for spec in specs(one)] == [spec.index for spec in specs(other)]
+
+
+def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
+    stage = Stage(groups__size=4).begin()
+    stage.worker("w0", slots=1)
+    assert len(specs(stage)) == 1
+    assert len(stage.state.queues[0]) == 3
+    stage.finish("g0000000000-000")
+    placed = [one.trajectory for one in stage.plan() if isinstance(one, Place)]
+    assert placed == ["g0000000000-001"], "queued siblings go before new groups"
+    assert len(specs(stage)) == 1
+
+
+def test_prefetch_counts_as_slots_for_admission_and_no_further() -> None:
+    stage = Stage(groups__size=1).begin()
+    stage.worker("w0", slots=1, prefetch=2)
+    assert len(specs(stage)) == 3
+    assert stage.state.workers["w0"].room == 0
+
+
+def test_requests_spread_over_the_workers_slots_before_anything_is_prefetched() -> None:
+    stage = Stage(groups__size=1, groups__per_step=4, staleness__max_staleness=1).begin()
+    stage.join("w0", slots=2, prefetch=2)
+    stage.join("w1", slots=3, prefetch=2)
+    stage.plan()
+    stage.load()
+    placed = [one.worker for one in stage.plan() if isinstance(one, Place)]
+    assert sorted(placed[:5]) == ["w0", "w0", "w1", "w1", "w1"]
+    assert sorted(placed[5:]) == ["w0", "w0", "w1"]
+
+
+def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
+    stage = Stage(run__steps=2, groups__per_step=2, staleness__max_staleness=1).begin()
+    stage.worker("w0", slots=100)
+    assert len(specs(stage)) == 4
+    assert may_still_admit(stage.state) == 0
+    stage.finish_all()
+    stage.commit()
+    stage.settle()
+    stage.finish_all()
+    assert len(specs(stage)) == 4, "two steps train four groups"
+    stage.commit()
+    assert [type(one) for one in stage.settle()] == [StopRun]
+
+
+def test_order_inside_a_plan() -> None:
+    stage = Stage(groups__per_step=1, groups__size=2, groups__filter_zero_advantage=True).begin()
+    stage.worker("w0", slots=4)
+    stage.join("w1", slots=4)
+    stage.finish("g0000000000-000", reward=1.0)
+    stage.finish("g0000000000-001", reward=0.0)
+    for name in ("g0000000001-000", "g0000000001-001"):
+        stage.finish(name)
+    assert kinds(stage.plan()) == ["End", "TakeBatch", "Dispatch", "Place"]
+    stage.commit()
+    assert kinds(stage.plan()) == ["Assign"]
+
+
+def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
+    stage = Stage(groups__per_step=1, groups__size=3, groups__min_valid_siblings=1).begin()
+    stage.worker("w0", slots=3)
+    stage.finish("g0000000000-002")
+    stage.finish("g0000000000-000", reward=None)
+    stage.tell(records.failed(stage.placed["g0000000000-001"], retryable=False))
+    (batch,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
+    (group,) = batch.groups
+    assert (group.group, group.version, group.deadline) == ("g0000000000", 0, 1)
+    listed = [(one.trajectory, one.attempt, one.epoch) for one in group.trajectories]
+    epoch = stage.state.workers["w0"].epoch
+    assert listed == [("g0000000000-000", 1, epoch), ("g0000000000-002", 1, epoch)]
+    assert [one.partition for one in group.trajectories] == [0, 0]
+    assert (batch.step, batch.attempt) == (0, 1)
+
+
+def test_batches_are_taken_by_deadline_and_the_trainer_waits_for_what_is_due() -> None:
+    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    stage.worker("w0", slots=1)
+    stage.worker("w1", slots=1)
+    stage.finish("g0000000000-000")
+    stage.settle()
+    stage.commit()
+    stage.settle()
+    stage.finish("g0000000002-000")
+    assert not [one for one in stage.settle() if isinstance(one, TakeBatch)]
+    stage.finish("g0000000001-000")
+    (batch,) = [one for one in stage.settle() if isinstance(one, TakeBatch)]
+    assert [one.group for one in batch.groups] == ["g0000000001"]
+
+
+def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp() -> None:
+    stage = Stage(groups__per_step=1, groups__filter_zero_advantage=True, run__steps=1).begin()
+    stage.worker("w0", slots=2)
+    stage.finish("g0000000000-000")
+    stage.finish("g0000000000-001")
+    decisions = stage.plan()
+    assert kinds(decisions) == ["End", "Dispatch", "Place"]
+    assert isinstance(decisions[0], End)
+    assert (decisions[0].fate, "no advantage" in decisions[0].reason) == ("filtered", True)
+    assert [spec.ordinal for spec in specs(stage)] == [0, 1]
+
+
+def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_cancelled() -> None:
+    stage = Stage(groups__per_step=1, groups__size=4, groups__min_valid_siblings=3).begin()
+    stage.worker("w0", slots=3)
+    stage.finish("g0000000000-000", reward=None)
+    assert kinds(stage.plan()) == ["Place"], "three of four may still be valid"
+    stage.finish("g0000000000-001", reward=None)
+    decisions = stage.plan()
+    assert kinds(decisions)[:2] == ["Cancel", "End"]
+    cancelled = [one.trajectory for one in decisions if isinstance(one, Cancel)]
+    assert cancelled == ["g0000000000-002", "g0000000000-003"]
+    late = records.logged(stage.placed["g0000000000-002"])
+    stage.tell(late)
+    assert stage.state.tally.superseded == 1
+
+
+def test_queued_siblings_of_a_failed_group_leave_the_queue_without_a_cancel() -> None:
+    stage = Stage(groups__per_step=1, groups__size=3, staleness__max_staleness=0).begin()
+    stage.worker("w0", slots=1)
+    stage.finish("g0000000000-000", reward=None)
+    stage.plan()
+    stage.finish("g0000000000-001", reward=None)
+    decisions = stage.plan()
+    assert not [one for one in decisions if isinstance(one, Cancel)]
+    assert [key.ordinal for key in stage.state.queues[0]] == [1, 1]
+
+
+def test_invalid_siblings_stay_in_the_batch_when_enough_are_valid() -> None:
+    stage = Stage(groups__per_step=1, groups__size=3).begin()
+    stage.worker("w0", slots=3)
+    stage.finish("g0000000000-000", reward=None)
+    stage.finish("g0000000000-001")
+    stage.finish("g0000000000-002")
+    (batch,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
+    assert len(batch.groups[0].trajectories) == 3
+
+
+def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_evaluated() -> None:
+    stage = Stage(
+        run__steps=2,
+        groups__per_step=1,
+        groups__size=2,
+        staleness__max_staleness=0,
+        evaluation__prompts=3,
+    ).begin(eval_rows=2)
+    stage.join("w0", slots=2)
+    assert kinds(stage.plan()) == ["Dispatch", "Assign"]
+    found = specs(stage, "eval")
+    assert [(one.index, one.deadline, one.size) for one in found] == [(0, -1, 1), (1, -1, 1)]
+    assert [one.seed for one in found] == [group_seed(7, "eval", row) for row in (0, 1)]
+    assert stage.state.deadlines == {}, "outside U"
+    stage.load()
+    stage.plan()
+    assert stage.running() == ["e0000000000-000", "e0000000001-000"]
+    stage.finish_all()
+    assert stage.state.tally.fates == {"evaluated": 2}
+    stage.commit()
+    stage.settle()
+    assert len(specs(stage, "eval")) == 2, "version 1 is neither first nor last"
+    stage.finish_all()
+    stage.commit()
+    assert not stage.state.done
+    stage.settle()
+    assert [one.version for one in specs(stage, "eval")] == [0, 0, 2, 2]
+    assert [one.ordinal for one in specs(stage, "eval")] == [0, 1, 2, 3]
+    assert specs(stage, "eval")[2].seed == found[0].seed, "every evaluation draws the same"
+    stage.finish_all()
+    assert stage.state.done
+    assert stage.state.tally.fates == {"evaluated": 4, "trained": 2}
+
+
+def test_evaluation_every_so_many_versions() -> None:
+    stage = Stage(run__steps=5, evaluation__prompts=1, evaluation__every=2).begin()
+    stage.worker("w0", slots=8)
+    while not stage.state.done:
+        stage.finish_all()
+        if stage.state.training is not None:
+            stage.commit()
+        stage.settle()
+    assert [one.version for one in specs(stage, "eval")] == [0, 2, 4, 5]
+
+
+def test_training_requests_of_a_version_go_before_its_evaluation() -> None:
+    stage = Stage(groups__size=4, evaluation__prompts=2).begin()
+    stage.worker("w0", slots=3)
+    stage.finish("e0000000000-000")
+    stage.finish("e0000000001-000")
+    stage.settle()
+    assert [key.rank for key in stage.state.queues[0]] == [0]
+    stage.tell(records.failed(stage.placed["e0000000000-000"]))
+    assert stage.state.tally.superseded == 1
+    stage.finish(stage.running()[0])
+    placed = [one.trajectory for one in stage.settle() if isinstance(one, Place)]
+    assert placed[0].startswith("g")
+
+
+def test_evaluation_with_failed_siblings_still_ends() -> None:
+    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
+    stage.worker("w0", slots=4)
+    stage.tell(records.failed(stage.placed["e0000000000-000"], retryable=False))
+    ends = [one for one in stage.settle() if isinstance(one, End)]
+    assert [(one.fate, one.reason) for one in ends] == [
+        ("evaluated", "no valid reward over 0 of 1")
+    ]
+
+
+def test_every_decision_says_why() -> None:
+    stage = Stage(run__steps=2, evaluation__prompts=1).begin()
+    stage.worker("w0", slots=3)
+    while not stage.state.done:
+        stage.finish_all()
+        if stage.state.training is not None:
+            stage.commit()
+        stage.settle()
+    assert all(len(one.reason) > 5 for one in stage.decided)
+
+
+def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
+    stage = Stage().begin()
+    stage.join("w0")
+    stage.plan()
+    stage.load()
+    before = stage.state.digest()
+    planned = plan(stage.state)
+    assert planned
+    assert stage.state.digest() == before
+    other = stage.copy()
+    for one in planned:
+        apply_decision(other, one)
+    assert tuple(decide(stage.state)) == planned
+    assert other.digest() == stage.state.digest()
+    assert plan(stage.state) == ()
+
+
+def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
+    whole = Stage(groups__per_step=20, groups__size=3).begin()
+    whole.worker("w0", slots=100)
+    cut = Stage(groups__per_step=20, groups__size=3).begin()
+    cut.join("w0", slots=100)
+    cut.plan(limit=7)
+    cut.load()
+    parts = []
+    while part := cut.plan(limit=7):
+        parts.append(part)
+    assert all(len(part) <= 7 + 3 for part in parts)
+    assert len(parts) > 10
+    assert [*chain(*parts)] == [one for one in whole.decided if not isinstance(one, Assign)]
+    assert cut.state.digest() == whole.state.digest()
+
+
+@pytest.mark.parametrize("kind", [Dispatch, Place, Assign, TakeBatch, End])
+def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
+    stage = Stage(groups__per_step=1, groups__filter_zero_advantage=True).begin()
+    stage.worker("w0", slots=4)
+    stage.finish("g0000000000-000", reward=0.0)
+    stage.finish("g0000000000-001")
+    stage.finish("g0000000001-000")
+    stage.finish("g0000000001-001")
+    stage.plan()
+    decision = next(one for one in stage.decided if isinstance(one, kind))
+    before = stage.state.digest()
+    with pytest.raises(InvariantBroken):
+        apply_decision(stage.state, decision)
+    assert stage.state.digest() == before

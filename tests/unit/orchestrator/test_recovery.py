@@ -1,0 +1,197 @@
+"""A log in memory, folded from the start: a restarted orchestrator is the one that died."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.errors import Fenced, InvariantBroken, LogTruncated, SchemaError, UsageError
+from dora_pipe.orchestrator.recovery import fold_log, read_rounds, recover
+from dora_pipe.orchestrator.role import Instance, run_orchestrator
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import RoleStarted, RunStarted, decode_control
+from dora_pipe.schemas.rounds import StopRun
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_world import Chances, World, WorldClock
+
+INSTANCE = Instance(name="o", host="h", pid=1, package="0")
+
+
+def finished_world(**chances: float) -> World:
+    """A short run, over."""
+    world = World(
+        seed=5,
+        config=records.make_config(run__steps=6, evaluation__prompts=2),
+        workers={"w0": (3, 1), "w1": (2, 0)},
+        chances=Chances(**chances),
+    )
+    world.run(seconds=3000)
+    assert world.machine.state.done
+    return world
+
+
+def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
+    world = finished_world(crash=0.05, failure=0.05, invalid=0.05, refusal=0.1)
+    found = recover(world.bus, world.topics)
+    assert found.state.digest() == world.machine.state.digest()
+    assert found.state.chain == world.machine.state.chain
+    assert found.control_next == world.machine.state.control_next
+    assert found.role_epoch == 0
+    rounds = list(read_rounds(world.bus, world.topics))
+    assert [one.round.ordinal for one in rounds] == list(range(found.state.rounds))
+    assert isinstance(rounds[-1].round.decisions[-1], StopRun)
+
+
+def test_every_control_record_comes_with_exactly_the_round_that_folds_it() -> None:
+    world = finished_world()
+    at, seen = 0, []
+    for one in read_rounds(world.bus, world.topics):
+        for record in one.control:
+            assert at <= record.offset < one.round.control_next
+            seen.append(record.offset)
+        at = one.round.control_next
+    reader = world.bus.reader({TopicPartition(world.topics.control, 0): 0})
+    there = [record.offset for record in reader.poll(timeout_s=0, records_max=10**6)]
+    assert seen == [offset for offset in there if offset < at]
+
+
+def test_orchestrators_that_die_all_the_time_come_to_the_same_end() -> None:
+    world = finished_world(restart=0.5, crash=0.03)
+    world.ledger.check_end()
+    found = recover(world.bus, world.topics)
+    assert found.state.digest() == world.machine.state.digest()
+    assert found.role_epoch > 3
+
+
+def test_folding_stops_where_a_round_was_changed() -> None:
+    world = finished_world()
+    states = [folded.state.rounds for folded in fold_log(world.bus, world.topics)]
+    other, topics = MemoryBus(MemoryLog()), world.topics
+    other.create([TopicSpec(name=name) for name in topics.all()])
+    writer = other.writer()
+    for name in (topics.control, topics.decisions):
+        reader = world.bus.reader({TopicPartition(name, 0): 0})
+        for number, record in enumerate(reader.poll(timeout_s=0, records_max=10**6)):
+            value = record.value
+            if name == topics.decisions and number == 4:
+                value = value.replace(b'"role_epoch":0', b'"role_epoch":1')
+            writer.append([Append(topic=name, value=value)])
+    with pytest.raises(InvariantBroken, match=r"round \d+"):
+        list(fold_log(other, topics))
+    assert states == list(range(1, len(states) + 1))
+
+
+def test_control_that_was_cut_off_behind_a_round_is_a_truncated_log() -> None:
+    world = finished_world()
+    world.log.truncate(TopicPartition(world.topics.control, 0), 40)
+    with pytest.raises(LogTruncated, match="ends at 40"):
+        recover(world.bus, world.topics)
+
+
+def test_round_that_cannot_be_read_is_named_by_its_offset() -> None:
+    bus, topics = MemoryBus(MemoryLog()), Topics("tiny")
+    bus.create([TopicSpec(name=name) for name in topics.all()])
+    bus.writer().append([Append(topic=topics.decisions, value=b'{"ordinal":0}')])
+    with pytest.raises(SchemaError, match="decisions offset 0"):
+        recover(bus, topics)
+
+
+class Stopwatch:
+    """Says stop after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def be_orchestrator(bus: MemoryBus, *, first: bool = True, turns: int = 10) -> State:
+    """One life of the role."""
+    config = records.make_config()
+    return run_orchestrator(
+        bus,
+        Topics("tiny"),
+        stop=Stopwatch(turns),
+        timing=config.timing,
+        clock=WorldClock(),
+        instance=INSTANCE,
+        run_started=records.run_started(config) if first else None,
+    )
+
+
+def fresh() -> MemoryBus:
+    """A bus with the topics of a run, metrics in two partitions."""
+    bus = MemoryBus(MemoryLog())
+    topics = Topics("tiny")
+    bus.create(
+        [TopicSpec(name=name, partitions=1 + (name == topics.metrics)) for name in topics.all()]
+    )
+    return bus
+
+
+def control_of(bus: MemoryBus) -> list[object]:
+    """Every control record."""
+    reader = bus.reader({TopicPartition("tiny.control", 0): 0})
+    return [decode_control(record.value) for record in reader.poll(timeout_s=0)]
+
+
+def test_role_starts_the_run_once_and_takes_the_next_role_epoch_each_time() -> None:
+    bus = fresh()
+    state = be_orchestrator(bus)
+    assert state.facts is not None
+    assert not state.done
+    again = be_orchestrator(bus)
+    found = control_of(bus)
+    assert [type(one) for one in found] == [RunStarted, RoleStarted, RoleStarted]
+    assert [one.role_epoch for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    assert (again.orchestrator_epoch, again.round_epoch) == (1, 1)
+
+
+def test_role_epoch_counts_those_that_died_before_their_first_round() -> None:
+    bus = fresh()
+    be_orchestrator(bus)
+    orphan = records.role_started("orchestrator", 7)
+    bus.writer().append([Append(topic="tiny.control", value=encode(orphan))])
+    assert be_orchestrator(bus).orchestrator_epoch == 8
+
+
+def test_role_without_a_run_says_so() -> None:
+    with pytest.raises(UsageError, match="has not been started"):
+        be_orchestrator(fresh(), first=False)
+
+
+def test_role_of_a_finished_run_ends_at_once_and_writes_nothing() -> None:
+    bus = fresh()
+    be_orchestrator(bus)
+    bus.writer().append([Append(topic="tiny.control", value=encode(records.command("stop")))])
+    assert be_orchestrator(bus).done
+    ends = {name: bus.end(TopicPartition(name, 0)) for name in Topics("tiny").all()}
+    assert be_orchestrator(bus, turns=10**6).done
+    assert {name: bus.end(TopicPartition(name, 0)) for name in Topics("tiny").all()} == ends
+
+
+def test_orchestrator_that_was_replaced_is_fenced_at_its_next_append() -> None:
+    bus = fresh()
+    be_orchestrator(bus)
+
+    def replaced() -> bool:
+        if stop.left == 5:
+            bus.writer(exclusive="tiny.orchestrator")
+            bus.writer().append([Append(topic="tiny.control", value=encode(records.joined("w0")))])
+        return stop()
+
+    stop = Stopwatch(10)
+    with pytest.raises(Fenced):
+        run_orchestrator(
+            bus,
+            Topics("tiny"),
+            stop=replaced,
+            timing=records.make_config().timing,
+            clock=WorldClock(),
+            instance=INSTANCE,
+        )

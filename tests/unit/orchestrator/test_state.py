@@ -1,0 +1,125 @@
+"""States compare by digest: it sees every field but the chain, and no accident of a process."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from dora_pipe.orchestrator.state import QueueKey, State, pull, push, queue_key
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support.orchestrator_stage import Stage
+
+
+def rich() -> State:
+    """A state in which every container holds something."""
+    stage = Stage(evaluation__prompts=2).begin()
+    stage.worker("w0", slots=5)
+    for group in ("g0000000000", "g0000000001"):
+        stage.finish_group(group)
+    stage.plan()
+    stage.state.tally.fates["failed"] = 1
+    stage.state.tally.staleness[1] = 2
+    stage.finish_group(stage.running()[0].rpartition("-")[0])
+    return stage.state
+
+
+NAMES = [one.name for one in fields(State)]
+
+
+def other(value: Any) -> Any:
+    """Something else of a like kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, str):
+        return "e" * 64
+    if isinstance(value, list):
+        return value[:-1] if value else [QueueKey(0, 0, 0, 0)]
+    if isinstance(value, dict):
+        return dict(list(value.items())[:-1]) if value else {3: 1}
+    if is_dataclass(value):
+        changed = copy.copy(value)
+        changed.logged += 1  # type: ignore[union-attr]
+        return changed
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_digest_sees_every_field_but_the_chain(name: str) -> None:
+    state = rich()
+    before = state.digest()
+    value = getattr(state, name)
+    changed = 5 if value is None else None if name in ("training",) else other(value)
+    setattr(state, name, changed)
+    assert (state.digest() == before) == (name == "chain")
+
+
+def test_digest_sees_into_requests_groups_and_workers() -> None:
+    state = rich()
+    seen = {state.digest()}
+    next(iter(state.requests.values())).attempt += 1
+    seen.add(state.digest())
+    next(iter(state.groups.values())).ended += 1
+    seen.add(state.digest())
+    state.workers["w0"].hosted += 1
+    seen.add(state.digest())
+    state.workers["w0"].requests.add("g0000000099-000")
+    seen.add(state.digest())
+    state.tally.staleness[7] = 1
+    seen.add(state.digest())
+    assert len(seen) == 6
+
+
+def test_digest_does_not_depend_on_the_order_in_which_things_came() -> None:
+    state, same = rich(), rich()
+    same.workers["w0"].requests = set(sorted(same.workers["w0"].requests, reverse=True))
+    same.groups = dict(reversed(same.groups.items()))
+    same.requests = dict(reversed(same.requests.items()))
+    assert state.digest() == same.digest()
+
+
+def test_digest_is_the_same_in_every_process() -> None:
+    program = "from tests.unit.orchestrator.test_state import rich\nprint(rich().digest())"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert found == {rich().digest()}
+
+
+def test_queue_is_ordered_by_deadline_then_ordinal_then_sibling_and_evaluation_last() -> None:
+    queues: dict[int, list[QueueKey]] = {}
+    wanted = [
+        QueueKey(0, 3, 8, 1),
+        QueueKey(0, 4, 2, 0),
+        QueueKey(0, 4, 2, 1),
+        QueueKey(0, 4, 7, 0),
+        QueueKey(1, -1, 0, 0),
+    ]
+    for key in wanted[::-1]:
+        push(queues, 2, key)
+    assert queues == {2: wanted}
+    for key in wanted[1:]:
+        pull(queues, 2, key)
+    pull(queues, 2, wanted[0])
+    assert queues == {}, "no empty queue stays"
+
+
+def test_queue_key_and_trajectory_id_name_each_other() -> None:
+    state = rich()
+    for name, request in state.requests.items():
+        key = queue_key(state.groups[request.group].spec, request.sibling)
+        assert key.trajectory == name
+    assert QueueKey(1, -1, 5, 2).trajectory == trajectory_id(group_id("eval", 5), 2)

@@ -1,0 +1,67 @@
+"""Whoever asks why nothing moves gets an answer that names something."""
+
+from __future__ import annotations
+
+from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.waits import blockers, waits_for
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+
+def test_every_phase_of_a_run_has_its_words() -> None:
+    assert waits_for(State()) == "the start of the run"
+    stage = Stage(run__steps=1, groups__per_step=1).begin()
+    assert waits_for(stage.state) == "a worker"
+    stage.tell(records.joined("w0", assets="0" * 64))
+    assert "rejected: worker-joined" in waits_for(stage.state)
+    stage.worker("w0", slots=1)
+    assert waits_for(stage.state) == "groups g0000000000 (version 0, 2 of 2 open)"
+    stage.finish(stage.running()[0])
+    stage.plan()
+    assert waits_for(stage.state) == "groups g0000000000 (version 0, 1 of 2 open)"
+    stage.finish_all()
+    assert waits_for(stage.state) == "the trainer: step 0, attempt 1"
+    stage.commit()
+    stage.settle()
+    assert waits_for(stage.state) == ""
+
+
+def test_only_the_groups_that_block_the_step_are_named() -> None:
+    stage = Stage(groups__per_step=1, groups__size=1, staleness__max_staleness=1).begin()
+    stage.worker("w0", slots=1)
+    stage.worker("w1", slots=1)
+    stage.finish("g0000000000-000")
+    stage.settle()
+    stage.commit()
+    stage.settle()
+    # b (version 0) runs on; c (version 1) finishes before it and must not go before it.
+    stage.finish("g0000000002-000")
+    stage.settle()
+    assert stage.state.training is None
+    assert [group.spec.group for group in blockers(stage.state)] == ["g0000000001"]
+    assert waits_for(stage.state) == "groups g0000000001 (version 0, 1 of 1 open)"
+
+
+def test_long_lists_are_counted_and_a_pause_is_named() -> None:
+    stage = Stage(groups__per_step=4, groups__size=1).begin()
+    stage.worker("w0", slots=8)
+    assert waits_for(stage.state).endswith("and 5 more")
+    stage.tell(records.command("pause"))
+    for name in stage.running()[:3]:
+        stage.finish(name)
+    stage.finish_all()
+    stage.commit()
+    stage.settle()
+    stage.finish_all()
+    stage.commit()
+    stage.settle()
+    assert waits_for(stage.state) == "the end of a pause"
+
+
+def test_at_the_end_the_evaluation_that_is_open_is_named() -> None:
+    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
+    stage.worker("w0", slots=4)
+    stage.finish_all()
+    stage.commit()
+    stage.settle()
+    assert waits_for(stage.state) == "groups e0000000001 (version 1, 1 of 1 open)"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,10 @@ import torch
 
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.producers.engines import torch_probe
 from dora_pipe.producers.engines.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.port import (
-    BATCH_INVARIANT,
     COUNTER_SAMPLING,
-    PREFILL_EXACT,
     EngineEvent,
     EngineRequest,
     WeightsLoaded,
@@ -38,7 +38,12 @@ from dora_pipe.producers.engines.torch_attention import Piece, Run, StepAttentio
 from dora_pipe.producers.engines.torch_kv import KvCache
 from dora_pipe.producers.engines.torch_model import ROWS_MIN, Weights, forward, fuse, rotations
 from dora_pipe.producers.engines.torch_sampling import Sampler
-from dora_pipe.producers.engines.torch_weights import check_tensors, read_tensors, weight_files
+from dora_pipe.producers.engines.torch_weights import (
+    check_tensors,
+    random_tensors,
+    read_tensors,
+    weight_files,
+)
 
 PREFILL_TOKENS_MAX = 512
 """Prompt tokens of one step; a longer prompt is prefilled over several."""
@@ -66,11 +71,12 @@ class TorchEngine:
         *,
         slots: int,
         context_tokens: int,
+        declares: frozenset[str] = frozenset({COUNTER_SAMPLING}),
         decode: Decode | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.version = str(torch.__version__)
-        self.declares = frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
+        self.version = str(str(torch.__version__))
+        self.declares = declares
         self.slots = slots
         self.context_tokens = context_tokens
         self._model = model
@@ -110,7 +116,14 @@ class TorchEngine:
         files = weight_files(model_dir)
         weights = _read_weights(model, files, model_dir)[0] if files else None
         try:
-            return cls(model, weights, slots=slots, context_tokens=context_tokens, decode=decode)
+            return cls(
+                model,
+                weights,
+                slots=slots,
+                context_tokens=context_tokens,
+                declares=_measured(model, weights),
+                decode=decode,
+            )
         except MemoryError as error:
             raise ResourceError(
                 f"no memory for the keys of {slots} slots of {context_tokens} tokens",
@@ -241,3 +254,15 @@ def _read_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[
     tensors, digest = read_tensors(files)
     check_tensors(model, tensors, where)
     return fuse(model, tensors), digest
+
+
+def _measured(model: CausalLM, weights: Weights | None) -> frozenset[str]:
+    """What an engine for this model may declare on this machine; see `torch_probe`."""
+    if weights is None:
+        one = replace(model, layers=1)
+        weights = fuse(one, random_tensors(one, seed=0))
+    part = torch_probe.small(weights)
+    engine = TorchEngine(
+        part.model, part, slots=torch_probe.SLOTS, context_tokens=torch_probe.CONTEXT_TOKENS
+    )
+    return torch_probe.probe(weights, engine)

@@ -19,7 +19,7 @@ from dora_pipe.history.check_fold import FoldCheck
 from dora_pipe.history.check_policies import check_policies
 from dora_pipe.history.check_records import check_records
 from dora_pipe.history.check_steps import check_steps
-from dora_pipe.history.findings import Findings
+from dora_pipe.history.findings import CHECKS, Findings
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import read_buried
 from dora_pipe.history.report import AuditReport
@@ -57,6 +57,7 @@ def audit(bus: Bus, topics: Topics, store_root: Path | None) -> AuditReport:
         check_policies(ledger, store_root)
     _notes(ledger, findings)
     staleness = report.staleness_of_groups(ledger)
+    order = ["steps", *CHECKS]  # A missing step has many consequences: it goes first.
     logged = len(ledger.accounts.logged)
     return AuditReport(
         run=topics.run,
@@ -81,7 +82,7 @@ def audit(bus: Bus, topics: Topics, store_root: Path | None) -> AuditReport:
         not_declared=report.not_declared(ledger),
         unknown_records=dict(ledger.unknown),
         checks=report.check_lines(ledger),
-        violations=tuple(findings.violations),
+        violations=tuple(sorted(findings.violations, key=lambda one: order.index(one.check))),
         violations_total=findings.total,
         notes=tuple(findings.notes),
     )

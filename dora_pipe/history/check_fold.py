@@ -34,7 +34,9 @@ class FoldCheck:
             fold_inputs(self.state, round_, control)
             fold_decisions(self.state, round_)
         except InvariantBroken as error:
-            self._findings.add("rounds", f"round {round_.ordinal}", f"cannot be folded: {error}")
+            who = f"round {round_.ordinal}"
+            why = error.message.removeprefix(f"{who}: ")
+            self._findings.add("rounds", who, f"cannot be folded: {why}")
             self.state = None
             return
         self.digests += round_.state_digest is not None

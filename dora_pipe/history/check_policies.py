@@ -107,13 +107,13 @@ class _Look:
                     "reward": fact.reward,
                     "tokens": fact.tokens,
                 }
-                there = {name: row[name] for name in expected}
-                self._row(entry.step, fact.trajectory, expected, there)
+                for name, value in expected.items():
+                    self._row(entry.step, fact.trajectory, name, value, row[name])
                 if not _close(advantage, row["advantage"]):
-                    self._row(entry.step, fact.trajectory, advantage, row["advantage"])
+                    self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
 
-    def _row(self, step: int, trajectory: str, expected: object, found: object) -> None:
-        message = f"the contributions of step {step} are not those of what was logged"
+    def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:
+        message = f"{name} in the contributions of step {step} does not follow from what was logged"
         self._findings.same("policies", trajectory, message, expected=expected, found=found)
 
 

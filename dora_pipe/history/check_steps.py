@@ -14,15 +14,20 @@ from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.schemas.rounds import TakeBatch
 
 
 def check_steps(ledger: Ledger, seen: Seen) -> None:
-    """Every commit; of a step committed twice, the second is held against everything too."""
+    """Every commit; a second one of a step is held against everything, unless it is the same."""
     look = _Look(ledger, seen.other_bytes)
+    batches: dict[int, tuple[TakenGroup, ...]] = {}
     for entry in ledger.steps:
         ledger.findings.looked["steps"] += 1
         look.weights(entry)
         look.batch(entry)
+        first = batches.setdefault(entry.step, entry.fact.groups)
+        if first is not entry.fact.groups and first == entry.fact.groups:
+            continue  # The same commit again: that it is there twice is said already.
         for group in entry.fact.groups:
             look.group(entry, group)
 
@@ -50,13 +55,7 @@ class _Look:
         """The batch is the one that was taken, and is digested from the bytes in the log."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         if entry.take is not None:
-            taken = {group.group: group for group in entry.take.groups}
-            trained = {group.group: group for group in fact.groups}
-            for name in sorted(taken.keys() | trained.keys()):
-                message = f"{who} trained something else than what was taken"
-                findings.same(
-                    "batches", name, message, expected=taken.get(name), found=trained.get(name)
-                )
+            self._as_taken(entry, entry.take)
             message = "was trained with other settings than those in force"
             findings.same(
                 "batches", who, message, expected=entry.take.settings, found=fact.settings
@@ -68,6 +67,22 @@ class _Look:
             return
         message = "its batch digest is not that of the records in the log"
         findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
+
+    def _as_taken(self, entry: StepEntry, take: TakeBatch) -> None:
+        """The groups of a commit are those of the decision, record by record."""
+        taken = {group.group: group for group in take.groups}
+        trained = {group.group: group for group in entry.fact.groups}
+        for name in sorted(taken.keys() | trained.keys()):
+            self._findings.looked["batches"] += 1
+            if taken.get(name) != trained.get(name):
+                message = f"step {entry.step} trained something else than what was taken"
+                self._findings.add(
+                    "batches",
+                    name,
+                    message,
+                    expected=_told(taken.get(name)),
+                    found=_told(trained.get(name)),
+                )
 
     def group(self, entry: StepEntry, taken: TakenGroup) -> None:
         """Deadline, staleness and every record of one group of the batch."""
@@ -126,11 +141,12 @@ class _Look:
             findings.add("batches", who, f"step {step} trained {where}, which nobody logged as it")
         elif logged.standing != "bound":
             message = f"step {step} trained a {logged.standing} record ({where})"
-            bound = "nothing" if entry.bound is None else _names(entry.bound)
-            findings.add("batches", who, message, expected=bound, found=one)
+            bound = "nothing" if entry.bound is None else _place(_names(entry.bound))
+            findings.add("batches", who, message, expected=bound, found=_place(one))
         else:
             message = f"step {step} names its record otherwise than `trajectory logged`"
-            findings.add("batches", who, message, expected=_names(logged), found=one)
+            expected, found = _place(_names(logged)), _place(one)
+            findings.add("batches", who, message, expected=expected, found=found)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
         """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
@@ -158,3 +174,15 @@ def _names(logged: Logged) -> TakenTrajectory:
         offset=fact.offset,
         sha256=fact.sha256,
     )
+
+
+def _place(one: TakenTrajectory) -> str:
+    where = f"trajectories:{one.partition}:{one.offset}"
+    return f"attempt {one.attempt} of role epoch {one.epoch} at {where}, sha256 {one.sha256}"
+
+
+def _told(group: TakenGroup | None) -> str:
+    if group is None:
+        return "nothing"
+    records = "; ".join(f"{one.trajectory} {_place(one)}" for one in group.trajectories)
+    return f"version {group.version}, deadline {group.deadline}: {records}"

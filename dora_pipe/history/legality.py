@@ -32,6 +32,7 @@ from dora_pipe.schemas.rounds import (
     Drain,
     End,
     Fence,
+    GroupSpec,
     Place,
     Round,
     StopRun,
@@ -179,7 +180,9 @@ class Legality:
             self._wrong(who, f"is placed in {where} but was never dispatched")
             return
         if group.spec != decision.spec:
-            self._wrong(who, f"is placed in {where} as another group", group.spec, decision.spec)
+            expected, found = _differing(group.spec, decision.spec)
+            message = f"is placed in {where} otherwise than its group was dispatched"
+            self._wrong(who, message, expected, found)
         attempt = entry.placements[-1].attempt + 1 if entry.placements else 1
         if decision.attempt != attempt:
             message = f"is placed in {where} under a wrong attempt"
@@ -259,3 +262,12 @@ class Legality:
 
 def _kind(decision: AnyDecision) -> str:
     return str(type(decision).__struct_config__.tag)
+
+
+def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
+    """The fields in which two specs differ, as each has them."""
+    names = [one for one in first.__struct_fields__ if getattr(first, one) != getattr(second, one)]
+    told = [
+        ", ".join(f"{name} {getattr(spec, name)}" for name in names) for spec in (first, second)
+    ]
+    return told[0], told[1]

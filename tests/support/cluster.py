@@ -15,7 +15,7 @@ Example::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
@@ -45,6 +45,7 @@ from dora_pipe.runtime import Meter, Runtime, StopAsked
 from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
+from tests.support.brisk_bus import BriskBus, Ears
 from tests.support.inline_tasks import InlineTasks, Numbers
 from tests.support.worker import VirtualClock
 
@@ -82,66 +83,6 @@ def make_config(**changes: Any) -> Config:
 
 
 @dataclass
-class Ears:
-    """What a role hears; while `deaf`, nothing that others write reaches its loop."""
-
-    deaf: bool = False
-
-
-class _BriskReader:
-    """A reader that never waits: time belongs to the cluster."""
-
-    def __init__(self, reader: Reader, ears: Ears) -> None:
-        self._reader = reader
-        self._ears = ears
-
-    def poll(
-        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
-    ) -> list[Record]:
-        if self._ears.deaf:
-            return []
-        return self._reader.poll(timeout_s=0.0, records_max=records_max, bytes_max=bytes_max)
-
-    def position(self, tp: TopicPartition) -> int:
-        return self._reader.position(tp)
-
-    def seek(self, tp: TopicPartition, position: int) -> None:
-        self._reader.seek(tp, position)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class BriskBus:
-    """A bus whose readers never wait."""
-
-    def __init__(self, bus: Bus, ears: Ears) -> None:
-        self._bus = bus
-        self._ears = ears
-
-    def create(self, topics: Sequence[TopicSpec]) -> None:
-        self._bus.create(topics)
-
-    def topics(self) -> list[str]:
-        return self._bus.topics()
-
-    def partitions(self, topic: str) -> int:
-        return self._bus.partitions(topic)
-
-    def end(self, tp: TopicPartition) -> int:
-        return self._bus.end(tp)
-
-    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
-        return _BriskReader(self._bus.reader(positions), self._ears)
-
-    def writer(self, *, exclusive: str | None = None) -> Writer:
-        return self._bus.writer(exclusive=exclusive)
-
-    def close(self) -> None:
-        self._bus.close()
-
-
-@dataclass
 class Role:
     """A role that runs."""
 
@@ -152,7 +93,6 @@ class Role:
     frozen: bool = False
     engine: SimulatedEngine | None = None
     tasks: InlineTasks | None = None
-    asked: bool = False
 
 
 def reward_by_text(call: RewardCall) -> TaskEvent:
@@ -242,9 +182,7 @@ class Cluster:
 
     def stop(self, name: str) -> None:
         """What SIGTERM does: the role ends in order, in the ticks that follow."""
-        role = self.roles[name]
-        role.asked = True
-        role.runtime._events.append(StopAsked())
+        self.roles[name].runtime._events.append(StopAsked())
 
     def tick(self) -> None:
         """One turn of every role that is not frozen; those that have ended go."""
@@ -277,8 +215,7 @@ class Cluster:
     @property
     def version(self) -> int:
         """The newest version, as the orchestrator knows it."""
-        version: int = self.roles[ORCHESTRATOR].machine.state.version
-        return version
+        return int(self.roles[ORCHESTRATOR].machine.state.version)
 
     def close(self) -> None:
         """Close everything."""

@@ -1,0 +1,252 @@
+"""Damages to a copy of a recorded run: what a disk, a bug or a forger may do to a log.
+
+Each is a function of a `Tamper` and returns the id that audit must name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.schemas.control import StepCommitted, TakenGroup, TrajectoryLogged
+from dora_pipe.schemas.rounds import Dispatch
+from dora_pipe.schemas.trajectory import Trajectory
+from tests.support.tamper import Tamper
+
+
+def remove_trajectory(log: Tamper) -> str:
+    """A trajectory is gone."""
+    row, fact = log.trained()
+    log.remove(row)
+    return fact.trajectory
+
+
+def change_token(log: Tamper) -> str:
+    """One sampled token is another one; the headers are as they were."""
+    row, fact = log.trained()
+    log.put(replace(log.reencode(row, another_token), headers=row.headers))
+    return fact.trajectory
+
+
+def change_token_and_record(log: Tamper) -> str:
+    """One sampled token is another one, and the record's own sha256 fits."""
+    row, fact = log.trained()
+    log.put(log.reencode(row, another_token))
+    return fact.trajectory
+
+
+def change_version(log: Tamper) -> str:
+    """The record says, in headers, value and segments, that it is of the next version."""
+    row, fact = log.trained()
+    log.put(log.reencode(row, another_version))
+    return fact.trajectory
+
+
+def change_segment_version(log: Tamper) -> str:
+    """One stretch of tokens came from another version than the record says of itself."""
+    row, fact = log.trained()
+    log.put(log.reencode(row, another_segment_version))
+    return fact.trajectory
+
+
+def change_logprob(log: Tamper) -> str:
+    """One log-prob is another one; the headers are as they were."""
+    row, fact = log.trained()
+    log.put(replace(log.reencode(row, another_logprob), headers=row.headers))
+    return fact.trajectory
+
+
+def double_step(log: Tamper) -> str:
+    """A commit is there twice; the second lies in the gap behind the first."""
+    row, fact = log.facts(StepCommitted)[5]
+    log.put(replace(row, offset=row.offset + 1))
+    return f"step {fact.step}"
+
+
+def remove_step(log: Tamper) -> str:
+    """A commit is gone."""
+    row, fact = log.facts(StepCommitted)[5]
+    log.remove(row)
+    return f"step {fact.step}"
+
+
+def remove_last_step(log: Tamper) -> str:
+    """The last commit is gone."""
+    row, fact = log.facts(StepCommitted)[-1]
+    log.remove(row)
+    return f"step {fact.step}"
+
+
+def train_fenced(log: Tamper) -> str:
+    """A batch holds what a fenced worker logged instead of the record that counts."""
+    used = {
+        one.trajectory: one
+        for _, fact in log.facts(StepCommitted)
+        for group in fact.groups
+        for one in group.trajectories
+    }
+    fenced = next(
+        fact
+        for _, fact in log.facts(TrajectoryLogged)
+        if fact.trajectory in used and used[fact.trajectory].epoch != fact.epoch
+    )
+
+    def change(step: int, group: TakenGroup) -> TakenGroup:
+        trajectories = tuple(
+            msgspec.structs.replace(
+                one,
+                attempt=fenced.attempt,
+                epoch=fenced.epoch,
+                partition=fenced.partition,
+                offset=fenced.offset,
+                sha256=fenced.sha256,
+            )
+            if one.trajectory == fenced.trajectory
+            else one
+            for one in group.trajectories
+        )
+        return msgspec.structs.replace(group, trajectories=trajectories)
+
+    log.rebatch(change)
+    return fenced.trajectory
+
+
+def train_beyond_deadline(log: Tamper) -> str:
+    """Two groups change places between batches, so that one is trained too late."""
+    batches = {fact.step: fact.groups for _, fact in log.facts(StepCommitted)}
+    step, early, late_step, late = next(
+        (step, early, late_step, late)
+        for step, groups in batches.items()
+        for early in groups
+        for late_step, others in batches.items()
+        for late in others
+        if late_step > early.deadline and late.version <= step
+    )
+
+    def change(at: int, group: TakenGroup) -> TakenGroup:
+        if at == step and group.group == early.group:
+            return late
+        return early if at == late_step and group.group == late.group else group
+
+    log.rebatch(change)
+    return early.group
+
+
+def change_round(log: Tamper) -> str:
+    """A round dispatches another prompt than the one whose turn it was."""
+    row, round_ = next(
+        (row, round_)
+        for row, round_ in log.rounds()[10:]
+        if any(isinstance(one, Dispatch) for one in round_.decisions)
+    )
+    decisions = list(round_.decisions)
+    place, one = next(
+        (place, one) for place, one in enumerate(decisions) if isinstance(one, Dispatch)
+    )
+    spec = msgspec.structs.replace(one.spec, index=one.spec.index + 1)
+    decisions[place] = msgspec.structs.replace(one, spec=spec)
+    log.rewrite(row, msgspec.structs.replace(round_, decisions=tuple(decisions)))
+    return spec.group
+
+
+def change_reward(log: Tamper) -> str:
+    """Control says another reward than the record."""
+    row, fact = next(
+        (row, fact) for row, fact in log.facts(TrajectoryLogged)[40:] if fact.reward == 0.0
+    )
+    log.rewrite(row, msgspec.structs.replace(fact, reward=1.0))
+    return fact.trajectory
+
+
+def change_weights(log: Tamper) -> str:
+    """One byte of a policy's weights is another one."""
+    _, fact = log.facts(StepCommitted)[5]
+    flip_last_byte(log.run.store / "weights" / f"{fact.digest_after}.safetensors")
+    return f"version {fact.step + 1}"
+
+
+def change_contributions(log: Tamper) -> str:
+    """One byte of a contributions file is another one."""
+    _, fact = log.facts(StepCommitted)[5]
+    flip_last_byte(log.run.store / "contributions" / f"{fact.contributions.sha256}.arrow")
+    return f"contributions of step {fact.step}"
+
+
+def change_checkpoint(log: Tamper) -> str:
+    """One byte of a checkpoint is another one."""
+    fact = next(fact for _, fact in log.facts(StepCommitted) if fact.checkpoint is not None)
+    assert fact.checkpoint is not None
+    flip_last_byte(log.run.store / "optimizer" / f"{fact.checkpoint.sha256}.safetensors")
+    return f"checkpoint of step {fact.step}"
+
+
+def mix_in_another_run(log: Tamper) -> str:
+    """A trajectory of another run lies in the log."""
+    row, fact = log.trained()
+    last = max(one.offset for one in log.rows("trajectories") if one.partition == row.partition)
+
+    def change(one: Trajectory) -> Trajectory:
+        return replace(one, meta=msgspec.structs.replace(one.meta, run="other"))
+
+    log.put(replace(log.reencode(row, change), offset=last + 1))
+    return fact.trajectory
+
+
+def forge_everything(log: Tamper) -> str:
+    """A token is another one, and every sha256 and digest in the log fits it."""
+    row, fact = log.trained()
+    changed = log.reencode(row, another_token)
+    sha256 = dict(changed.headers)["sha256"].decode()
+    log.put(changed)
+    for at, one in log.facts(TrajectoryLogged):
+        if (one.partition, one.offset) == (row.partition, row.offset):
+            log.rewrite(at, msgspec.structs.replace(one, sha256=sha256, bytes=len(changed.value)))
+
+    def change(step: int, group: TakenGroup) -> TakenGroup:
+        trajectories = tuple(
+            msgspec.structs.replace(one, sha256=sha256)
+            if one.trajectory == fact.trajectory
+            else one
+            for one in group.trajectories
+        )
+        return msgspec.structs.replace(group, trajectories=trajectories)
+
+    log.rebatch(change)
+    log.mend()
+    return fact.trajectory
+
+
+def flip_last_byte(path: Path) -> None:
+    """Change a file where it hurts least: size and head stay."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def another_token(one: Trajectory) -> Trajectory:
+    """Its first sampled token is another one."""
+    ids = list(one.token_ids)
+    place = list(one.loss_mask).index(1)
+    ids[place] = ids[place] + 1 if ids[place] < 90 else 5
+    return replace(one, token_ids=ids)
+
+
+def another_logprob(one: Trajectory) -> Trajectory:
+    """Its last log-prob is another one."""
+    place = len(one.logprobs) - 1
+    values = [*one.logprobs[:place], -0.125]
+    return replace(one, logprobs=values, sampler_logprobs=values)
+
+
+def another_version(one: Trajectory) -> Trajectory:
+    """It says everywhere that it is of the next version."""
+    segments = [replace(segment, version=one.version + 1) for segment in one.segments]
+    return replace(one, version=one.version + 1, segments=segments)
+
+
+def another_segment_version(one: Trajectory) -> Trajectory:
+    """Its tokens are said to be of the next version, itself not."""
+    segments = [replace(segment, version=one.version + 1) for segment in one.segments]
+    return replace(one, segments=segments)

@@ -1,0 +1,131 @@
+"""One eventful run on a SQLite log, recorded once per session; tests look at it or at copies.
+
+It has what a run can have: a worker killed in the middle of its requests, one that was fenced
+while it slept and went on writing, a trajectory appended twice, a trainer and an orchestrator that
+started again, a batch command, evaluations, invalid rewards. Every promise holds for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.config.load import dump_toml
+from dora_pipe.history.reading import records_of
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support.cluster import ORCHESTRATOR, TICK_NS, TRAINER, Cluster, make_config
+
+STEPS = 14
+LEASE_S = 0.5
+LEASE_TICKS = int(LEASE_S * 1e9) // TICK_NS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run directory: `config.toml`, `log.sqlite`, `policies/`."""
+
+    directory: Path
+    run: str
+
+    @property
+    def topics(self) -> Topics:
+        """Its topics."""
+        return Topics(self.run)
+
+    @property
+    def log(self) -> Path:
+        """The SQLite file."""
+        return self.directory / "log.sqlite"
+
+    @property
+    def store(self) -> Path:
+        """The policy store."""
+        return self.directory / "policies"
+
+    def open(self) -> SqliteBus:
+        """The log; close it."""
+        return SqliteBus(self.log)
+
+    def copy(self, directory: Path) -> RecordedRun:
+        """The same run elsewhere, to be damaged."""
+        shutil.copytree(self.directory, directory)
+        return RecordedRun(directory=directory, run=self.run)
+
+
+def record(directory: Path) -> RecordedRun:
+    """Let the eventful run happen."""
+    config = make_config(run__steps=STEPS, run__name="recorded", timing__lease_s=LEASE_S)
+    with Cluster(directory, config) as cluster:
+        (directory / "config.toml").write_text(dump_toml(config))
+        _events(cluster)
+        cluster.run()
+    _settle(directory / "log.sqlite")
+    return RecordedRun(directory=directory, run="recorded")
+
+
+def _events(cluster: Cluster) -> None:
+    cluster.until(lambda: cluster.version >= 2)
+    _kill_worker_in_the_middle(cluster)
+    cluster.until(lambda: cluster.version >= 3)
+    cluster.restart(TRAINER)
+    cluster.until(lambda: cluster.version >= 4)
+    cluster.restart(ORCHESTRATOR)
+    cluster.until(lambda: cluster.version >= 5)
+    _let_a_worker_sleep_beyond_its_lease(cluster)
+    _append_a_trajectory_again(cluster)
+    set_ = Command(at_ns=0, user="u", verb="set", args={"trainer.learning_rate": 2e-5})
+    cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(set_))])
+
+
+def _kill_worker_in_the_middle(cluster: Cluster) -> None:
+    """w1 dies with running requests that have progress records; it comes back."""
+    requests = cluster.roles["w1"].machine.requests
+    cluster.until(lambda: any(row.resume is not None for row in requests.rows.values()))
+    cluster.kill("w1")
+    cluster.ticks(LEASE_TICKS + 30)
+    cluster.start("w1")
+
+
+def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
+    """w0 gets no turns for longer than its lease, then goes on for a while without hearing of it:
+    what it logs meanwhile is fenced."""
+    role = cluster.roles["w0"]
+    cluster.until(lambda: len(role.machine.requests.rows) >= 4)
+    role.frozen = True
+    cluster.ticks(LEASE_TICKS + 30)
+    role.frozen, role.ears.deaf = False, True
+    logged = role.machine.requests.counts["logged"]
+    cluster.until(lambda: role.machine.requests.counts["logged"] >= logged + 2)
+    role.ears.deaf = False
+    cluster.until(lambda: "w0" not in cluster.roles)
+    cluster.start("w0")
+
+
+def _append_a_trajectory_again(cluster: Cluster) -> None:
+    """What a worker does after an append of unknown outcome: the first one counts."""
+    topic = cluster.topics.trajectories
+    at = TopicPartition(topic, 0)
+    first = records_of(cluster.bus, {at: cluster.bus.end(at)})
+    twice = next(one for one in first if dict(one.headers)["worker"] == b"w2")
+    again = Append(
+        topic=topic, partition=0, key=twice.key, value=twice.value, headers=twice.headers
+    )
+    cluster.bus.writer().append([again])
+
+
+def _settle(log: Path) -> None:
+    """One file, no write-ahead log beside it, so that it can be copied."""
+    bus = SqliteBus(log)
+    bus.close()
+
+
+@cache
+def recorded_in(directory: Path) -> RecordedRun:
+    """The session's run; made on first use."""
+    return record(directory / "recorded")

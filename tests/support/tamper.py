@@ -1,0 +1,223 @@
+"""Opens a copy of a recorded run for forgers; decides how far a forged chain can be made to fit.
+
+`Tamper` edits the SQLite file behind the bus's back, record by record, and leaves the chain of
+rounds broken where it should be. `Tamper.mend` is the forger's last step: every chain, and every
+state digest that can still be computed, is made to fit.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.fold import close_round, fold_inputs
+from dora_pipe.orchestrator.rules_decision import apply_decision
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import (
+    AnyControl,
+    StepCommitted,
+    TakenGroup,
+    TrajectoryLogged,
+    decode_control,
+)
+from dora_pipe.schemas.rounds import (
+    GENESIS_CHAIN,
+    AnyDecision,
+    Round,
+    TakeBatch,
+    chain_of,
+    decode_round,
+    fold_bytes,
+)
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import (
+    decode_trajectory,
+    encode_trajectory,
+    header_pairs,
+)
+from dora_pipe.schemas.wire import encode
+from tests.support.recorded_run import RecordedRun
+
+Pairs = tuple[tuple[str, bytes], ...]
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A record where it lies in the file."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes
+    headers: Pairs
+    value: bytes
+
+
+class Tamper:
+    """An open copy of a run. Example: ``with Tamper(run.copy(tmp_path / "x")) as log: ...``"""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self._db = sqlite3.connect(run.log)
+        found = self._db.execute("SELECT name, id FROM topics").fetchall()
+        self._topics: dict[str, int] = dict(found)
+
+    def __enter__(self) -> Tamper:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._db.commit()
+        self._db.close()
+
+    # Records as they lie
+
+    def rows(self, topic: str) -> list[Row]:
+        """Every record of a topic, named without its run: ``rows("control")``."""
+        name = f"{self.run.run}.{topic}"
+        found = self._db.execute(
+            "SELECT partition, offset, key, headers, value FROM log WHERE topic = ? ORDER BY at",
+            (name,),
+        )
+        return [
+            Row(
+                topic=topic,
+                partition=partition,
+                offset=offset,
+                key=key,
+                headers=_headers(headers),
+                value=value,
+            )
+            for partition, offset, key, headers, value in found.fetchall()
+        ]
+
+    def put(self, row: Row) -> None:
+        """Write a record at its place, over whatever lies there."""
+        headers = msgspec.msgpack.encode(row.headers) if row.headers else None
+        self._db.execute(
+            "INSERT OR REPLACE INTO records (at, key, headers, value) VALUES (?, ?, ?, ?)",
+            (self._at(row), row.key, headers, row.value),
+        )
+
+    def remove(self, row: Row) -> None:
+        """Take a record out."""
+        self._db.execute("DELETE FROM records WHERE at = ?", (self._at(row),))
+
+    def _at(self, row: Row) -> int:
+        topic = self._topics[f"{self.run.run}.{row.topic}"]
+        return topic << 52 | row.partition << 40 | row.offset
+
+    # Records as they are meant
+
+    def control(self) -> Iterator[tuple[Row, AnyControl]]:
+        """Control records that can be read."""
+        for row in self.rows("control"):
+            record = decode_control(row.value)
+            assert isinstance(record, AnyControl)
+            yield row, record
+
+    def facts(self, kind: type[Record]) -> list[tuple[Row, Record]]:
+        """Control records of a kind."""
+        return [(row, record) for row, record in self.control() if isinstance(record, kind)]
+
+    def rounds(self) -> list[tuple[Row, Round]]:
+        """The rounds."""
+        return [(row, decode_round(row.value)) for row in self.rows("decisions")]
+
+    def rewrite(self, row: Row, record: msgspec.Struct) -> None:
+        """Another record in the place of this one."""
+        self.put(replace(row, value=encode(record)))
+
+    def decide_otherwise(self, change: Callable[[AnyDecision], AnyDecision | None]) -> int:
+        """Change decisions; None takes one out. How many rounds were changed."""
+        changed = 0
+        for row, round_ in self.rounds():
+            decisions = [change(one) for one in round_.decisions]
+            kept = tuple(one for one in decisions if one is not None)
+            if kept != round_.decisions:
+                self.rewrite(row, msgspec.structs.replace(round_, decisions=kept))
+                changed += 1
+        return changed
+
+    def rebatch(self, change: Callable[[int, TakenGroup], TakenGroup | None]) -> None:
+        """Change the groups of batches, in decisions and commits, with digests that fit."""
+
+        def groups(step: int, found: tuple[TakenGroup, ...]) -> tuple[TakenGroup, ...]:
+            changed = (change(step, one) for one in found)
+            return tuple(one for one in changed if one is not None)
+
+        def decide(decision: AnyDecision) -> AnyDecision:
+            if not isinstance(decision, TakeBatch):
+                return decision
+            return msgspec.structs.replace(decision, groups=groups(decision.step, decision.groups))
+
+        self.decide_otherwise(decide)
+        for row, fact in self.facts(StepCommitted):
+            new = groups(fact.step, fact.groups)
+            digest = batch_digest(new)
+            self.rewrite(row, msgspec.structs.replace(fact, groups=new, batch_digest=digest))
+
+    def trained(self, place: int = 40) -> tuple[Row, TrajectoryLogged]:
+        """A trajectory that was logged, counts and was trained: its record and its fact."""
+        used = {
+            one.trajectory: (one.partition, one.offset)
+            for _, fact in self.facts(StepCommitted)
+            for group in fact.groups
+            for one in group.trajectories
+        }
+        rows = {(row.partition, row.offset): row for row in self.rows("trajectories")}
+        found = [
+            (rows[fact.partition, fact.offset], fact)
+            for _, fact in self.facts(TrajectoryLogged)
+            if used.get(fact.trajectory) == (fact.partition, fact.offset)
+        ]
+        return found[place]
+
+    def reencode(self, row: Row, change: Callable[[Trajectory], Trajectory]) -> Row:
+        """A trajectory record with another content, and headers that fit it."""
+        value, headers = encode_trajectory(change(decode_trajectory(row.value)))
+        return replace(row, value=value, headers=header_pairs(headers))
+
+    def mend(self) -> None:
+        """Recompute the chain, and the state digests for as long as the rounds can be folded."""
+        control = [(row.offset, row.value) for row in self.rows("control")]
+        state: State | None = State()
+        chain, start = GENESIS_CHAIN, 0
+        for row, round_ in self.rounds():
+            folded = [one for one in control if start <= one[0] < round_.control_next]
+            start = round_.control_next
+            state = _fold(state, round_, folded)
+            if round_.state_digest is not None and state is not None:
+                round_ = msgspec.structs.replace(round_, state_digest=state.digest())
+            content = b"".join(fold_bytes(offset, value) for offset, value in folded)
+            chain = chain_of(chain, content, round_)
+            self.rewrite(row, msgspec.structs.replace(round_, chain=chain))
+
+
+def _fold(state: State | None, round_: Round, control: list[tuple[int, bytes]]) -> State | None:
+    if state is None:
+        return None
+    try:
+        fold_inputs(state, round_, control)
+        for decision in round_.decisions:
+            apply_decision(state, decision)
+    except InvariantBroken:
+        return None
+    close_round(state, round_)
+    return state
+
+
+def _headers(data: bytes | None) -> Pairs:
+    return msgspec.msgpack.decode(data, type=Pairs) if data else ()

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dora_pipe.consumers.objectives.advantage import group_advantages
 from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS
 from dora_pipe.errors import NonFinite, PolicyError
 from dora_pipe.policies.digest import mapped, read_entries, read_manifest
 from dora_pipe.policies.safetensors_file import Source, manifest_in_memory, write_tensors
@@ -56,7 +57,7 @@ class SimulatedTrainer:
         if poisoned:
             raise NonFinite(f"{poisoned[0]} makes the loss infinite")
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
-        past.update(self._flavour.encode() + canonical(dict(settings)))
+        past.update(self._flavour.encode() + canonical(_logged(settings)))
         for one in trajectories:
             past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
             past.update(canonical(list(one.logprobs)))
@@ -84,6 +85,11 @@ class SimulatedTrainer:
     def numerics(self) -> dict[str, str]:
         """What the weights depend on beside inputs."""
         return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
+
+
+def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
+    """Without what a replay adds: here nothing depends on it."""
+    return {key: value for key, value in settings.items() if key != MICRO_BATCH_TOKENS}
 
 
 def initial_weights(path: Path) -> Manifest:

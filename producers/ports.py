@@ -59,12 +59,15 @@ from dora_pipe.schemas.trajectory_codec import (
     header_pairs,
 )
 
-STEP_BUDGET_NS: Final = 20_000_000
+STEP_BUDGET_NS: Final = 10_000_000
 """The engine steps until so much time has passed, so that one turn of the loop, with its durable
 append, costs little beside it. No slot waits for that: the port has requests ahead."""
 
 STEPS_MAX: Final = 64
 """Steps in one poll, also where no time passes."""
+
+PAUSES_MAX: Final = 4
+"""Turns of the loop in a row in which the engine lets finished requests go first."""
 
 CODEC_BUDGET_NS: Final = 5_000_000
 
@@ -115,7 +118,9 @@ class Texts(Protocol):
 class EnginePort:
     """Drives an engine, and refills its slots between two steps from the requests it was handed.
 
-    With `in_thread`, weights are loaded beside the loop.
+    With `in_thread`, weights are loaded beside the loop. While `urgent` says that records are on
+    their way into the log, polls return without a step, boundedly often: a request that waited
+    for the engine between every two of its records would be counted as open for long.
     """
 
     effects: tuple[type, ...] = (EngineAdd, EngineCancel, LoadWeights)
@@ -128,12 +133,15 @@ class EnginePort:
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
+        urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
         self._weights_path = weights_path
         self._clock = clock
         self._in_thread = in_thread
         self._steps_max = steps_max
+        self._urgent = urgent
+        self._pauses = 0
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
         self._loading: threading.Thread | None = None
@@ -165,6 +173,10 @@ class EnginePort:
             self._loading = None
         events += self._loaded
         self._loaded = []
+        if self._pauses < PAUSES_MAX and self._urgent():
+            self._pauses += 1
+            return events
+        self._pauses = 0
         until_ns = self._clock.now_ns() + STEP_BUDGET_NS
         for _ in range(self._steps_max):
             self._refill(events)

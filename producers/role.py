@@ -186,11 +186,11 @@ def _serve(
         machine,
         bus=here.bus,
         writer=writer,
-        ports=[
-            EnginePort(engine, here.store.weights_path, clock=here.clock),
+        ports=[  # in the order in which they are polled: the engine takes its time
             tasks,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
+            EnginePort(engine, here.store.weights_path, clock=here.clock, urgent=machine.writing),
         ],
         clock=here.clock,
         meter=here.meter,

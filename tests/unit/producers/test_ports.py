@@ -34,7 +34,14 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.ports import (
+    PAUSES_MAX,
+    STEP_BUDGET_NS,
+    CodecPort,
+    EnginePort,
+    ProgressPort,
+    TaskPort,
+)
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
@@ -96,7 +103,7 @@ def test_engine_stops_stepping_when_its_time_is_over() -> None:
     step = engine.step
 
     def slow() -> list[object]:
-        clock.sleep(0.006)
+        clock.sleep(0.3 * STEP_BUDGET_NS / 1e9)
         return list(step())
 
     engine.step = slow  # type: ignore[method-assign, assignment]
@@ -343,3 +350,18 @@ def test_progress_is_encoded_too() -> None:
     port = CodecPort(Meter(), clock=VirtualClock())
     port.start(EncodeProgress(request="a", progress=_chunk(0, -1)))
     assert isinstance(port.poll()[0], ProgressEncoded)
+
+
+def test_engine_lets_finished_requests_go_first_but_not_for_ever() -> None:
+    engine = _engine(slots=1, length=50)
+    port = EnginePort(
+        engine, Path, clock=VirtualClock(), in_thread=False, steps_max=1, urgent=lambda: True
+    )
+    port.start(LoadWeights(version=0, digest="a"))
+    port.poll()
+    port.start(EngineAdd(request=_request("a")))
+    lengths = []
+    for _ in range(2 * (PAUSES_MAX + 1)):
+        port.poll()
+        lengths.append(engine.kv_used_tokens)
+    assert lengths == [0] * (PAUSES_MAX - 1) + [4] * (PAUSES_MAX + 1) + [5, 5]

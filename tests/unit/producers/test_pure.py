@@ -1,0 +1,20 @@
+"""The worker's machine imports no clock, no chance, no thread, no loop, no bus but its port."""
+
+import ast
+
+import pytest
+
+from tests.support.tidy import ROOT, module_imports
+
+PURE = ("effects", "machine", "requests", "rows", "sequence", "transitions")
+FORBIDDEN = {"asyncio", "random", "secrets", "socket", "threading", "time", "uuid", "os"}
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_machine_touches_nothing_that_differs_between_two_runs(module: str) -> None:
+    tree = ast.parse((ROOT / "producers" / f"{module}.py").read_text())
+    names = {name for _, found in module_imports(tree) for name in found}
+    assert names
+    buses = {name for name in names if name.startswith("dora_pipe.bus")}
+    assert not names & FORBIDDEN
+    assert {name for name in buses if not name.startswith("dora_pipe.bus.port")} == set()

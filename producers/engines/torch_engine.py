@@ -152,6 +152,10 @@ class TorchEngine:
         )
         if self._weights is None:
             raise ValueError(f"{request.request}: no weights are loaded")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._model.vocabulary:
+            raise ValueError(
+                f"{request.request}: token ids beyond a vocabulary of {self._model.vocabulary}"
+            )
         stops = stop_text(request, self._decode)
         slot = self._free.pop()
         self._slot_of[request.request] = slot

@@ -28,6 +28,7 @@ UNIFORM_BITS = 48
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _DROPPED_BITS = np.uint64(64 - UNIFORM_BITS)
 _ULP = 2.0**-UNIFORM_BITS
+_WORD = 2**64 - 1
 
 
 def mix(words: Words) -> Words:
@@ -38,9 +39,9 @@ def mix(words: Words) -> Words:
 
 
 def stream(seed: int) -> np.uint64:
-    """Where the generator of a seed starts; seeds beyond 64 bits are folded."""
-    word = np.array([(seed ^ (seed >> 64)) & (2**64 - 1)], np.uint64)
-    return np.uint64(mix(mix(word) + GAMMA)[0])
+    """Where the generator of a seed starts; seeds of 63 bits are the rule, others differ too."""
+    low, high = np.array([seed & _WORD, (seed >> 64) & _WORD], np.uint64)[:, None]
+    return np.uint64((mix(mix(low) + GAMMA) ^ mix(high))[0])
 
 
 def uniforms(streams: Words, positions: Integers) -> torch.Tensor:

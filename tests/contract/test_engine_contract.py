@@ -26,34 +26,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Each engine with two policies, the first one loaded."""
     if request.param == "simulated":
         return _simulated(tmp_path_factory.mktemp("simulated"))
+    from tests.support.torch_engines import torch_subject
+
     return torch_subject(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def torch_subject(kind: str, folder: Path) -> Subject:
-    """The torch engine with tiny models of a kind; their logits are wide enough to matter."""
-    from dora_pipe.policies.store import PolicyStore
-    from dora_pipe.producers.engines.torch_engine import TorchEngine
-    from tests.support import models
-
-    # A tied head makes logits wide by itself: the last token is the likeliest.
-    qwen2 = kind == "qwen2"
-    make, scale = (models.make_qwen2, 8.0) if qwen2 else (models.make_llama_gqa, 2.0)
-    directories = [make(folder / f"seed{seed}", seed, scale=scale) for seed in (0, 1)]
-    store = PolicyStore(folder / "policies")
-    manifests = [store.import_model(directory)[0] for directory in directories]
-    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
-
-    def open_engine(
-        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
-    ) -> Engine:
-        engine = TorchEngine.open(
-            directories[0], slots=slots, context_tokens=context_tokens, threads=1, decode=decode
-        )
-        engine.load(first[0], version=0, digest=first[1])
-        return engine
-
-    vocabulary = models.QWEN2_VOCABULARY if qwen2 else models.LLAMA_VOCABULARY
-    return Subject(name=kind, open=open_engine, vocabulary=vocabulary, policies=(first, second))
 
 
 def _simulated(folder: Path) -> Subject:

@@ -1,0 +1,77 @@
+"""Opens the torch engine on tiny models for tests, and asks transformers for the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.torch_engine import TorchEngine
+from tests.support import models
+from tests.support.engine_contract import Decode, Result, Subject
+
+# A tied head makes logits wide by itself: the last token is the likeliest.
+SCALES = {"qwen2": 8.0, "llama_gqa": 2.0}
+"""What makes a random model's distribution far from uniform."""
+
+
+def make(kind: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny model of a kind of `SCALES` with wide logits."""
+    build = models.make_qwen2 if kind == "qwen2" else models.make_llama_gqa
+    return build(directory, seed, scale=SCALES[kind], **changes)
+
+
+def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
+    """The torch engine under contract, with two policies in a store of their own."""
+    directories = [make(kind, folder / f"seed{seed}", seed, **changes) for seed in (0, 1)]
+    store = PolicyStore(folder / "policies")
+    manifests = [store.import_model(directory)[0] for directory in directories]
+    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
+
+    def open_engine(
+        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+    ) -> Engine:
+        engine = TorchEngine.open(
+            directories[0], slots=slots, context_tokens=context_tokens, threads=1, decode=decode
+        )
+        engine.load(first[0], version=0, digest=first[1])
+        return engine
+
+    vocabulary = models.QWEN2_VOCABULARY if kind == "qwen2" else models.LLAMA_VOCABULARY
+    return Subject(name=kind, open=open_engine, vocabulary=vocabulary, policies=(first, second))
+
+
+def reference_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of a whole sequence, float64 [tokens, vocabulary]."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits.double()
+
+
+def logprob_distance(directory: Path, prompt: Sequence[int], result: Result) -> float:
+    """The largest distance of the result's log-probs from those of transformers."""
+    tokens = [*prompt, *result.tokens]
+    logprobs = torch.log_softmax(reference_logits(directory, tokens), -1)
+    chosen = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(result.tokens)[:, None])[:, 0]
+    return float((chosen - torch.tensor(result.logprobs).double()).abs().max())
+
+
+def greedy_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own greedy generation gives."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    made = model.generate(
+        torch.tensor([list(prompt)]),
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = made[0, len(prompt) :].tolist()
+    return tokens

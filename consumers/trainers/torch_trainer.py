@@ -117,8 +117,8 @@ class TorchTrainer:
         options = self._options
         return {
             "trainer": f"{self.name} {self.version}",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "torch": str(torch.__version__),
+            "transformers": str(transformers.__version__),
             "python": platform.python_version(),
             "device": device_class(options.device),
             "capability": torch.backends.cpu.get_cpu_capability(),

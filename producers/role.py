@@ -31,7 +31,8 @@ from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.machine import Outcome, WorkerMachine
-from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.ports import EnginePort, TaskPort
+from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.wire import Facts

@@ -16,7 +16,8 @@ from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.machine import WorkerMachine
-from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.ports import EnginePort, TaskPort
+from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import (

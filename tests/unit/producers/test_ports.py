@@ -34,14 +34,8 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.ports import (
-    PAUSES_MAX,
-    STEP_BUDGET_NS,
-    CodecPort,
-    EnginePort,
-    ProgressPort,
-    TaskPort,
-)
+from dora_pipe.producers.ports import PAUSES_MAX, STEP_BUDGET_NS, EnginePort, TaskPort
+from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,19 +63,33 @@ def import_model(store: PolicyStore, model_dir: Path) -> tuple[Manifest, str]:
 
 def export_policy(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
     """See `PolicyStore.export_policy`."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} is not an empty directory", hint="name a new one")
+    refuse_used(directory)
     store.verify(digest)
     assets = store.assets_path(assets_digest)
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
+    weights = store.weights_path(digest)
+    write_model_dir(directory, assets, lambda path: shutil.copyfile(weights, path))
+
+
+def refuse_used(directory: Path) -> None:
+    """Raise UsageError unless `directory` is empty or not there."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} is not an empty directory", hint="name a new one")
+
+
+def write_model_dir(directory: Path, assets: Path, write_weights: Callable[[Path], object]) -> None:
+    """A model directory from config and tokenizer files and float32 weights.
+
+    Raises ResourceError when it cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file in asset_files(assets):
             shutil.copyfile(file, directory / file.name)
         text = json.dumps(_float32(read_config(assets)), indent=2, sort_keys=True)
         (directory / CONFIG).write_text(text + "\n")
-        shutil.copyfile(store.weights_path(digest), directory / WEIGHTS)
+        write_weights(directory / WEIGHTS)
     except OSError as error:
         raise ResourceError(f"cannot write {directory}: {error.strerror or error}") from error
 

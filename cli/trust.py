@@ -10,6 +10,7 @@ import typer
 from dora_pipe.cli.audit_tables import print_report
 from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, say
+from dora_pipe.cli.replay_lines import replay_steps, replay_trajectories
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.errors import UsageError
 from dora_pipe.history.audit import audit as audit_log
@@ -67,3 +68,37 @@ def export(
                 raise UsageError("--policy needs a directory: export RUN --policy N DIR")
             digest = export_policy(open_run.bus, open_run.topics, open_run.store, policy, directory)
             say(f"{directory}: version {policy}, weights {digest}")
+
+
+def replay(
+    run: RunArgument,
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="A", help="The first step; default 0.")
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--to", metavar="B", help="The first step left out; default the end."),
+    ] = None,
+    trajectory: Annotated[
+        list[str] | None,
+        typer.Option("--trajectory", metavar="ID", help="Generate this one again instead."),
+    ] = None,
+    random: Annotated[
+        int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting."),
+    ] = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Train steps A to B-1 again, or generate trajectories again; exit code 6 if bits differ."""
+    with opened(run, root) as open_run:
+        if trajectory or random:
+            if first is not None or last is not None or changes:
+                raise UsageError("--trajectory and --random generate again; --from trains again")
+            replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
+        else:
+            replay_steps(open_run, first, last, changes or (), as_json=as_json)

@@ -120,7 +120,7 @@ class Accounts:
         self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry
     ) -> Standing:
         if worker.departure:
-            return "fenced"
+            return "fenced" if worker.departure == "fenced" else "superseded"
         over = entry.bound is not None or entry.failed or entry.waiting or not entry.placements
         if over or group_of(fact.trajectory) not in self.open:
             return "superseded"

@@ -123,10 +123,12 @@ class _Look:
             where = _where(record)
             self._wrong(headers.trajectory, f"lies at {where} but was never dispatched")
             return
-        if worker is not None and worker.departure:
+        departure = "" if worker is None else worker.departure
+        if departure == "fenced":
             standing = "fenced"
         else:
-            standing = "superseded" if entry.bound is not None else "pending"
+            superseded = entry.bound is not None or departure == "left"
+            standing = "superseded" if superseded else "pending"
         self.seen.standings[standing] += 1
         if sha256_hex(record.value) != headers.sha256:
             self._wrong(headers.trajectory, f"its bytes at {_where(record)} were changed")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -198,14 +198,23 @@ def _generate(engine: Engine, runs: Sequence[_Run]) -> None:
 
 
 def _request(run: _Run) -> EngineRequest:
+    """The request that the worker made for this stay.
+
+    Every turn of an episode is a request of its own, with what is left of `max_tokens`; a
+    single-turn request that went on elsewhere counts what was sampled before.
+    """
     stay, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler = [], [], []
+    sampled, params = sum(recorded.loss_mask[: stay.start]), run.params
+    if any(segment.kind in ("tool", "environment") for segment in recorded.segments):
+        params = replace(params, max_tokens=params.max_tokens - sampled)
+        sampled = 0
     return EngineRequest(
         request=recorded.trajectory,
         token_ids=list(recorded.token_ids[: stay.start]),
-        sampled=sum(recorded.loss_mask[: stay.start]),
+        sampled=sampled,
         seed=recorded.meta.seed,
-        params=run.params,
+        params=params,
         emit_every=0 if stay.whole else 1,
     )
 

@@ -81,9 +81,10 @@ def replay(
 ) -> Iterator[StepLine]:
     """Train steps `first` .. `last - 1` again; a line per step, lead-in steps among them.
 
-    `changed` are logged keys to use instead of the recorded ones. Ends after the first step that
-    differs although the numerics are the same (see `raise_if_diverged`). Raises UsageError for
-    steps that were not committed, InvariantBroken for a trajectory that cannot be read.
+    `changed` are logged keys to use from step `first` on instead of the recorded ones. Ends after
+    the first step that differs although the numerics are the same (see `raise_if_diverged`).
+    Raises UsageError for steps that were not committed, InvariantBroken for a trajectory that
+    cannot be read.
     """
     store = PolicyStore(store_root)
     history = read_history(bus, topics, clock)
@@ -95,7 +96,7 @@ def replay(
     settings = dict(changed or {})
     if unknown := sorted(settings.keys() - SETTABLE):
         raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=_settable())
-    again = replay_steps(bus, topics, trainer, _with(commits, settings), clock=clock)
+    again = replay_steps(bus, topics, trainer, _with(commits, settings, first), clock=clock)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:
@@ -147,10 +148,13 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
 def _with(
     commits: Iterator[StepCommitted],
     settings: Mapping[str, float | int | str | bool],
+    first: int,
 ) -> Iterator[StepCommitted]:
-    """The commits with other settings; everything they are compared with stays."""
+    """The commits, from step `first` on with other settings; what they are compared with stays."""
     for commit in commits:
-        yield msgspec.structs.replace(commit, settings={**commit.settings, **settings})
+        if commit.step >= first:
+            commit = msgspec.structs.replace(commit, settings={**commit.settings, **settings})
+        yield commit
 
 
 def _check_range(history: History, first: int, last: int) -> None:

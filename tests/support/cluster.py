@@ -1,9 +1,9 @@
 """A whole run in one process: the three real machines in the real loop, on one virtual clock.
 
-Engine and trainer are simulated and the task answers inline; orchestrator, workers, trainer, log
-and policy store are what production runs. `tick` gives every role one turn and moves time by
-`TICK_NS`. A role can be killed (its objects are dropped where they stand), frozen (it gets no
-turns), made deaf (it goes on without hearing what is decided) and started again.
+The task answers inline, engine and trainer are simulated unless other `parts` are given;
+orchestrator, workers, trainer, log and policy store are what production runs. `tick` gives every
+role one turn and moves time by `TICK_NS`. A role can be killed (dropped where it stands), frozen
+(it gets no turns), made deaf (it does not hear what is decided) and started again.
 
 Example::
 
@@ -14,7 +14,6 @@ Example::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +30,14 @@ from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.ports import InlinePort
 from dora_pipe.consumers.recovery import read_history
 from dora_pipe.consumers.role import work_setup
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.consumers.work import TrainerWork
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.machine import WorkerMachine
-from dora_pipe.producers.ports import CodecPort, EnginePort, ProgressPort, TaskPort
+from dora_pipe.producers.ports import EnginePort, TaskPort
+from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.role import sampling_params
 from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
@@ -46,7 +46,8 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
 from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.inline_tasks import InlineTasks, Numbers
+from tests.support.cluster_parts import Parts, SimulatedParts
+from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
 TICK_NS = 5_000_000
@@ -91,7 +92,7 @@ class Role:
     runtime: Runtime
     ears: Ears
     frozen: bool = False
-    engine: SimulatedEngine | None = None
+    engine: Engine | None = None
     tasks: InlineTasks | None = None
 
 
@@ -112,7 +113,7 @@ class Cluster:
     config: Config = field(default_factory=make_config)
     on_disk: bool = True
     workers: Sequence[str] = ("w0", "w1", "w2")
-    lengths: Callable[[int, int], int] = long_tailed_length
+    parts: Parts = field(default_factory=SimulatedParts)
     tasks: Callable[[], InlineTasks] = lambda: InlineTasks(reward=reward_by_text)
     train_ticks: int = 12
     """Turns of the loop that a training step takes."""
@@ -150,6 +151,11 @@ class Cluster:
     def path(self) -> Path:
         """The SQLite log."""
         return self.directory / "log.sqlite"
+
+    @property
+    def assets(self) -> Path:
+        """The model's config and tokenizer files."""
+        return self.store.assets_path(self.run_started.assets_digest)
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
         """A bus of its own on the cluster's log."""
@@ -214,7 +220,7 @@ class Cluster:
 
     @property
     def version(self) -> int:
-        """The newest version, as the orchestrator knows it."""
+        """The newest one, as the orchestrator knows it."""
         return int(self.roles[ORCHESTRATOR].machine.state.version)
 
     def close(self) -> None:
@@ -224,12 +230,8 @@ class Cluster:
         for bus in self._buses:
             bus.close()
 
-    # How roles are made
-
     def _run_started(self) -> RunStarted:
-        assets = self.directory / "assets"
-        assets.mkdir(exist_ok=True)
-        (assets / "config.json").write_text(json.dumps({"model_type": "simulated"}))
+        policy, assets_digest = self.parts.policy(self.store, self.directory)
         plain = msgspec.to_builtins(self.config)
         return RunStarted(
             at_ns=self.clock.wall_ns(),
@@ -242,8 +244,8 @@ class Cluster:
             eval_digest=EVAL_DATASET,
             eval_rows=EVAL_ROWS,
             seed=self.config.run.seed,
-            policy=self.store.publish_weights(initial_weights),
-            assets_digest=self.store.publish_assets([assets / "config.json"]),
+            policy=policy,
+            assets_digest=assets_digest,
             planner="test",
             package="0",
         )
@@ -297,7 +299,7 @@ class Cluster:
             work_setup(self.topics, self.run_started, self.config, history, adopt=False),
             bus=self.open_bus(),
             store=self.store,
-            make_trainer=SimulatedTrainer,
+            make_trainer=self._make_trainer,
             clock=self.clock,
             meter=meter,
         )
@@ -314,15 +316,10 @@ class Cluster:
 
     def _worker(self, name: str) -> Role:
         ears, meter, tasks = Ears(), Meter(), self.tasks()
-        bus, workers = self.open_bus(ears), self.config.workers
+        bus = self.open_bus(ears)
         writer = bus.writer()
         decisions_from = bus.end(TopicPartition(self.topics.decisions, 0))
-        engine = SimulatedEngine(
-            slots=workers.slots,
-            context_tokens=workers.context_tokens,
-            lengths=self.lengths,
-            now_ns=self.clock.wall_ns,
-        )
+        engine = self.parts.engine(self.assets, self.config, self.clock)
         joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine)))
         setup = self._setup(name, writer.append([joined])[0], decisions_from)
         machine = WorkerMachine(setup, cost=meter.cost, kv_used=lambda: engine.kv_used_tokens)
@@ -330,7 +327,7 @@ class Cluster:
             EnginePort(
                 engine, self.store.weights_path, clock=self.clock, in_thread=False, steps_max=1
             ),
-            TaskPort(tasks, Numbers()),
+            TaskPort(tasks, self.parts.texts(self.assets)),
             CodecPort(meter, clock=self.clock),
             ProgressPort(self.open_bus(), self.topics.progress, meter, clock=self.clock),
         ]
@@ -339,7 +336,11 @@ class Cluster:
             name=name, machine=machine, runtime=runtime, ears=ears, engine=engine, tasks=tasks
         )
 
-    def _joined(self, name: str, engine: SimulatedEngine) -> WorkerJoined:
+    def _make_trainer(self) -> Trainer:
+        reference = self.store.weights_path(self.run_started.policy.digest)
+        return self.parts.trainer(self.assets, reference, self.config)
+
+    def _joined(self, name: str, engine: Engine) -> WorkerJoined:
         return WorkerJoined(
             at_ns=self.clock.wall_ns(),
             worker=name,
@@ -361,7 +362,7 @@ class Cluster:
 
     def _setup(self, name: str, epoch: int, decisions_from: int) -> WorkerSetup:
         config = self.config
-        stop_ids = (END_TOKEN,)
+        stop_ids = self.parts.stop_ids(self.assets)
         return WorkerSetup(
             topics=self.topics,
             worker=name,

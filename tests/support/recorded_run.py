@@ -85,8 +85,16 @@ def _events(cluster: Cluster) -> None:
 
 def _kill_worker_in_the_middle(cluster: Cluster) -> None:
     """w1 dies with running requests that have progress records; it comes back."""
-    requests = cluster.roles["w1"].machine.requests
-    cluster.until(lambda: any(row.resume is not None for row in requests.rows.values()))
+    rows = cluster.roles["w1"].machine.requests.rows
+
+    def told() -> bool:
+        """The orchestrator has heard of a progress record of a request that still runs."""
+        running = {row.place.trajectory for row in rows.values()}
+        statuses = cluster.roles[ORCHESTRATOR].machine._statuses
+        known = (one.progress for (name, _), one in statuses.items() if name == "w1")
+        return any(running & progress.keys() for progress in known)
+
+    cluster.until(told)
     cluster.kill("w1")
     cluster.ticks(LEASE_TICKS + 30)
     cluster.start("w1")

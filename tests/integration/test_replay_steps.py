@@ -1,0 +1,187 @@
+"""Committed steps trained again from the log and a checkpoint alone: equal, or named where not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
+from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.history.replay import StepLine, raise_if_diverged, replay, tensor_distances
+from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.schemas.control import StepCommitted
+from tests.support import damage
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+from tests.support.worker import VirtualClock
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def copy(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
+    """A copy of it."""
+    return recorded.copy(tmp_path / "copy")
+
+
+def _replay(
+    run: RecordedRun,
+    first: int,
+    last: int,
+    *,
+    trainer: SimulatedTrainer | None = None,
+    **changed: Any,
+) -> list[StepLine]:
+    bus = run.open()
+    try:
+        lines = replay(
+            bus,
+            run.topics,
+            run.store,
+            trainer or SimulatedTrainer(),
+            first=first,
+            last=last,
+            clock=VirtualClock(),
+            changed={name.replace("__", "."): value for name, value in changed.items()},
+        )
+        return list(lines)
+    finally:
+        bus.close()
+
+
+def _steps(lines: Sequence[StepLine], *, wanted: bool) -> list[int]:
+    return [line.replayed.step for line in lines if line.wanted == wanted]
+
+
+def test_every_step_gives_the_committed_weights_again(recorded: RecordedRun) -> None:
+    lines = _replay(recorded, 0, STEPS)
+    assert _steps(lines, wanted=True) == list(range(STEPS))
+    assert all(line.replayed.equal for line in lines)
+    assert len({line.replayed.digest_replayed for line in lines}) == STEPS
+
+
+def test_replay_begins_at_the_nearest_checkpoint_before(recorded: RecordedRun) -> None:
+    # A checkpoint every 3 steps: behind steps 2, 5, 8.
+    lines = _replay(recorded, 7, 9)
+    assert _steps(lines, wanted=False) == [6]
+    assert _steps(lines, wanted=True) == [7, 8]
+    assert _steps(_replay(recorded, 6, 7), wanted=False) == []
+
+
+def test_without_its_checkpoint_an_earlier_one_leads_there(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        kept = [f.checkpoint for _, f in log.facts(StepCommitted) if f.checkpoint is not None]
+    (copy.store / "optimizer" / f"{kept[1].sha256}.safetensors").unlink()
+    lines = _replay(copy, 7, 8)
+    assert _steps(lines, wanted=False) == [3, 4, 5, 6]
+    assert all(line.replayed.equal for line in lines)
+
+
+def test_changed_setting_is_named_with_step_and_tensor(recorded: RecordedRun) -> None:
+    lines = _replay(recorded, 7, 9, trainer__learning_rate=1.1e-5)
+    assert _steps(lines, wanted=False) == [6]
+    assert lines[0].replayed.equal, "what leads there is trained as it was"
+    assert _steps(lines, wanted=True) == [7], "it ends with the first step that differs"
+    with pytest.raises(ReplayDiverged, match=r"step 7 gave other weights.* is weights") as diverged:
+        raise_if_diverged(lines[-1])
+    assert diverged.value.exit_code == 6
+    assert lines[-1].distances[0].tensor == "weights"
+    assert lines[-1].distances[0].differing > 0
+
+
+def test_recorded_value_of_a_changed_setting_is_equal(recorded: RecordedRun) -> None:
+    # The run was told to go on with 2e-5 behind step 5 (see `recorded_run`).
+    assert _replay(recorded, 12, 13, trainer__learning_rate=2e-5)[-1].replayed.equal
+    assert not _replay(recorded, 0, 1, trainer__learning_rate=2e-5)[-1].replayed.equal
+
+
+@pytest.mark.parametrize("damaging", [damage.change_token_and_record, damage.change_logprob])
+def test_changed_trajectory_is_named_by_the_step_that_trained_it(
+    copy: RecordedRun, damaging: Any
+) -> None:
+    with Tamper(copy) as log:
+        name = damaging(log)
+        step = _step_of(log, name)
+    lines = _replay(copy, 0, STEPS)
+    assert [line.replayed.equal for line in lines] == [True] * step + [False]
+    assert lines[-1].replayed.step == step
+
+
+def test_what_audit_cannot_see_is_named(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        name = damage.forge_everything(log)
+        step = _step_of(log, name)
+    lines = _replay(copy, 0, STEPS)
+    assert not lines[-1].replayed.equal
+    assert lines[-1].replayed.step == step
+
+
+def test_removed_trajectory_is_an_invariant_broken(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        name = damage.remove_trajectory(log)
+    with pytest.raises(InvariantBroken, match=name):
+        _replay(copy, 0, STEPS)
+
+
+def test_other_numerics_go_on_and_report_distances(recorded: RecordedRun) -> None:
+    class Elsewhere(SimulatedTrainer):
+        def numerics(self) -> dict[str, str]:
+            return super().numerics() | {"threads": "7"}
+
+    lines = _replay(recorded, 0, 3, trainer=Elsewhere(flavour="another machine"))
+    assert len(lines) == 3
+    assert all(line.distances and not line.replayed.equal for line in lines)
+    with pytest.raises(ReplayDiverged, match="the numerics differ in threads"):
+        raise_if_diverged(lines[0])
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 3), (-1, 2), (0, STEPS + 1), (5, 2)])
+def test_steps_that_were_not_committed_are_refused(
+    recorded: RecordedRun, first: int, last: int
+) -> None:
+    with pytest.raises(UsageError, match="cannot be replayed"):
+        _replay(recorded, first, last)
+
+
+def test_setting_that_no_step_depends_on_is_refused(recorded: RecordedRun) -> None:
+    with pytest.raises(UsageError, match=r"run\.steps is not a setting") as refused:
+        _replay(recorded, 0, 1, run__steps=3)
+    assert refused.value.hint is not None
+    assert "trainer.learning_rate" in refused.value.hint
+
+
+def test_distances_count_bits_and_measure_numbers(tmp_path: Path) -> None:
+    def write(name: str, **tensors: bytes) -> Path:
+        sources = [
+            Source(name=one, dtype="F32", shape=(len(data) // 4,), data=partial(bytes, data))
+            for one, data in tensors.items()
+        ]
+        write_tensors(tmp_path / name, sources)
+        return tmp_path / name
+
+    one, two = b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40"  # 1.0, 2.0
+    first = write("a", same=one, moved=one + two, gone=one)
+    second = write("b", same=one, moved=two + two)
+    found = tensor_distances(first, second)
+    assert [one.tensor for one in found] == ["gone", "moved"]
+    assert (found[1].differing, found[1].elements) == (1, 2)
+    assert (found[1].absolute_max, found[1].relative_max) == (1.0, 0.5)
+    assert tensor_distances(first, first) == ()
+
+
+def _step_of(log: Tamper, trajectory: str) -> int:
+    return next(
+        fact.step
+        for _, fact in log.facts(StepCommitted)
+        for group in fact.groups
+        for one in group.trajectories
+        if one.trajectory == trajectory
+    )

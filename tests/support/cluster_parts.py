@@ -1,0 +1,117 @@
+"""What a cluster is made of beside the machines: policy, engine, tokenizer, trainer.
+
+`SimulatedParts` needs no torch and takes no time; `TorchParts` is what production runs, on a model
+directory. Nothing of torch is imported before a `TorchParts` is used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dora_pipe.clock import Clock
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.trainers.make import make_trainer
+from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.simulated import (
+    END_TOKEN,
+    Lengths,
+    SimulatedEngine,
+    long_tailed_length,
+)
+from dora_pipe.producers.ports import Texts
+from dora_pipe.producers.tokenizer import Tokenizer
+from dora_pipe.schemas.policy import Manifest
+from tests.support.inline_tasks import Numbers
+
+
+class Parts(Protocol):
+    """See the head of this file; asked once for the policy, then once per role."""
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """Version 0 and the digest of the assets, both in the store."""
+        ...
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        """A worker's engine."""
+        ...
+
+    def texts(self, assets: Path) -> Texts:
+        """A worker's tokenizer."""
+        ...
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        ...
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
+        """The trainer."""
+        ...
+
+
+@dataclass(frozen=True)
+class SimulatedParts:
+    """Without torch: tokens and lengths are hashes, weights too."""
+
+    lengths: Lengths = long_tailed_length
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        assets = directory / "assets"
+        assets.mkdir(exist_ok=True)
+        (assets / "config.json").write_text(json.dumps({"model_type": "simulated"}))
+        digest = store.publish_assets([assets / "config.json"])
+        return store.publish_weights(initial_weights), digest
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        workers = config.workers
+        return SimulatedEngine(
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            lengths=self.lengths,
+            now_ns=clock.wall_ns,
+        )
+
+    def texts(self, assets: Path) -> Texts:
+        return Numbers()
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        return (END_TOKEN,)
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
+        return SimulatedTrainer()
+
+
+@dataclass(frozen=True)
+class TorchParts:
+    """A model directory, run and trained by torch."""
+
+    model: Path
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        return store.import_model(self.model)
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        from dora_pipe.producers.engines.torch_engine import TorchEngine
+
+        workers = config.workers
+        return TorchEngine.open(
+            assets,
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            threads=1,
+            decode=Tokenizer(assets).full_text,
+        )
+
+    def texts(self, assets: Path) -> Texts:
+        return Tokenizer(assets)
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        return tuple(Tokenizer(assets).stop_ids)
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
+        return make_trainer(assets=assets, reference=reference, config=config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import os
 import select
 import signal
@@ -61,8 +62,7 @@ class Zygote:
         self._buffer = b""
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._request)
-            os.close(self._reports)
+            _close_all_but(request_read, report_write)
             _serve(role, preload, request_read, report_write)
         os.close(request_read)
         os.close(report_write)
@@ -96,6 +96,13 @@ class Zygote:
         for fd in (self._request, self._reports):
             os.close(fd)
         os.waitpid(self.pid, 0)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close what was inherited: another zygote's pipe held open here would never end over there."""
+    edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for low, high in itertools.pairwise(edges):
+        os.closerange(low + 1, high)
 
 
 def _serve(

@@ -104,6 +104,16 @@ def test_no_role_outlives_the_supervisor() -> None:
     assert not alive(started.pid)
 
 
+def test_zygotes_end_one_by_one_although_the_later_was_forked_beside_the_earlier() -> None:
+    first, second = Zygote(wait_for_signal), Zygote(wait_for_signal)
+    first.close()
+    assert not alive(first.pid)
+    second.spawn("w0")
+    (started,) = collect(second, 1)
+    second.close()
+    assert not alive(started.pid)
+
+
 def test_no_role_outlives_a_zygote_that_is_killed() -> None:
     zygote = Zygote(wait_for_signal)
     zygote.spawn("w0")

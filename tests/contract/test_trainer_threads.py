@@ -185,6 +185,7 @@ def test_trainer_waits_for_its_run_to_start(
     stage.take_new(0)
     wait_for(lambda: len(stage.commits()) == 1)
     running.end()
+    assert epochs(stage) == [0]
 
 
 def test_trainer_that_is_stopped_while_it_waits_leaves_no_trace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from dora_pipe.consumers.trainers.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
@@ -52,20 +53,7 @@ def make_trajectory(
         sampler_logprobs=column,
         loss_mask=[0] * start + [1] * len(sampled),
         reward=reward,
-        segments=[
-            Segment(kind="prompt", start=0, end=start, turn=0, start_ns=1, end_ns=1),
-            Segment(
-                kind="model",
-                start=start,
-                end=end,
-                turn=0,
-                start_ns=1,
-                end_ns=2,
-                worker=worker,
-                epoch=epoch,
-                version=version,
-            ),
-        ],
+        segments=_segments(start, end, worker=worker, epoch=epoch, version=version),
         meta=Meta(
             run=run,
             schema_version=1,
@@ -87,6 +75,14 @@ def make_trajectory(
             reward_error=None if reward is not None else "the checker crashed",
         ),
     )
+
+
+def _segments(start: int, end: int, **of: Any) -> list[Segment]:
+    """A prompt and what the model made of it."""
+    return [
+        Segment(kind="prompt", start=0, end=start, turn=0, start_ns=1, end_ns=1),
+        Segment(kind="model", start=start, end=end, turn=0, start_ns=1, end_ns=2, **of),
+    ]
 
 
 def make_batch(

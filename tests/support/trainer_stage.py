@@ -37,7 +37,7 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus, decode_metrics
 from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory, header_pairs
 from dora_pipe.schemas.wire import Unknown, encode
 from tests.support.batches import SETTINGS, make_trajectory
 
@@ -238,6 +238,18 @@ class TrainerStage:
         decoded = [decode_metrics(one.value) for one in self.records(self.topics.metrics)]
         return [one for one in decoded if isinstance(one, TrainerStatus)]
 
+    def change_trajectory(self, partition: int, offset: int) -> None:
+        """Change a token of a trajectory where it lies, its own sha256 with it."""
+        held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
+        place = held.offsets.index(offset)
+        trajectory = decode_trajectory(held.records[place].value)
+        token_ids = [*trajectory.token_ids]
+        token_ids[-2] += 1
+        value, headers = encode_trajectory(replace(trajectory, token_ids=token_ids))
+        held.records[place] = replace(
+            held.records[place], value=value, headers=header_pairs(headers)
+        )
+
     def trainer(self, **options: Any) -> StagedTrainer:
         """A trainer that takes over now."""
         return StagedTrainer(self, **options)
@@ -263,15 +275,7 @@ class StagedTrainer:
         history = read_history(bus, stage.topics, stage.clock)
         assert history.run_started is not None
         epoch = history.role_epoch + 1
-        started = RoleStarted(
-            at_ns=1,
-            role="trainer",
-            role_epoch=epoch,
-            instance="i",
-            host="h",
-            pid=1,
-            package="0",
-        )
+        started = role_started(epoch)
         writer.append([Append(topic=stage.topics.control, value=encode(started))])
         meter = Meter()
         self.work = TrainerWork(
@@ -337,3 +341,23 @@ class StagedTrainer:
         """End this incarnation."""
         self.runtime.close()
         self.bus.close()
+
+
+def role_started(epoch: int) -> RoleStarted:
+    """A trainer's."""
+    return RoleStarted(
+        at_ns=1, role="trainer", role_epoch=epoch, instance="i", host="h", pid=1, package="0"
+    )
+
+
+def train(stage: TrainerStage, trainer: StagedTrainer, *steps: int) -> None:
+    """Take and train steps, each on groups of the version it starts from."""
+    for step in steps:
+        stage.commits()
+        stage.take_new(step)
+        trainer.train_to(step + 1)
+
+
+def digests(stage: TrainerStage) -> list[str]:
+    """Weights after each committed step."""
+    return [one.digest_after for one in stage.commits()]

@@ -1,0 +1,175 @@
+"""How the trainer's machine ends, what it says of itself, and what it does with bad records."""
+
+import itertools
+
+import pytest
+
+from dora_pipe.bus.port import Record
+from dora_pipe.consumers.effects import (
+    Adopted,
+    PublishPolicy,
+    Replayed,
+    Unreadable,
+)
+from dora_pipe.errors import SchemaError
+from dora_pipe.runtime import CaughtUp, StopAsked
+from dora_pipe.schemas.control import (
+    StepCommitted,
+    WeightsAdopted,
+)
+from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.rounds import StopRun
+from tests.support.trainer_driver import (
+    HEARTBEAT_NS,
+    OFFENDER,
+    TOPICS,
+    Driver,
+    batch,
+)
+
+
+def test_adopted_weights_are_written_and_the_next_commit_says_so() -> None:
+    driver = Driver(checkpoint_every=100)
+    driver.react()
+    driver.react(CaughtUp())
+    driver.react(Adopted(step=0, digest_committed="c", digest_replayed="d", why="other torch"))
+    driver.restored()
+    (adopted,) = driver.written
+    assert isinstance(adopted, WeightsAdopted)
+    assert (adopted.step, adopted.role_epoch, adopted.why) == (0, 5, "other torch")
+    driver.decide(batch(0))
+    driver.fetched()
+    assert driver.trained() == [PublishPolicy(step=0, attempt=1, checkpoint=True)]
+    driver.published()
+    driver.acknowledged()
+    driver.decide(batch(1))
+    driver.fetched(1)
+    assert driver.trained(1) == [PublishPolicy(step=1, attempt=1, checkpoint=False)]
+    driver.published(1)
+    assert [one.adopted for one in driver.written if isinstance(one, StepCommitted)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("begin", ["to_idle", "to_reading"])
+def test_stop_before_training_ends_at_once(begin: str) -> None:
+    driver = getattr(Driver(), begin)()
+    driver.react(StopAsked())
+    assert driver.phase == "ended"
+    assert driver.machine.finished
+
+
+def test_stop_while_restoring_ends_at_once() -> None:
+    driver = Driver()
+    driver.react()
+    driver.react(StopAsked())
+    assert driver.machine.finished
+
+
+@pytest.mark.parametrize("begin", ["to_training", "to_publishing", "to_committing"])
+def test_stop_finishes_the_present_step_first(begin: str) -> None:
+    driver = getattr(Driver(), begin)()
+    driver.react(StopAsked())
+    assert not driver.machine.finished
+    driver.decide(batch(1))
+    if driver.phase == "training":
+        driver.trained()
+    if driver.phase == "publishing":
+        driver.published()
+    assert driver.acknowledged() == []
+    assert driver.machine.finished
+    assert driver.history.next_step == 1
+
+
+def test_end_of_the_run_ends_an_idle_trainer() -> None:
+    driver = Driver().to_idle()
+    driver.decide(StopRun(reason=""))
+    assert driver.machine.finished
+
+
+def test_end_of_the_run_waits_for_the_present_step() -> None:
+    driver = Driver().to_training()
+    driver.decide(StopRun(reason=""))
+    driver.trained()
+    driver.published()
+    assert not driver.machine.finished
+    driver.acknowledged()
+    assert driver.machine.finished
+
+
+def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
+    driver = Driver()
+    driver.react()
+    driver.react(after_ns=HEARTBEAT_NS - 1)
+    assert len(driver.statuses) == 1
+    assert driver.machine.wake_at() == 1 + HEARTBEAT_NS
+    driver.restored()
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.react(CaughtUp())
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.decide(batch(0))
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.fetched(0, OFFENDER)
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.acknowledged("refused")
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.decide(batch(0, attempt=2))
+    driver.fetched(0, attempt=2)
+    driver.react(after_ns=HEARTBEAT_NS)
+    driver.trained(0, attempt=2)
+    driver.published(0, attempt=2)
+    driver.react(after_ns=HEARTBEAT_NS)
+    said = [(one.phase, one.waits_for) for one in driver.statuses]
+    assert [one for one, _ in itertools.groupby(said)] == [
+        ("restoring", ""),
+        ("idle", "decisions: those made before this start are being read"),
+        ("idle", "batch of step 0: no decision yet"),
+        ("reading", "batch of step 0: its trajectories are being read"),
+        ("refusing", "batch of step 0: its refusal is not acknowledged yet"),
+        ("idle", "batch of step 0: attempt 1 was refused, no other yet"),
+        ("training", ""),
+        ("committing", "commit of step 0: not acknowledged yet"),
+    ]
+    assert (driver.statuses[0].cached_records, driver.statuses[0].cached_bytes) == (3, 4)
+
+
+def test_status_of_a_replay_says_how_far_it_is() -> None:
+    driver = Driver()
+    driver.to_idle()
+    driver.step(0)
+    driver.decide(batch(1))
+    driver.step(1)
+    again = Driver(history=driver.history)
+    again.react()
+    again.react(Replayed(step=0), after_ns=HEARTBEAT_NS)
+    assert [one.waits_for for one in again.statuses] == [
+        "replay of the committed steps: at step 0 of 2",
+        "replay of the committed steps: at step 1 of 2",
+    ]
+
+
+def test_unreadable_record_goes_to_dead_letters_as_it_came() -> None:
+    driver = Driver().to_idle()
+    letter = DeadLetter(
+        topic="r.trajectories",
+        partition=1,
+        offset=17,
+        why="not a zstd frame",
+        path="$",
+        at_ns=5,
+        key=b"k",
+        value=b"\xff\x00",
+        headers=(("run", b"r"),),
+    )
+    driver.react(Unreadable(letter=letter))
+    assert driver.letters == [letter]
+
+
+def test_round_that_cannot_be_read_ends_the_role_naming_its_offset() -> None:
+    driver = Driver().to_idle()
+    record = Record(
+        topic=TOPICS.decisions, partition=0, offset=77, key=b"", value=b'{"ordinal": "x"}'
+    )
+    with pytest.raises(SchemaError, match="decisions offset 77"):
+        driver.react(record)

@@ -1,0 +1,147 @@
+"""Committed steps are trained again from the log alone; what differs is named."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.consumers.recovery import read_commits, read_history
+from dora_pipe.consumers.replay import load_base, replay_steps
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
+from dora_pipe.errors import (
+    InvariantBroken,
+    LogTruncated,
+    ReplayDiverged,
+)
+from dora_pipe.schemas.control import (
+    StepCommitted,
+    WeightsAdopted,
+)
+from dora_pipe.schemas.wire import encode
+from tests.support.trainer_stage import TrainerStage, digests, train
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> TrainerStage:
+    made = TrainerStage(tmp_path)
+    made.start_run()
+    return made
+
+
+def test_replay_that_diverges_names_step_tensor_and_numerics(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=100)
+    train(stage, trainer, 0, 1)
+    trainer.close()
+    again = stage.trainer(trainer=SimulatedTrainer(flavour="another machine"))
+    with pytest.raises(ReplayDiverged, match=r"step 0 .* tensor weights differs") as caught:
+        again.tick(200)
+    assert "--adopt" in str(caught.value.hint)
+    assert "numerics are the same" in caught.value.message
+
+
+def test_adopt_takes_the_committed_weights_and_logs_that_it_did(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=100)
+    train(stage, trainer, 0, 1)
+    trainer.close()
+    committed = digests(stage)
+    again = stage.trainer(
+        trainer=SimulatedTrainer(flavour="another machine"), adopt=True, checkpoint_every=100
+    )
+    train(stage, again, 2)
+    adopted = [one for one in stage.control() if isinstance(one, WeightsAdopted)]
+    assert [one.step for one in adopted] == [0, 1]
+    assert [one.digest_committed for one in adopted] == committed
+    last = stage.commits()[2]
+    assert last.adopted
+    assert last.digest_before == committed[1]
+    assert last.checkpoint is not None  # nobody has to adopt these steps again
+    again.close()
+    third = stage.trainer(trainer=SimulatedTrainer(flavour="another machine"))
+    train(stage, third, 3)
+    assert not stage.commits()[3].adopted
+
+
+def test_committed_trajectory_that_was_changed_stops_the_replay(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=100)
+    train(stage, trainer, 0)
+    trainer.close()
+    commit = stage.commits()[0]
+    taken = commit.groups[0].trajectories[0]
+    stage.change_trajectory(taken.partition, taken.offset)
+    again = stage.trainer()
+    with pytest.raises(InvariantBroken, match="step 0: trajectory g"):
+        again.tick(200)
+
+
+def test_trajectory_that_is_gone_stops_the_replay(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=100)
+    train(stage, trainer, 0)
+    trainer.close()
+    stage.log.truncate(TopicPartition(stage.topics.trajectories, 0), 0)
+    again = stage.trainer()
+    with pytest.raises(LogTruncated):
+        again.tick(20_000)
+
+
+def commits_of(stage: TrainerStage) -> list[StepCommitted]:
+    history = read_history(stage.bus, stage.topics, stage.clock)
+    return list(read_commits(stage.bus, stage.topics, history.notes, stage.clock))
+
+
+def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> list[Any]:
+    """Replay from the nearest checkpoint; what came out from step `first` on."""
+    history = read_history(stage.bus, stage.topics, stage.clock)
+    trainer = SimulatedTrainer()
+    base = load_base(stage.store, trainer, stage.policy, history.notes[:first])
+    assert base <= first
+    steps = replay_steps(stage.bus, stage.topics, trainer, commits[base:], clock=stage.clock)
+    return [one for one in steps if one.step >= first]
+
+
+def test_committed_steps_are_reproduced_from_the_log_alone(stage: TrainerStage) -> None:
+    train(stage, stage.trainer(checkpoint_every=2), *range(6))
+    steps = replayed(stage, commits_of(stage), first=3)
+    assert [(one.step, one.equal, one.tensor) for one in steps] == [
+        (3, True, None),
+        (4, True, None),
+        (5, True, None),
+    ]
+    assert all(one.other_numerics == [] for one in steps)
+
+
+def test_replay_names_the_first_step_and_tensor_after_a_changed_trajectory(
+    stage: TrainerStage,
+) -> None:
+    train(stage, stage.trainer(checkpoint_every=100), *range(4))
+    taken = stage.commits()[2].groups[0].trajectories[1]
+    stage.change_trajectory(taken.partition, taken.offset)
+    steps = replayed(stage, commits_of(stage), first=0)
+    assert [one.equal for one in steps] == [True, True, False, False]
+    assert steps[2].tensor == "weights"
+
+
+def test_replay_names_the_first_step_after_a_changed_setting(stage: TrainerStage) -> None:
+    train(stage, stage.trainer(checkpoint_every=100), *range(3))
+    commits = commits_of(stage)
+    changed = dict(commits[1].settings) | {"trainer.learning_rate": 1.1e-3}
+    commits[1] = msgspec.structs.replace(commits[1], settings=changed)
+    assert [one.equal for one in replayed(stage, commits, first=0)] == [True, False, False]
+
+
+def test_commit_that_is_gone_is_noticed(stage: TrainerStage) -> None:
+    train(stage, stage.trainer(), 0)
+    history = read_history(stage.bus, stage.topics, stage.clock)
+    note = replace(history.notes[0], offset=history.notes[0].offset + 1)
+    with pytest.raises((LogTruncated, InvariantBroken)):
+        list(read_commits(stage.bus, stage.topics, [note], stage.clock))
+
+
+def test_doubled_commit_counts_once(stage: TrainerStage) -> None:
+    train(stage, stage.trainer(), 0, 1)
+    stage.writer.append([Append(topic=stage.topics.control, value=encode(stage.commits()[0]))])
+    stage.writer.append([Append(topic=stage.topics.control, value=encode(stage.commits()[1]))])
+    history = read_history(stage.bus, stage.topics, stage.clock)
+    assert [note.step for note in history.notes] == [0, 1]

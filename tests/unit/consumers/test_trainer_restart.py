@@ -1,0 +1,228 @@
+"""The trainer killed, fenced, cut off and started again, on a log in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
+from dora_pipe.consumers.recovery import read_history
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
+from dora_pipe.errors import (
+    Fenced,
+    NonFinite,
+    OutcomeUnknown,
+)
+from dora_pipe.schemas.control import (
+    RoleStarted,
+)
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support.trainer_stage import TrainerStage, digests, train
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> TrainerStage:
+    made = TrainerStage(tmp_path)
+    made.start_run()
+    return made
+
+
+def test_restarted_trainer_replays_and_goes_on_as_if_it_had_never_stopped(
+    stage: TrainerStage, tmp_path: Path
+) -> None:
+    other = TrainerStage(tmp_path / "other")
+    other.start_run()
+    unkilled = other.trainer(checkpoint_every=3)
+    train(other, unkilled, *range(7))
+    for step in range(7):
+        trainer = stage.trainer(checkpoint_every=3)
+        train(stage, trainer, step)
+        trainer.close()
+    assert digests(stage) == digests(other)
+    epochs = [one.role_epoch for one in stage.control() if isinstance(one, RoleStarted)]
+    assert epochs == list(range(7))
+
+
+@pytest.mark.parametrize("phase", ["reading", "training", "publishing"])
+def test_uncommitted_step_is_done_again_from_the_same_batch(
+    stage: TrainerStage, phase: str
+) -> None:
+    trainer = stage.trainer()
+    train(stage, trainer, 0)
+    stage.commits()
+    decision = stage.take_new(1)
+    trainer.until(lambda: trainer.machine.phase == phase)
+    trainer.close()
+    again = stage.trainer()
+    again.train_to(2)
+    commit = stage.commits()[1]
+    assert commit.groups == decision.groups
+    assert commit.role_epoch == 1
+
+
+def test_orphans_of_a_killed_trainer_are_left_alone(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=1)
+    stage.take_new(0)
+    trainer.until(lambda: trainer.machine.phase == "publishing")
+    while not trainer.port.poll():  # the files are there, the machine never hears of it
+        pass
+    trainer.close()
+    orphans = stage.store.orphans({stage.policy.digest, "assets"})
+    assert len(orphans) == 3
+    again = stage.trainer(checkpoint_every=1)
+    again.train_to(1)
+    # The same batch gives the same files: the commit adopts the orphans.
+    (commit,) = stage.commits()
+    assert commit.checkpoint is not None
+    named = {
+        stage.policy.digest,
+        "assets",
+        commit.digest_after,
+        commit.contributions.sha256,
+        commit.checkpoint.sha256,
+    }
+    assert stage.store.orphans(named) == []
+
+
+def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=2)
+    train(stage, trainer, 0, 1, 2, 3, 4)
+    trainer.close()
+    newest = stage.commits()[3].checkpoint
+    assert newest is not None
+    stage.store.optimizer_path(newest.sha256).write_bytes(b"damaged")
+    older = stage.commits()[1].digest_after
+    stage.store.weights_path(older).unlink()  # both checkpoints are gone: from version 0
+    again = stage.trainer(checkpoint_every=2)
+    train(stage, again, 5)
+    assert len(stage.commits()) == 6
+
+
+def test_policy_file_that_is_gone_is_made_again_by_the_replay(stage: TrainerStage) -> None:
+    trainer = stage.trainer(checkpoint_every=2)
+    train(stage, trainer, 0, 1, 2)
+    trainer.close()
+    last = stage.commits()[-1].digest_after
+    stage.store.weights_path(last).unlink()
+    again = stage.trainer(checkpoint_every=2)
+    again.until(lambda: again.idle)
+    assert stage.store.verify(last).digest == last
+
+
+def test_older_trainer_is_fenced_and_commits_nothing(stage: TrainerStage) -> None:
+    older = stage.trainer()
+    stage.take_new(0)
+    older.until(lambda: older.machine.phase == "publishing")
+    newer = stage.trainer()
+    with pytest.raises(Fenced):
+        older.tick(50)
+    newer.train_to(1)
+    assert [one.role_epoch for one in stage.commits()] == [1]
+
+
+@pytest.mark.parametrize("lands", [0, 1])
+def test_commit_of_unknown_outcome_ends_the_role_and_the_next_one_reads_what_happened(
+    stage: TrainerStage, lands: int
+) -> None:
+    class Flaky:
+        """The outcome of the append of a commit is not known."""
+
+        def on_append(self, call: int, records: Any) -> AppendFault | None:
+            commit = any(b'"step-committed"' in one.value for one in records)
+            return AppendFault(kind="unknown", lands=lands) if commit else None
+
+        def on_poll(self, call: int) -> bool:
+            return False
+
+    honest = stage.open_bus
+    stage.open_bus = lambda: MemoryBus(
+        stage.log, faults=Flaky(), now_ms=lambda: stage.clock.ns // 1_000_000
+    )
+    trainer = stage.trainer()
+    stage.take_new(0)
+    with pytest.raises(OutcomeUnknown):
+        trainer.tick(200)
+    stage.open_bus = honest
+    assert len(stage.commits()) == lands
+    again = stage.trainer()
+    again.train_to(1)
+    assert len(stage.commits()) == 1
+    train(stage, again, 1)
+    assert len(stage.commits()) == 2
+
+
+def test_commit_rejected_by_the_orchestrator_is_replaced_in_the_history(
+    stage: TrainerStage,
+) -> None:
+    trainer = stage.trainer()
+    train(stage, trainer, 0)
+    stage.commits()
+    groups = [stage.log_group(number, version=1, deadline=4) for number in (70, 71)]
+    stage.take(1, groups)
+    trainer.train_to(2)
+    # `fail-batch` came first: the orchestrator decides step 1 again, on other groups.
+    fresh = [stage.log_group(number, version=1, deadline=4) for number in (72, 73)]
+    stage.take(1, fresh, attempt=2)
+    trainer.until(lambda: [one.attempt for one in stage.commits()] == [1, 1, 2])
+    train(stage, trainer, 2)
+    trainer.close()
+    history = read_history(stage.bus, stage.topics, stage.clock)
+    assert [(note.step, note.attempt) for note in history.notes] == [(0, 1), (1, 2), (2, 1)]
+    again = stage.trainer()
+    train(stage, again, 3)
+    assert stage.commits()[-1].digest_before == stage.commits()[-2].digest_after
+
+
+def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: TrainerStage) -> None:
+    name = trajectory_id(group_id("train", 0), 1)
+    trainer = stage.trainer(trainer=SimulatedTrainer(poison=[name]))
+    stage.take_new(0)
+    with pytest.raises(NonFinite, match=name):
+        trainer.tick(200)
+    assert stage.commits() == []
+    # After `fail-batch` the next attempt is taken, although the first comes first in the log.
+    trainer.close()
+    stage.take(0, [stage.log_group(1), stage.log_group(2)], attempt=2)
+    again = stage.trainer(trainer=SimulatedTrainer(poison=[name]))
+    again.train_to(1)
+    assert [one.attempt for one in stage.commits()] == [2]
+
+
+def test_end_of_the_run_ends_the_trainer_also_one_that_starts_after_it(
+    stage: TrainerStage,
+) -> None:
+    trainer = stage.trainer()
+    train(stage, trainer, 0)
+    stage.stop_run()
+    trainer.until(lambda: trainer.machine.finished)
+    late = stage.trainer()
+    late.until(lambda: late.machine.finished)
+    assert len(stage.commits()) == 1
+
+
+def test_log_that_is_away_for_a_while_changes_nothing(stage: TrainerStage, tmp_path: Path) -> None:
+    other = TrainerStage(tmp_path / "other")
+    other.start_run()
+    train(other, other.trainer(), 0, 1, 2)
+    stage.open_bus = lambda: MemoryBus(
+        stage.log,
+        faults=ScriptedFaults(polls=set(range(30, 60)), appends={2: AppendFault(kind="failed")}),
+        now_ms=lambda: stage.clock.ns // 1_000_000,
+    )
+    train(stage, stage.trainer(), 0, 1, 2)
+    assert digests(stage) == digests(other)
+
+
+def test_status_tells_phase_step_and_cache(stage: TrainerStage) -> None:
+    trainer = stage.trainer()
+    stage.log_group(40)
+    train(stage, trainer, 0)
+    trainer.tick(100)
+    last = stage.statuses()[-1]
+    assert (last.step, last.phase, last.waits_for) == (
+        1,
+        "idle",
+        "batch of step 1: no decision yet",
+    )
+    assert last.cached_records == 2  # of the group that no batch has taken
+    assert last.cached_bytes > 0

@@ -1,0 +1,236 @@
+"""Whole runs in virtual time: safe while everything breaks, live as soon as it stops breaking.
+
+Goal: C2, C3 and liveness for any workers and faults, and that plans leave nothing to plan.
+Method: the real machine on a log in memory against players drawn from a seed (tests/support/
+orchestrator_world.py); `Ledger` watches every decision and fact without looking at State. A failing
+seed is in the name of its test.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_pipe.orchestrator.fold import apply_decision, apply_observation
+from dora_pipe.orchestrator.hosting import hosts, orphans
+from dora_pipe.orchestrator.planner import decide, plan
+from dora_pipe.orchestrator.recovery import read_rounds, recover
+from dora_pipe.orchestrator.rules_control import apply_control
+from dora_pipe.orchestrator.staleness import feasible
+from dora_pipe.orchestrator.state import State, queue_key
+from dora_pipe.schemas.rounds import LeaseExpired
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_world import Chances, World
+
+FAULTY_S = 60.0
+"""Virtual seconds of faults before they stop."""
+CALM_S = 5000.0
+"""A run that is not over after so many virtual seconds without faults never ends."""
+
+
+def swarm(seed: int) -> World:
+    """Everything drawn from the seed: sizes, workers, probabilities."""
+    chance = random.Random(seed)
+    eta = chance.randrange(4)
+    size = chance.randrange(1, 5)
+    config = records.make_config(
+        run__steps=chance.randrange(3, 12),
+        run__seed=seed,
+        groups__size=size,
+        groups__per_step=chance.randrange(1, 5),
+        groups__min_valid_siblings=min(size, chance.randrange(1, 3)),
+        groups__filter_zero_advantage=size > 1 and chance.random() < 0.3,
+        groups__attempts_max=chance.choice([2, 3, 5]),
+        staleness__max_staleness=eta,
+        staleness__in_flight_batches=chance.choice([None, 1.0, 1.0 + eta * chance.random()]),
+        evaluation__prompts=chance.choice([0, 0, 2, 3]),
+        evaluation__every=chance.choice([0, 1, 2]),
+        evaluation__siblings=chance.randrange(1, 3),
+    )
+    workers = {
+        f"w{number}": (chance.randrange(1, 7), chance.randrange(0, 3))
+        for number in range(chance.randrange(1, 5))
+    }
+    chances = Chances(
+        invalid=chance.choice([0, 0, 0.1]),
+        failure=chance.choice([0, 0, 0.1]),
+        crash=chance.choice([0, 0.01, 0.05]),
+        freeze=chance.choice([0, 0.01, 0.03]),
+        refusal=chance.choice([0, 0, 0.2]),
+        trainer_restart=chance.choice([0, 0.1]),
+        restart=chance.choice([0, 0, 0.1]),
+        token_s=chance.choice([0.01, 0.1]),
+        train_s=chance.choice([0.2, 3.0]),
+        load_s=chance.choice([0.1, 2.0]),
+        equal_rewards=chance.choice([0, 0.3]),
+    )
+    return World(seed=seed, config=config, workers=workers, chances=chances)
+
+
+def check_state(state: State) -> None:
+    """What holds of every state, found again from scratch."""
+    assert state.config is not None
+    at = state.standing()
+    u = [g for g in state.groups.values() if g.phase in ("generating", "finished")]
+    u = [g for g in u if g.spec.purpose == "train"]
+    counted = {g.spec.deadline: 0 for g in u}
+    for group in u:
+        counted[group.spec.deadline] += 1
+    assert state.deadlines == counted
+    assert feasible(state.deadlines, at.step, at.per_step)
+    assert state.finished == sorted(g.key for g in u if g.phase == "finished")
+    queued = [name for name, one in state.requests.items() if not one.worker]
+    keys = {
+        name: queue_key(state.groups[state.requests[name].group].spec, state.requests[name].sibling)
+        for name in queued
+    }
+    assert sorted(key for queue in state.queues.values() for key in queue) == sorted(keys.values())
+    for worker in state.workers.values():
+        mine = {
+            n
+            for n, r in state.requests.items()
+            if (r.worker, r.epoch) == (worker.name, worker.epoch)
+        }
+        assert worker.requests == mine
+        assert worker.room >= 0
+        versions = {state.groups[state.requests[name].group].spec.version for name in mine}
+        assert versions <= {worker.hosted}, "C1"
+    assert set(state.policies) == {*state.pins, state.version}
+    assert sum(state.pins.values()) == len(state.groups)
+
+
+def finish(world: World) -> None:
+    """Heal, and insist on the end."""
+    world.heal()
+    world.run(seconds=CALM_S)
+    assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.tally}"
+    world.ledger.check_end()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
+    world = swarm(seed)
+    world.run(seconds=FAULTY_S)
+    check_state(world.machine.state)
+    finish(world)
+    state = world.machine.state
+    assert state.tally.rejected == 0, state.tally.rejection
+    assert state.tally.staleness == world.ledger.staleness
+    assert max(state.tally.staleness) <= world.config.staleness.max_staleness
+    found = recover(world.bus, world.topics)
+    assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60, 360))
+def test_run_is_safe_under_faults_and_ends_when_they_stop_at_length(seed: int) -> None:
+    world = swarm(seed)
+    world.run(seconds=FAULTY_S)
+    check_state(world.machine.state)
+    finish(world)
+
+
+def random_state(seed: int, seconds: float) -> State:
+    """A state some way into a run, a copy."""
+    world = swarm(seed)
+    world.run(seconds=seconds)
+    return copy.deepcopy(world.machine.state)
+
+
+def shake(state: State, chance: random.Random) -> None:
+    """Something happens that the plan has to answer: losses, joins, failures, commands."""
+    for name, worker in sorted(state.workers.items()):
+        if chance.random() < 0.4:
+            apply_observation(state, LeaseExpired(worker=name, epoch=worker.epoch))
+    offset = state.control_next + 1000
+    for number in range(chance.randrange(3)):
+        joined = records.joined(f"x{number}", slots=chance.randrange(1, 6), prefetch=2)
+        apply_control(state, offset + number, joined)
+    if chance.random() < 0.2:
+        apply_control(state, offset + 10, records.command("stop", now=chance.random() < 0.5))
+    if chance.random() < 0.2:
+        apply_control(state, offset + 11, records.command("drain"))
+    if chance.random() < 0.2:
+        changed = records.command("set", staleness__max_staleness=chance.randrange(4))
+        apply_control(state, offset + 12, changed)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0.5, 40.0), st.integers(0, 10**6))
+def test_a_plan_leaves_nothing_to_plan(seed: int, seconds: float, shock: int) -> None:
+    state = random_state(seed, seconds)
+    if state.done:
+        return
+    assert plan(state) == (), "the machine has just planned"
+    shake(state, random.Random(shock))
+    for _ in range(4):
+        before = copy.deepcopy(state)
+        decisions = decide(state)
+        assert decide(state) == []
+        check_state(state)
+        assert tuple(decisions) == plan(before), "equal states, equal plans"
+        for one in decisions:
+            apply_decision(before, one)
+        assert before.digest() == state.digest()
+        for worker in list(state.workers.values()):
+            if worker.loading:
+                ready = records.ready(worker.name, worker.epoch, worker.target, worker.digest)
+                apply_control(state, 10**9, ready)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.floats(0.5, 30.0), st.integers(0, 10**6))
+def test_while_a_version_has_no_host_nothing_is_admitted(
+    seed: int, seconds: float, shock: int
+) -> None:
+    state = random_state(seed, seconds)
+    if state.done:
+        return
+    shake(state, random.Random(shock))
+    before = state.ordinal
+    decide(state)
+    if orphans(state, hosts(state)):
+        assert state.ordinal == before
+
+
+def test_every_plan_of_a_log_can_be_made_again_from_the_log() -> None:
+    from dora_pipe.orchestrator.fold import fold_decisions, fold_inputs
+
+    world = swarm(11)
+    world.run(seconds=FAULTY_S)
+    finish(world)
+    state, planned = State(), 0
+    for at in read_rounds(world.bus, world.topics):
+        fold_inputs(state, at.round, at.folded())
+        again = plan(state)
+        assert at.round.decisions in ((), again), f"round {at.round.ordinal}"
+        planned += len(again)
+        fold_decisions(state, at.round)
+    assert planned > 50
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_queue_of_an_old_version_survives_the_loss_of_its_only_host(workers: int) -> None:
+    config = records.make_config(run__steps=6, groups__size=4, staleness__max_staleness=3)
+    chances = Chances(crash=0.05, away_s=30.0, tokens_mean=50.0)
+    names = {f"w{number}": (number + 2, 1) for number in range(workers)}
+    world = World(seed=workers, config=config, workers=names, chances=chances)
+    world.run(seconds=200.0)
+    finish(world)
+    assert world.machine.state.tally.requeued > 0
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    config = records.make_config(run__steps=60, groups__per_step=2)
+    world = World(seed=1, config=config, workers={"w0": (4, 0), "w1": (4, 0)})
+    most = 0
+    while not world.machine.state.done:
+        world.run(seconds=2.0)
+        state = world.machine.state
+        most = max(most, len(state.groups) + len(state.requests) + len(state.policies))
+    assert world.machine.state.tally.fates["trained"] == 120
+    assert most < 30

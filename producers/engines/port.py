@@ -57,7 +57,8 @@ class EngineRequest:
     request: str
     token_ids: Sequence[int]
     sampled: int
-    """How many of `token_ids`, at its end, count as already sampled against `max_tokens`."""
+    """How many of `token_ids`, at its end, count as already sampled against `max_tokens`. Stop
+    strings may begin in these tokens."""
     seed: int
     params: SamplingParams
     emit_every: int = 0
@@ -129,7 +130,11 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[EngineEvent]:
-        """Advance every active row by one token (prefilling new rows first); [] when idle."""
+        """Advance every active row by one token (prefilling new rows first); [] when idle.
+
+        A bounded amount of work: a row whose prompt is longer than an engine prefills in one step
+        gets its first token in a later one. Events come in the order in which requests were added.
+        """
         ...
 
     @property

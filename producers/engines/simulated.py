@@ -54,7 +54,7 @@ def mix64(value: int) -> int:
 
 
 def long_tailed_length(seed: int, turn: int) -> int:
-    """Tokens of a turn: 5 to 123, median 9, a tail as in the demo; a function of (seed, turn)."""
+    """Tokens of a turn: 5 to 123, median 11, a tail as in the demo; a function of (seed, turn)."""
     first, second = mix64(mix64(seed) ^ turn), mix64(mix64(seed ^ _MASK) ^ turn)
     radius = math.sqrt(-2 * math.log((first + 1) / 2**64))
     normal = radius * math.cos(2 * math.pi * second / 2**64)

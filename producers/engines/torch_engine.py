@@ -75,7 +75,7 @@ class TorchEngine:
         decode: Decode | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.version = str(str(torch.__version__))
+        self.version = str(torch.__version__)
         self.declares = declares
         self.slots = slots
         self.context_tokens = context_tokens

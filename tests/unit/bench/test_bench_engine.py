@@ -1,0 +1,35 @@
+"""The engine's bench measures what it says: the demo's lengths, both sides of the comparison."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dora_pipe.bench.engine import MODEL, EngineFigure, bench_engine, demo_requests
+from dora_pipe.errors import UsageError
+
+
+def test_figures_hold_both_engines() -> None:
+    (figure,) = bench_engine([8], requests_per_row=1)
+    assert isinstance(figure, EngineFigure)
+    assert (figure.rows, figure.requests) == (8, 32)
+    assert figure.tokens == sum(one.params.max_tokens for one in demo_requests(32))
+    assert figure.tokens_per_s > 0 and figure.cpu_tokens_per_s > 0
+    wanted = figure.cpu_tokens_per_s / figure.generate_cpu_tokens_per_s
+    assert figure.ratio == pytest.approx(wanted, rel=0.01)
+
+
+def test_requests_are_those_of_the_demo() -> None:
+    requests = demo_requests(2000)
+    lengths = np.array([one.params.max_tokens for one in requests])
+    assert {len(one.token_ids) for one in requests} == {5}
+    assert (lengths.min(), lengths.max(), np.median(lengths)) == (5, 123, 11)
+    assert requests == demo_requests(2000)
+    parameters = sum(int(np.prod(shape)) for shape in MODEL.tensors().values())
+    assert parameters == 550_272
+
+
+def test_rows_that_cannot_be_are_refused() -> None:
+    for rows in (0, 5000):
+        with pytest.raises(UsageError):
+            bench_engine([rows])

@@ -85,19 +85,19 @@ def _events(cluster: Cluster) -> None:
 
 def _kill_worker_in_the_middle(cluster: Cluster) -> None:
     """w1 dies with running requests that have progress records; it comes back."""
-    rows = cluster.roles["w1"].machine.requests.rows
-
-    def told() -> bool:
-        """The orchestrator has heard of a progress record of a request that still runs."""
-        running = {row.place.trajectory for row in rows.values()}
-        statuses = cluster.roles[ORCHESTRATOR].machine._statuses
-        known = (one.progress for (name, _), one in statuses.items() if name == "w1")
-        return any(running & progress.keys() for progress in known)
-
-    cluster.until(told)
+    cluster.until(lambda: progress_is_known(cluster, "w1"))
     cluster.kill("w1")
     cluster.ticks(LEASE_TICKS + 30)
     cluster.start("w1")
+
+
+def progress_is_known(cluster: Cluster, name: str) -> bool:
+    """Whether the orchestrator has heard of a progress record of a request that still runs."""
+    rows = cluster.roles[name].machine.requests.rows
+    running = {row.place.trajectory for row in rows.values()}
+    statuses = cluster.roles[ORCHESTRATOR].machine._statuses
+    known = (one.progress for (worker, _), one in statuses.items() if worker == name)
+    return any(running & progress.keys() for progress in known)
 
 
 def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:

@@ -1,0 +1,110 @@
+"""What production runs, replayed: torch engine and trainer on small models, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.errors import ReplayDiverged
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.regenerate import pick, regenerate
+from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.role import sampling_params
+from dora_pipe.schemas.identity import Purpose
+from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import TorchParts
+from tests.support.models import make_llama_gqa, make_qwen2
+from tests.support.recorded_run import progress_is_known
+
+STEPS = 4
+WIDE_LOGITS = 20.0
+"""Random weights give nearly equal logits; these make the choice of a token matter."""
+
+
+@pytest.fixture(scope="module", params=[make_qwen2, make_llama_gqa], ids=["qwen2", "llama-gqa"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A finished run whose batches were full, and in which a worker was killed on the way."""
+    make: Callable[..., Path] = request.param
+    folder = tmp_path_factory.mktemp("torch")
+    parts = TorchParts(make(folder / "model", scale=WIDE_LOGITS))
+    config = make_config(
+        run__steps=STEPS,
+        run__name="torch",
+        sampling__max_tokens=48,
+        sampling__top_p=0.95,
+        timing__lease_s=0.5,
+    )
+    with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as running:
+        running.until(lambda: running.version >= 1)
+        running.until(lambda: progress_is_known(running, "w1"))
+        running.kill("w1")
+        running.ticks(130)
+        running.start("w1")
+        running.run()
+        yield running
+
+
+def _replay(cluster: Cluster, first: int, last: int, **changed: float) -> list[StepLine]:
+    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
+    lines = replay(
+        cluster.bus,
+        cluster.topics,
+        cluster.store.root,
+        cluster.parts.trainer(cluster.assets, reference, cluster.config),
+        first=first,
+        last=last,
+        clock=cluster.clock,
+        changed={name.replace("__", "."): value for name, value in changed.items()},
+    )
+    return list(lines)
+
+
+def test_run_with_torch_holds(cluster: Cluster) -> None:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.steps == STEPS
+
+
+def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
+    lines = _replay(cluster, 0, STEPS)
+    assert [line.replayed.step for line in lines] == list(range(STEPS))
+    assert all(line.replayed.equal for line in lines)
+    assert len({line.replayed.digest_replayed for line in lines}) == STEPS
+
+
+def test_one_digit_of_the_learning_rate_is_named_with_step_and_tensor(cluster: Cluster) -> None:
+    lines = _replay(cluster, 1, STEPS, trainer__learning_rate=1.1e-5)
+    assert [line.replayed.equal for line in lines] == [True, False]
+    with pytest.raises(ReplayDiverged, match=r"step 1 .* the first tensor that differs is \w+\."):
+        raise_if_diverged(lines[-1])
+    assert lines[-1].distances[0].relative_max < 1.0
+
+
+def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
+    ledger = build_ledger(cluster.bus, cluster.topics)
+    stop_ids = cluster.parts.stop_ids(cluster.assets)
+    config = cluster.config
+    params: dict[Purpose, SamplingParams] = {
+        "train": sampling_params(config.sampling, stop_ids),
+        "eval": sampling_params(config.evaluation.sampling, stop_ids),
+    }
+    moved = [
+        entry.trajectory
+        for group in ledger.accounts.groups.values()
+        for entry in group.requests.values()
+        if any(placement.resume is not None for placement in entry.placements)
+    ]
+    assert moved
+    wanted = sorted({*pick(ledger, 20, 5), *moved})
+    engine = cluster.parts.engine(cluster.assets, config, cluster.clock)
+    found = list(
+        regenerate(cluster.bus, cluster.topics, cluster.store.root, ledger, engine, wanted, params)
+    )
+    assert [one for one in found if not one.equal] == []
+    assert {one.trajectory for one in found} == set(wanted)
+    assert any(one.stays > 1 for one in found)

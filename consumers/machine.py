@@ -44,7 +44,7 @@ from dora_pipe.consumers.effects import (
     Unreadable,
 )
 from dora_pipe.consumers.recovery import History
-from dora_pipe.consumers.status import Phase, waits_for
+from dora_pipe.consumers.status import Gauges, Phase, waits_for
 from dora_pipe.errors import SchemaError
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.batch import batch_digest
@@ -88,7 +88,7 @@ class _Taken:
 class TrainerMachine:
     """A `dora_pipe.runtime.Machine`; `history` is what control said at the start, and is kept up.
 
-    `cached` tells the records and bytes in the batch reader's cache.
+    `cached` tells how it is with the batch reader and its cache.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TrainerMachine:
         history: History,
         *,
         cost: Callable[[], Cost],
-        cached: Callable[[], tuple[int, int]],
+        cached: Callable[[], Gauges],
     ) -> None:
         self.phase: Phase = "restoring"
         self.history = history
@@ -359,7 +359,7 @@ class TrainerMachine:
             return
         self._status_due_ns = now.mono_ns + self._setup.heartbeat_ns
         step = self.history.next_step
-        records, size_bytes = self._cached()
+        gauges = self._cached()
         status = TrainerStatus(
             at_ns=now.wall_ns,
             waits_for=waits_for(
@@ -368,13 +368,14 @@ class TrainerMachine:
                 replayed=self._replaying,
                 caught_up=self._caught_up,
                 refused=self._refused[1] if self._refused[0] == step else None,
+                reading=gauges.waits_for,
             ),
             cost=self._cost(),
             role_epoch=self._setup.role_epoch,
             step=step,
             phase=self.phase,
-            cached_records=records,
-            cached_bytes=size_bytes,
+            cached_records=gauges.records,
+            cached_bytes=gauges.bytes,
         )
         append = Append(topic=self._setup.topics.metrics, key=KEY, value=encode(status))
         self._out.publish.append(Publish(record=append))

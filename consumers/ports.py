@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from dora_pipe.consumers.effects import Effect, Event
+from dora_pipe.consumers.status import Gauges
 from dora_pipe.consumers.work import EFFECTS, TrainerWork
 from dora_pipe.runtime import Meter
 
@@ -55,7 +56,7 @@ class ThreadPort:
         self._todo: queue.Queue[Effect] = queue.Queue(maxsize=EFFECTS_MAX)
         self._events: queue.Queue[Event] = queue.Queue(maxsize=EVENTS_MAX)
         self._errors: list[BaseException] = []
-        self._cached = (0, 0)
+        self._gauges = Gauges(0, 0)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainer-work", daemon=True)
         self._thread.start()
@@ -79,9 +80,9 @@ class ThreadPort:
             raise self._errors[0]
         return events
 
-    def cached(self) -> tuple[int, int]:
-        """Records and bytes in the reader's cache."""
-        return self._cached
+    def cached(self) -> Gauges:
+        """How it is with the batch reader and its cache."""
+        return self._gauges
 
     def close(self) -> None:
         """Stop the thread where it stands between two events; idempotent."""
@@ -109,12 +110,13 @@ class ThreadPort:
             effect = self._todo.get(timeout=READ_AHEAD_EVERY_S)
         except queue.Empty:
             self._report(work, work.idle())
+            self._gauges = work.gauges()
         else:
             self._report(work, work.run(effect))
 
     def _report(self, work: TrainerWork, events: Iterator[Event | None]) -> None:
         for event in events:
-            self._cached = (work.reader.records, work.reader.bytes)
+            self._gauges = work.gauges()
             if self._closing.is_set():
                 return
             if event is not None:
@@ -156,9 +158,9 @@ class InlinePort:
         self._todo.popleft()
         return []
 
-    def cached(self) -> tuple[int, int]:
-        """Records and bytes in the reader's cache."""
-        return self._work.reader.records, self._work.reader.bytes
+    def cached(self) -> Gauges:
+        """How it is with the batch reader and its cache."""
+        return self._work.gauges()
 
     def close(self) -> None:
         """Drop what is under way; idempotent."""

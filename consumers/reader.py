@@ -113,6 +113,8 @@ class BatchReader:
         self._waiting_since_ns: int | None = None
         self.bytes = 0
         """Of the cached records."""
+        self.waits_for = ""
+        """The place that the last `find` has not reached, in words; empty when it has all."""
         self.seeks = 0
         """Records that were read again from their place."""
 
@@ -147,19 +149,12 @@ class BatchReader:
             moved = self.read_ahead(timeout_s=timeout_s)
             behind = self._behind(places)
             self._wait_on(behind, bool(moved))
-            if behind is not None:
-                return None
+        self.waits_for = self._words(behind)
+        if behind is not None:
+            return None
         found = {place: self._cache[place] for place in places if place in self._cache}
         found |= self._seek([place for place in places if place not in found])
         return found
-
-    def waits_for(self, places: Iterable[Place]) -> str:
-        """The first place that has not been reached, in words; empty if all have."""
-        behind = self._behind(places)
-        if behind is None:
-            return ""
-        position = self._reader.position(TopicPartition(self._topic, behind.partition))
-        return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
     def drop(self, places: Iterable[Place]) -> None:
         """Forget records that will not be wanted again (if they are: they are read again)."""
@@ -209,6 +204,12 @@ class BatchReader:
             if exists and self._reader.position(at) <= place.offset:
                 return place
         return None
+
+    def _words(self, behind: Place | None) -> str:
+        if behind is None:
+            return ""
+        position = self._reader.position(TopicPartition(self._topic, behind.partition))
+        return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
     def _wait_on(self, behind: Place | None, moved: bool) -> None:
         """A place that the log does not reach for a long time was lost."""

@@ -41,6 +41,7 @@ from dora_pipe.consumers.replay import (
     places_of,
     steps_again,
 )
+from dora_pipe.consumers.status import Gauges
 from dora_pipe.consumers.trainers.port import StepResult, TrainBatch, Trainer
 from dora_pipe.errors import ReplayDiverged, SchemaError
 from dora_pipe.policies.store import PolicyStore
@@ -117,6 +118,10 @@ class TrainerWork:
         """Read ahead a bit, without waiting; what is cached then costs no step any time."""
         self.reader.read_ahead(timeout_s=0.0)
         yield from self._letters()
+
+    def gauges(self) -> Gauges:
+        """How it is with the reader."""
+        return Gauges(self.reader.records, self.reader.bytes, self.reader.waits_for)
 
     def close(self) -> None:
         """Close the reader; idempotent."""

@@ -17,6 +17,7 @@ from dora_pipe.consumers.effects import (
 )
 from dora_pipe.consumers.machine import TrainerMachine, TrainerSetup
 from dora_pipe.consumers.recovery import History
+from dora_pipe.consumers.status import Gauges
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Published
 from dora_pipe.schemas.control import (
     Offender,
@@ -86,8 +87,9 @@ class Driver:
             heartbeat_ns=HEARTBEAT_NS,
         )
         self.machine = TrainerMachine(
-            setup, self.history, cost=lambda: NO_COST, cached=lambda: (3, 4)
+            setup, self.history, cost=lambda: NO_COST, cached=lambda: self.gauges
         )
+        self.gauges = Gauges(3, 4)
         self.now_ns = 0
         self.offset = 100
         self.written: list[Any] = []

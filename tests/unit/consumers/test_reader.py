@@ -81,10 +81,10 @@ def test_place_that_is_not_visible_yet_is_waited_for(stage: TrainerStage) -> Non
     reader = reader_of(stage)
     wanted = places(early, group)
     assert reader.find(wanted, timeout_s=0.0) is None
-    assert f"not yet {wanted[2].offset}" in reader.waits_for(wanted)
+    assert f"not yet {wanted[2].offset}" in reader.waits_for
     stage.clock.sleep(5)
     assert readable(find(reader, early, group))
-    assert reader.waits_for(wanted) == ""
+    assert reader.waits_for == ""
 
 
 def test_place_that_the_log_never_reaches_stops_the_run(stage: TrainerStage) -> None:

@@ -11,6 +11,7 @@ from dora_pipe.consumers.effects import (
     Replayed,
     Unreadable,
 )
+from dora_pipe.consumers.status import Gauges
 from dora_pipe.errors import SchemaError
 from dora_pipe.runtime import CaughtUp, StopAsked
 from dora_pipe.schemas.control import (
@@ -132,6 +133,15 @@ def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
         ("committing", "commit of step 0: not acknowledged yet"),
     ]
     assert (driver.statuses[0].cached_records, driver.statuses[0].cached_bytes) == (3, 4)
+
+
+def test_status_of_reading_names_the_partition_that_is_behind() -> None:
+    driver = Driver().to_reading()
+    driver.gauges = Gauges(3, 4, "partition 1 is read up to 30, not yet 40")
+    driver.react(after_ns=HEARTBEAT_NS)
+    assert driver.statuses[-1].waits_for == (
+        "batch of step 0: partition 1 is read up to 30, not yet 40"
+    )
 
 
 def test_status_of_a_replay_says_how_far_it_is() -> None:

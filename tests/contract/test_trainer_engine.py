@@ -1,0 +1,86 @@
+"""Engine and trainer agree on a policy: what one samples, the other finds as likely."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.consumers.trainers.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.trainers.torch_trainer import TorchTrainer
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import EngineRequest, SamplingParams, TokensSampled
+from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support.batches import SETTINGS, make_trajectory
+from tests.support.models import EOS_ID, make_llama_gqa, make_qwen2
+
+RATIO_DISTANCE_MAX = 1e-4
+"""How far a ratio may lie from 1 on the policy that sampled the trajectory."""
+
+PROMPT = [5, 9, 14, 21]
+
+
+@pytest.mark.parametrize("make_model", [make_qwen2, make_llama_gqa])
+def test_ratio_is_one_on_the_policy_that_sampled(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    policy, assets = store.import_model(make_model(tmp_path / "model"))
+    trainer = TorchTrainer(store.assets_path(assets), reference=store.weights_path(policy.digest))
+    trainer.load(store.weights_path(policy.digest), digest=policy.digest, optimizer=None)
+    # A step first: the engine must take what the trainer published, not what it was opened with.
+    trainer.train(_batch(store, assets, policy.digest, step=0), SETTINGS)
+    digest = store.publish_weights(trainer.save_weights).digest
+    assert digest != policy.digest
+    batch = _batch(store, assets, digest, step=1)
+    figures = trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1}).figures
+    assert figures["tokens"] > 300
+    assert abs(figures["ratio_min"] - 1) < RATIO_DISTANCE_MAX
+    assert abs(figures["ratio_max"] - 1) < RATIO_DISTANCE_MAX
+    assert figures["clipped_share"] == 0.0
+
+
+def _batch(store: PolicyStore, assets: str, digest: str, *, step: int) -> TrainBatch:
+    """Four groups of four siblings, sampled by the engine under one policy."""
+    engine = TorchEngine.open(store.assets_path(assets), slots=16, context_tokens=128, threads=1)
+    engine.load(store.weights_path(digest), version=step, digest=digest)
+    names = [
+        trajectory_id(group_id("train", step * 4 + number), sibling)
+        for number in range(4)
+        for sibling in range(4)
+    ]
+    params = SamplingParams(max_tokens=60, stop_ids=(EOS_ID,))
+    for place, name in enumerate(names):
+        prompt = [*PROMPT, 30 + place // 4]
+        engine.add(
+            EngineRequest(request=name, token_ids=prompt, sampled=0, seed=place, params=params)
+        )
+    sampled: dict[str, list[int]] = {name: [] for name in names}
+    logprobs: dict[str, list[float]] = {name: [] for name in names}
+    while engine.active:
+        for event in engine.step():
+            if isinstance(event, TokensSampled):
+                sampled[event.request] += event.token_ids
+                logprobs[event.request] += event.logprobs
+    engine.close()
+    return TrainBatch(
+        step=step,
+        groups=[
+            TrainGroup(
+                group=name[:11],
+                version=step,
+                trajectories=[
+                    make_trajectory(
+                        one,
+                        version=step,
+                        prompt=[*PROMPT, 30 + place],
+                        sampled=sampled[one],
+                        logprobs=logprobs[one],
+                        reward=float(len(sampled[one]) + sum(sampled[one]) % 7),
+                    )
+                    for one in names[4 * place : 4 * place + 4]
+                ],
+            )
+            for place, name in enumerate(names[::4])
+        ],
+    )

@@ -1,0 +1,69 @@
+"""Figures of a report: buckets, hosting times, findings."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.history.findings import NAMED_MAX, Findings
+from dora_pipe.history.hosting import Hosting
+from dora_pipe.history.report import bucket_of
+
+S = 1_000_000_000
+
+
+@given(st.integers(1, 1 << 20))
+def test_bucket_holds_its_tokens_and_touches_its_neighbour(tokens: int) -> None:
+    low, high = bucket_of(tokens)
+    assert low <= tokens <= high
+    assert bucket_of(high + 1)[0] == high + 1
+    assert bucket_of(low) == (low, high)
+
+
+def test_nothing_sampled_has_a_bucket_of_its_own() -> None:
+    assert bucket_of(0) == (0, 0)
+    assert bucket_of(1) == (1, 1)
+    assert bucket_of(2) == (2, 2)
+
+
+def test_pairs_count_the_time_in_which_both_versions_are_hosted() -> None:
+    hosting = Hosting()
+    hosting.advance(0)
+    hosting.ready(1, 3)
+    hosting.ready(2, 3)
+    hosting.advance(2 * S)
+    hosting.ready(2, 4)
+    hosting.advance(5 * S)
+    hosting.ready(7, 5)
+    hosting.advance(6 * S)
+    hosting.keep({2, 7})
+    hosting.advance(10 * S)
+    assert hosting.pairs == {(3, 4): 4.0, (3, 5): 1.0, (4, 5): 5.0}
+    assert hosting.seconds == 10.0
+    assert hosting.several_seconds == 8.0
+    assert hosting.worker_versions == {(1, 3): 6.0, (2, 3): 2.0, (2, 4): 8.0, (7, 5): 5.0}
+
+
+def test_time_that_goes_back_is_not_counted_twice() -> None:
+    hosting = Hosting()
+    hosting.ready(1, 0)
+    for now_s in (5, 3, 5, 6):
+        hosting.advance(now_s * S)
+    assert hosting.seconds == 1.0
+
+
+def test_violation_is_one_line_with_what_was_expected_and_found() -> None:
+    findings = Findings()
+    assert findings.same("C3", "g1", "is late", expected=3, found=3)
+    assert not findings.same("C3", "g1", "is late", expected=3, found=4)
+    assert findings.violations[0].line == "C3 g1: is late: expected 3, found 4"
+    assert findings.looked["C3"] == 2
+    assert findings.total == 1
+
+
+def test_violations_beyond_the_bound_are_counted_not_kept() -> None:
+    findings = Findings()
+    for number in range(NAMED_MAX + 5):
+        findings.add("records", str(number), "is gone")
+    assert len(findings.violations) == NAMED_MAX
+    assert findings.total == findings.count["records"] == NAMED_MAX + 5

@@ -185,13 +185,7 @@ class TrainerWork:
         decision = effect.decision
         self._fetched = None
         self.reader.drop_before(effect.known.next_step)
-        waiting = find(self.reader, decision.groups)
-        while True:
-            try:
-                yield next(waiting)
-            except StopIteration as done:
-                found: dict[Place, Found] = done.value
-                break
+        found = yield from find(self.reader, decision.groups)
         letters = list(self._letters())
         arrived: dict[str, Arrived] = {}
         for taken in (one for group in decision.groups for one in group.trajectories):

@@ -161,8 +161,8 @@ class TorchTrainer:
         norm = self._optimizer.gradient_norm(step.grad_norm_max)
         if not math.isfinite(norm) or not math.isfinite(sums.loss):
             raise NonFinite(
-                f"gradient norm {norm}, loss {sums.loss}",
-                hint="`dora-pipe command fail-batch` ends the groups of this batch as failed",
+                f"a step gave gradient norm {norm} and loss {sums.loss}",
+                hint="the user command fail-batch ends this batch's groups as failed(non-finite)",
             )
         self._optimizer.update(step.learning_rate)
         sums.updates += 1

@@ -196,7 +196,7 @@ class TestWeightsThatAreRefused:
     def tensors(self, tmp_path: Path, engine: TorchEngine) -> dict[str, torch.Tensor]:
         return load_all(tmp_path / "model")
 
-    def refuse(self, engine: TorchEngine, path: Path, match: str, digest: str = "") -> None:
+    def check_refused(self, engine: TorchEngine, path: Path, match: str, digest: str = "") -> None:
         probe = [request("r", [5, 6], max_tokens=20)]
         before = run(engine, probe)
         with pytest.raises(PolicyError, match=match) as caught:
@@ -213,40 +213,44 @@ class TestWeightsThatAreRefused:
         flipped = bytearray(path.read_bytes())
         flipped[-1] ^= 1
         path.write_bytes(flipped)
-        self.refuse(engine, path, "digest", digest)
+        self.check_refused(engine, path, "digest", digest)
 
     def test_a_missing_tensor(
         self, engine: TorchEngine, tensors: dict[str, torch.Tensor], tmp_path: Path
     ) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         save_file(tensors, tmp_path / "w.safetensors")
-        self.refuse(engine, tmp_path / "w.safetensors", r"lacks tensor model\.layers\.1\.mlp\.up")
+        self.check_refused(
+            engine, tmp_path / "w.safetensors", r"lacks tensor model\.layers\.1\.mlp\.up"
+        )
 
     def test_unexpected_tensors(
         self, engine: TorchEngine, tensors: dict[str, torch.Tensor], tmp_path: Path
     ) -> None:
         tensors |= {f"extra{number}": torch.zeros(2) for number in range(5)}
         save_file(tensors, tmp_path / "w.safetensors")
-        self.refuse(engine, tmp_path / "w.safetensors", "extra0, extra1, extra2 and 2 more")
+        self.check_refused(engine, tmp_path / "w.safetensors", "extra0, extra1, extra2 and 2 more")
 
     def test_a_wrong_shape(
         self, engine: TorchEngine, tensors: dict[str, torch.Tensor], tmp_path: Path
     ) -> None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
         save_file(tensors, tmp_path / "w.safetensors")
-        self.refuse(engine, tmp_path / "w.safetensors", r"lm_head.weight has shape \(99, 128\)")
+        self.check_refused(
+            engine, tmp_path / "w.safetensors", r"lm_head.weight has shape \(99, 128\)"
+        )
 
     def test_integers(
         self, engine: TorchEngine, tensors: dict[str, torch.Tensor], tmp_path: Path
     ) -> None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"].long()
         save_file(tensors, tmp_path / "w.safetensors")
-        self.refuse(engine, tmp_path / "w.safetensors", "type I64")
+        self.check_refused(engine, tmp_path / "w.safetensors", "type I64")
 
     def test_no_file_and_no_safetensors(self, engine: TorchEngine, tmp_path: Path) -> None:
-        self.refuse(engine, tmp_path / "none.safetensors", "no weights", "a" * 64)
+        self.check_refused(engine, tmp_path / "none.safetensors", "no weights", "a" * 64)
         (tmp_path / "text.safetensors").write_text("hello, this is no tensor")
-        self.refuse(engine, tmp_path / "text.safetensors", "not a safetensors", "a" * 64)
+        self.check_refused(engine, tmp_path / "text.safetensors", "not a safetensors", "a" * 64)
 
 
 def test_a_directory_without_weights_waits_for_them(tmp_path: Path) -> None:

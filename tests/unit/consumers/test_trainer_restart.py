@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.consumers.recovery import read_history
@@ -41,6 +43,35 @@ def test_restarted_trainer_replays_and_goes_on_as_if_it_had_never_stopped(
     assert digests(stage) == digests(other)
     epochs = [one.role_epoch for one in stage.control() if isinstance(one, RoleStarted)]
     assert epochs == list(range(7))
+
+
+@given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4))
+@settings(max_examples=25)
+def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[int], checkpoint_every: int
+) -> None:
+    """Every life lasts so many ticks; what is in memory is lost, files and log stay."""
+    steps = 4
+    stage = TrainerStage(tmp_path_factory.mktemp("killed"))
+    stage.start_run()
+    taken = 0
+    for life in [*lives, 3000]:
+        trainer = stage.trainer(checkpoint_every=checkpoint_every)
+        for _ in range(life):
+            done = trainer.machine.history.next_step
+            if done == taken < steps:
+                stage.commits()
+                stage.take_new(taken)
+                taken += 1
+            if done == steps:
+                break
+            trainer.tick()
+        trainer.close()
+    assert [one.step for one in stage.commits()] == list(range(steps))
+    unkilled = TrainerStage(tmp_path_factory.mktemp("unkilled"))
+    unkilled.start_run()
+    train(unkilled, unkilled.trainer(), *range(steps))
+    assert digests(stage) == digests(unkilled)
 
 
 @pytest.mark.parametrize("phase", ["reading", "training", "publishing"])

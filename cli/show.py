@@ -41,6 +41,9 @@ def _decoder(assets: Path) -> Decode | None:
     if importlib.util.find_spec("tokenizers") is None:
         say("texts are shown as token ids: `tokenizers` is not installed (dora-pipe[torch])")
         return None
+    if not any(assets.glob("tokenizer*")):
+        say("texts are shown as token ids: the model directory has no tokenizer")
+        return None
     from dora_pipe.producers.tokenizer import Tokenizer
 
     try:

@@ -1,0 +1,215 @@
+"""`audit`, `replay`, `export` and `show` as a user calls them: what is printed, how they end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from dora_pipe.cli import main, replay_lines
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
+from dora_pipe.producers import tokenizer
+from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from tests.support import damage
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
+    monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
+    monkeypatch.setattr(replay_lines, "open_engine", _engine)
+    monkeypatch.setattr(tokenizer, "Tokenizer", _NoTokenizer)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *args])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return (0 if code is None else int(code)), printed.out, printed.err
+
+    return run
+
+
+class _NoTokenizer:
+    """The simulated model has none; only its stop token counts."""
+
+    stop_ids = (END_TOKEN,)
+
+    def __init__(self, assets: Path) -> None:
+        assert assets.is_dir()
+
+    def full_text(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def _engine(*, assets: Path, config: Any, decode: Any) -> SimulatedEngine:
+    return SimulatedEngine(slots=config.workers.slots, context_tokens=config.workers.context_tokens)
+
+
+def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("audit", str(recorded.directory))
+    assert code == 0, err
+    assert "C2: what became of every dispatched group" in out
+    assert "BROKEN" not in out
+    assert out.count(" ok") == 10
+
+
+def test_broken_run_is_named_with_exit_code_5(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        name = damage.change_reward(log)
+    code, out, err = call("audit", str(copy.directory))
+    assert code == 5
+    assert err.startswith("error: ")
+    assert name in out
+    assert "BROKEN" in out
+
+
+def test_json_report_is_one_object(call: Call, recorded: RecordedRun) -> None:
+    code, out, _ = call("audit", str(recorded.directory), "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["holds"] is True
+    assert report["violations"] == []
+    assert report["dispatched"] == sum(line["groups"] for line in report["fates"])
+    assert sum(report["staleness"].values()) == STEPS * 4
+    assert report["staleness_max"] <= report["staleness_bound"] == 2
+    assert report["not_declared"] == {"simulated 1": ["kv_export"]}
+
+
+def test_broken_json_report_names_every_violation(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        name = damage.remove_trajectory(log)
+    code, out, _ = call("audit", str(copy.directory), "--json")
+    assert code == 5
+    (violation,) = json.loads(out)["violations"]
+    assert violation["check"] == "records"
+    assert violation["subject"] == name
+
+
+def test_policies_may_be_left_out(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        damage.change_weights(log)
+    assert call("audit", str(copy.directory))[0] == 5
+    code, out, _ = call("audit", str(copy.directory), "--no-store")
+    assert code == 0
+    assert "policy files were not looked at" in out
+
+
+def test_steps_are_replayed_with_a_line_each(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("replay", str(recorded.directory), "--from", "7", "--to", "9")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert [line.split()[1] for line in lines] == ["6", "7", "8"]
+    assert "(leads there)" in lines[0]
+    assert "2 of 2 steps bit-equal" in err
+
+
+def test_without_bounds_every_step_is_replayed(call: Call, recorded: RecordedRun) -> None:
+    code, out, _ = call("replay", str(recorded.directory), "--json")
+    assert code == 0
+    steps = [json.loads(line) for line in out.splitlines()]
+    assert [one["step"] for one in steps] == list(range(STEPS))
+    assert all(one["equal"] and one["digest_replayed"] for one in steps)
+
+
+def test_changed_setting_ends_with_exit_code_6(call: Call, recorded: RecordedRun) -> None:
+    change = "trainer.learning_rate=1.1e-5"
+    code, out, err = call("replay", str(recorded.directory), "--to", "3", "--set", change)
+    assert code == 6
+    assert "DIFFERS, first in weights" in out
+    assert "error: step 0 gave other weights than those committed" in err
+
+
+@pytest.mark.parametrize("change", ["trainer.learning_rate", "run.steps=4", "trainer.x=[1]"])
+def test_setting_that_cannot_be_is_refused(call: Call, recorded: RecordedRun, change: str) -> None:
+    assert call("replay", str(recorded.directory), "--set", change)[0] == 2
+
+
+def test_random_trajectories_are_generated_again(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("replay", str(recorded.directory), "--random", "20", "--seed", "4")
+    assert code == 0, err
+    assert len(out.splitlines()) == 20
+    assert all(line.endswith("equal") for line in out.splitlines())
+    assert "20 of 20 trajectories bit-equal" in err
+
+
+def test_changed_trajectory_ends_with_exit_code_6(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        name = damage.change_token_and_record(log)
+    code, out, err = call(
+        "replay", str(copy.directory), "--trajectory", name, "--trajectory", "g0000000001-000"
+    )
+    assert code == 6
+    assert [line.split()[0] for line in out.splitlines()] == ["g0000000001-000", name]
+    assert f"error: {name}: token" in err
+
+
+def test_two_kinds_of_replay_do_not_mix(call: Call, recorded: RecordedRun) -> None:
+    args = ("--random", "2", "--from", "1")
+    assert call("replay", str(recorded.directory), *args)[0] == 2
+
+
+def test_trajectories_are_exported(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    code, out, err = call("export", str(recorded.directory), "--parquet", str(path))
+    assert (code, out) == (0, "")
+    assert f"{pq.read_metadata(path).num_rows} trajectories" in err
+
+
+def test_policy_is_exported(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    code, _, err = call("export", str(recorded.directory), "--policy", "3", str(folder))
+    assert code == 0
+    assert "version 3, weights " in err
+    assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("args", [(), ("--policy", "3"), ("--parquet", "a", "--policy", "3", "b")])
+def test_export_says_what_it_needs(
+    call: Call, recorded: RecordedRun, args: tuple[str, ...]
+) -> None:
+    code, _, err = call("export", str(recorded.directory), *args)
+    assert code == 2
+    assert err.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["g0000000010-001", "g0000000010", "6"])
+def test_story_is_printed_and_given_as_json(call: Call, recorded: RecordedRun, name: str) -> None:
+    code, out, err = call("show", str(recorded.directory), name)
+    assert code == 0, err
+    assert "lineage" in out
+    code, out, _ = call("show", str(recorded.directory), name, "--json")
+    assert code == 0
+    assert "lineage" in json.loads(out)
+
+
+def test_unknown_id_is_refused(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("show", str(recorded.directory), "g0000099999")
+    assert (code, out) == (2, "")
+    assert "hint: " in err

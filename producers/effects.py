@@ -20,14 +20,23 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAdd:
-    """Take a request into a free slot."""
+    """Take a request into a slot, as soon as one is free: `EngineStarted`, then the engine's own
+    events."""
 
     request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStarted:
+    """A request has its slot; `at_ns` is the wall clock."""
+
+    request: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCancel:
-    """Empty a slot; no event follows."""
+    """Let go of a request, in its slot or ahead of it; no event follows."""
 
     request: str
 

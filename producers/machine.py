@@ -24,6 +24,7 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.errors import SchemaError
 from dora_pipe.producers.effects import (
     EncodeFailed,
+    EngineStarted,
     LoadFailed,
     LoadWeights,
     Observed,
@@ -271,11 +272,11 @@ class WorkerMachine:
             pass
         elif self.loading is None and self.hosted != self.target:
             if requests.generating(self.hosted.version):
-                requests.fill(self.hosted.version, now)
+                requests.fill(self.hosted.version)
             else:
                 self._load()
         elif self.loading is None:
-            requests.fill(self.hosted.version, now)
+            requests.fill(self.hosted.version)
         if now.mono_ns >= self._status_ns:
             self._status_ns = now.mono_ns + self.setup.heartbeat_ns
             self._status(now)
@@ -321,9 +322,6 @@ class WorkerMachine:
 
     def _status(self, now: Now) -> None:
         requests = self.requests
-        running = requests.in_phase(Phase.RUNNING)
-        active = min(running, self.setup.slots)
-        waiting = requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits_for=self.waits_for(),
@@ -331,8 +329,8 @@ class WorkerMachine:
             worker=self.setup.worker,
             epoch=self.setup.epoch,
             version=self.hosted.version,
-            active=active,
-            waiting=waiting + running - active,
+            active=requests.in_phase(Phase.RUNNING),
+            waiting=requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING),
             kv_used_tokens=self._kv_used(),
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
@@ -345,6 +343,7 @@ class WorkerMachine:
 
 
 _REQUEST_EVENTS: Final = (
+    EngineStarted,
     TokensSampled,
     RequestFinished,
     Prompted,

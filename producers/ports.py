@@ -1,7 +1,7 @@
 """The worker's ports to its engine and its task pool.
 
 They decide how much is done at a time, nothing else. All but the loading of weights happens in the
-loop's own thread, in bounded bits: tokens for `STEP_BUDGET_NS` at a time.
+loop's own thread, in bounded bits: tokens for `LONG_NS` at most.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dora_pipe.errors import DoraError
 from dora_pipe.producers.effects import (
     EngineAdd,
     EngineCancel,
+    EngineStarted,
     LoadFailed,
     LoadWeights,
     Observed,
@@ -40,15 +41,19 @@ from dora_pipe.producers.tasks.calls import (
     TaskEvent,
 )
 
-STEP_BUDGET_NS: Final = 10_000_000
-"""The engine steps until so much time has passed, so that one turn of the loop, with its durable
-append, costs little beside it. No slot waits for that: the port has requests ahead."""
+LONG_NS: Final = 60_000_000
+"""The engine steps for so long while it has requests ahead: a turn of the loop, with its durable
+append, then costs little beside it."""
+
+SHORT_NS: Final = 10_000_000
+"""... and for so long when it has none: slots stand empty, and decisions must be heard."""
 
 STEPS_MAX: Final = 64
 """Steps in one poll, also where no time passes."""
 
 PAUSES_MAX: Final = 4
-"""Turns of the loop in a row in which the engine lets finished requests go first."""
+"""Turns of the loop in a row in which an engine without requests ahead lets finished ones go
+first: only when their facts are in the log are others placed."""
 
 
 class Tasks(Protocol):
@@ -91,9 +96,8 @@ class Texts(Protocol):
 class EnginePort:
     """Drives an engine, and refills its slots between two steps from the requests it was handed.
 
-    With `in_thread`, weights are loaded beside the loop. While `urgent` says that records are on
-    their way into the log, polls return without a step, boundedly often: a request that waited
-    for the engine between every two of its records would be counted as open for long.
+    With `in_thread`, weights are loaded beside the loop. `writing` says whether trajectories are on
+    their way into the log.
     """
 
     effects: tuple[type, ...] = (EngineAdd, EngineCancel, LoadWeights)
@@ -106,14 +110,14 @@ class EnginePort:
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
-        urgent: Callable[[], bool] = lambda: False,
+        writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
         self._weights_path = weights_path
         self._clock = clock
         self._in_thread = in_thread
         self._steps_max = steps_max
-        self._urgent = urgent
+        self._writing = writing
         self._pauses = 0
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
@@ -146,18 +150,11 @@ class EnginePort:
             self._loading = None
         events += self._loaded
         self._loaded = []
-        if self._pauses < PAUSES_MAX and self._urgent():
+        if not self._ahead and self._pauses < PAUSES_MAX and self._writing():
             self._pauses += 1
             return events
         self._pauses = 0
-        until_ns = self._clock.now_ns() + STEP_BUDGET_NS
-        for _ in range(self._steps_max):
-            self._refill(events)
-            if not self._engine.active:
-                break
-            events += self._engine.step()
-            if self._clock.now_ns() >= until_ns:
-                break
+        self._step(events)
         return events
 
     @property
@@ -171,10 +168,22 @@ class EnginePort:
             self._loading.join()
             self._loading = None
 
+    def _step(self, events: list[Any]) -> None:
+        started_ns = self._clock.now_ns()
+        for _ in range(self._steps_max):
+            self._refill(events)
+            if not self._engine.active:
+                return
+            events += self._engine.step()
+            limit_ns = LONG_NS if self._ahead else SHORT_NS
+            if self._clock.now_ns() - started_ns >= limit_ns:
+                return
+
     def _refill(self, events: list[Any]) -> None:
         """Fill free slots in order. A request that the engine refuses has ended with an error."""
         while self._ahead and self._engine.active < self._engine.slots:
             name = next(iter(self._ahead))
+            events.append(EngineStarted(request=name, at_ns=self._clock.wall_ns()))
             try:
                 self._engine.add(self._ahead.pop(name))
             except ValueError as error:

@@ -65,6 +65,7 @@ class Requests:
         self._generating: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, None]] = {}  # version: keys in order
         self._returning: dict[str, None] = {}
+        self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
         self._grown: dict[str, None] = {}
 
     # What the machine asks
@@ -131,15 +132,19 @@ class Requests:
         )
         self.out.publish.append(Publish(record=append))
 
-    def fill(self, version: int, now: Now) -> None:
-        """Hand waiting requests of a version to the engine: its slots, and a few ahead."""
-        free = self.setup.slots + self.setup.ahead - self._phases[Phase.RUNNING]
-        while free > 0:
+    def fill(self, version: int) -> None:
+        """Hand waiting requests of a version to the engine: for its slots, and ahead of them.
+
+        Its port refills a slot between two steps, without a turn of the loop.
+        """
+        room = self.setup.slots + self.setup.prefetch
+        room -= self._phases[Phase.RUNNING] + len(self._handed)
+        while room > 0:
             queue = self._returning or self._waiting.get(version)
             if not queue:
                 return
-            self._run(self.rows[next(iter(queue))], now)
-            free -= 1
+            self._hand(self.rows[next(iter(queue))])
+            room -= 1
 
     def hold_versions(self, now: Now, *versions: int) -> None:
         """From now on only requests of these versions wait here; the others are handed back."""
@@ -176,6 +181,7 @@ class Requests:
         self._generating.clear()
         self._waiting.clear()
         self._returning.clear()
+        self._handed.clear()
         self._grown.clear()
 
     # Steps of a request; `transitions` says when
@@ -202,6 +208,13 @@ class Requests:
             self._returning[row.key] = None
         else:
             self._waiting.setdefault(row.place.spec.version, {})[row.key] = None
+
+    def run(self, row: Row, at_ns: int) -> None:
+        """A request has its slot."""
+        self._handed.pop(row.key, None)
+        self.enter(row, Phase.RUNNING)
+        row.sequence.start_stay(at_ns)
+        row.started_ns = row.started_ns or at_ns
 
     def ended(self, row: Row, finish: FinishReason, now: Now) -> None:
         """The sequence is complete: ask for its reward."""
@@ -274,13 +287,11 @@ class Requests:
         self._grown.pop(row.key, None)
         del self.rows[row.key]
 
-    def _run(self, row: Row, now: Now) -> None:
+    def _hand(self, row: Row) -> None:
         """Hand a request to the engine; of several turns only what is left may be sampled."""
         sequence, params = row.sequence, row.params
         self._unlist(row)
-        self.enter(row, Phase.RUNNING)
-        sequence.start_stay(now.wall_ns)
-        row.started_ns = row.started_ns or now.wall_ns
+        self._handed[row.key] = None
         sampled = sequence.sampled_tokens
         emit_every = min(self.setup.checkpoint_tokens, EMIT_EVERY_TOKENS)
         if row.episode:
@@ -313,8 +324,9 @@ class Requests:
 
     def _release(self, row: Row) -> None:
         """Let go of the slot, or of the place in the queue."""
-        if row.phase is Phase.RUNNING:
+        if row.phase is Phase.RUNNING or row.key in self._handed:
             self.out.effects.append(EngineCancel(request=row.key))
+        self._handed.pop(row.key, None)
         self._unlist(row)
 
     def _unlist(self, row: Row) -> None:

@@ -68,12 +68,6 @@ class WorkerSetup:
     """Sampling settings of each purpose, stop token ids included."""
 
     @property
-    def ahead(self) -> int:
-        """Requests handed to the engine's port beyond its slots, so that a slot is refilled
-        between two steps, without a turn of the loop."""
-        return (self.slots + 3) // 4
-
-    @property
     def requests_max(self) -> int:
         """Requests held at once, whatever they wait for; a placement beyond is refused."""
         return 4 * (self.slots + self.prefetch)

@@ -21,6 +21,7 @@ from typing import Any, Final
 from dora_pipe.bus.port import Append
 from dora_pipe.producers.effects import (
     EncodeFailed,
+    EngineStarted,
     FetchProgress,
     Observed,
     ProgressEncoded,
@@ -140,6 +141,13 @@ def _finish_of(row: Row, context_tokens: int) -> FinishReason | None:
     if sequence.sampled_tokens >= params.max_tokens or len(sequence) >= context_tokens:
         return "length"
     return None
+
+
+# WAITING
+
+
+def _started(book: Requests, row: Row, event: EngineStarted, now: Now) -> None:
+    book.run(row, event.at_ns)
 
 
 # RUNNING
@@ -298,6 +306,7 @@ _TABLE: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.PROMPTING, TaskFailed): _prompt_failed,
     (Phase.PROMPTING, EpisodeLost): _episode_lost,
     (Phase.RESUMING, ProgressFetched): _resumed,
+    (Phase.WAITING, EngineStarted): _started,
     (Phase.WAITING, EpisodeLost): _episode_lost,
     (Phase.RUNNING, TokensSampled): _sampled,
     (Phase.RUNNING, RequestFinished): _finished,

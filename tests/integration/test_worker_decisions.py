@@ -82,7 +82,7 @@ def test_request_handed_ahead_of_a_slot_is_cancelled_without_ever_running() -> N
     places = [world.place(worker, ordinal) for ordinal in range(2)]
     world.decide(*places)
     world.ticks(worker, 6)
-    assert worker.machine.requests.in_phase(Phase.RUNNING) == 2
+    assert worker.machine.requests.in_phase(Phase.WAITING) == 1
     world.decide(world.cancel(places[1]))
     world.until_idle(worker)
     assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [places[0].trajectory]

@@ -133,7 +133,7 @@ class Worker:
                     clock=clock,
                     in_thread=False,
                     steps_max=world.steps_max,
-                    urgent=self.machine.writing,
+                    writing=self.machine.writing,
                 ),
             ],
             clock=clock,

@@ -16,6 +16,7 @@ from dora_pipe.producers.effects import (
     EncodeTrajectory,
     EngineAdd,
     EngineCancel,
+    EngineStarted,
     FetchProgress,
     LoadFailed,
     LoadWeights,
@@ -34,7 +35,7 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.ports import PAUSES_MAX, STEP_BUDGET_NS, EnginePort, TaskPort
+from dora_pipe.producers.ports import LONG_NS, PAUSES_MAX, SHORT_NS, EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
@@ -87,17 +88,19 @@ def test_engine_is_stepped_many_times_and_refilled_between_two_steps() -> None:
     assert not port.busy
 
 
-def test_engine_stops_stepping_when_its_time_is_over() -> None:
+@pytest.mark.parametrize(("ahead", "limit_ns"), [(0, SHORT_NS), (1, LONG_NS)])
+def test_engine_steps_longer_while_it_has_requests_ahead(ahead: int, limit_ns: int) -> None:
     engine = _engine(slots=1, length=50)
     clock = VirtualClock()
     port = EnginePort(engine, Path, clock=clock, in_thread=False)
     port.start(LoadWeights(version=0, digest="a"))
     port.poll()
-    port.start(EngineAdd(request=_request("a")))
+    for number in range(1 + ahead):
+        port.start(EngineAdd(request=_request("ab"[number])))
     step = engine.step
 
     def slow() -> list[object]:
-        clock.sleep(0.3 * STEP_BUDGET_NS / 1e9)
+        clock.sleep(0.3 * limit_ns / 1e9)
         return list(step())
 
     engine.step = slow  # type: ignore[method-assign, assignment]
@@ -121,7 +124,8 @@ def test_request_ahead_is_cancelled_before_it_reaches_the_engine() -> None:
 def test_request_that_the_engine_refuses_has_ended_with_an_error() -> None:
     port = _engine_port(_engine())
     port.start(EngineAdd(request=_request("a", tokens=64)))
-    (event,) = port.poll()
+    started, event = port.poll()
+    assert isinstance(started, EngineStarted)
     assert isinstance(event, RequestFinished)
     assert (event.request, event.reason) == ("a", "error")
     assert event.error is not None and "64 tokens" in event.error
@@ -346,10 +350,10 @@ def test_progress_is_encoded_too() -> None:
     assert isinstance(port.poll()[0], ProgressEncoded)
 
 
-def test_engine_lets_finished_requests_go_first_but_not_for_ever() -> None:
+def test_engine_without_requests_ahead_lets_finished_ones_go_first_but_not_for_ever() -> None:
     engine = _engine(slots=1, length=50)
     port = EnginePort(
-        engine, Path, clock=VirtualClock(), in_thread=False, steps_max=1, urgent=lambda: True
+        engine, Path, clock=VirtualClock(), in_thread=False, steps_max=1, writing=lambda: True
     )
     port.start(LoadWeights(version=0, digest="a"))
     port.poll()
@@ -358,4 +362,5 @@ def test_engine_lets_finished_requests_go_first_but_not_for_ever() -> None:
     for _ in range(2 * (PAUSES_MAX + 1)):
         port.poll()
         lengths.append(engine.kv_used_tokens)
-    assert lengths == [0] * (PAUSES_MAX - 1) + [4] * (PAUSES_MAX + 1) + [5, 5]
+    # What it was handed ahead goes first, then it pauses between any two steps.
+    assert lengths == [4] * (PAUSES_MAX + 1) + [5] * (PAUSES_MAX + 1)

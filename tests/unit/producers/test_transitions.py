@@ -14,6 +14,7 @@ from dora_pipe.producers.effects import (
     EncodeTrajectory,
     EngineAdd,
     EngineCancel,
+    EngineStarted,
     FetchProgress,
     Observed,
     ProgressEncoded,
@@ -43,6 +44,7 @@ EVENTS: dict[str, Any] = {
     "prompted": Prompted(request=KEY, token_ids=[5, 6], episode=False),
     "episode": Prompted(request=KEY, token_ids=[5, 6], episode=True),
     "fetched": ProgressFetched(request=KEY, chunks=(), why="gone"),
+    "started": EngineStarted(request=KEY, at_ns=10**18),
     "tokens": TokensSampled(
         request=KEY,
         token_ids=[7] * 20,
@@ -74,6 +76,7 @@ TABLE: dict[tuple[str, str], Phase | None] = {
     ("PROMPTING", "task failed"): None,
     ("PROMPTING", "episode lost"): Phase.PROMPTING,
     ("RESUMING", "fetched"): Phase.WAITING,
+    ("WAITING", "started"): Phase.RUNNING,
     ("WAITING", "episode lost"): Phase.PROMPTING,
     ("RUNNING", "tokens"): Phase.RUNNING,
     ("RUNNING", "stopped"): Phase.REWARDING,
@@ -138,7 +141,8 @@ def _give(book: Requests, *names: str) -> None:
 def _running(*, episode: bool = False) -> Requests:
     book = _fresh()
     _give(book, "episode" if episode else "prompted")
-    book.fill(0, NOW)
+    book.fill(0)
+    _give(book, "started")
     return book
 
 
@@ -264,10 +268,10 @@ def test_transition_asks_its_ports_for_what_comes_next(
     assert [type(effect) for effect in book.out.effects] == effects
 
 
-def test_waiting_to_running_hands_the_engine_prompt_seed_and_settings() -> None:
+def test_waiting_request_is_handed_to_the_engine_with_prompt_seed_and_settings() -> None:
     book = _waiting()
     book.out = Outputs()
-    book.fill(0, NOW)
+    book.fill(0)
     (effect,) = book.out.effects
     assert isinstance(effect, EngineAdd)
     request = effect.request
@@ -276,10 +280,21 @@ def test_waiting_to_running_hands_the_engine_prompt_seed_and_settings() -> None:
     assert (request.params.max_tokens, request.emit_every) == (64, 16)
 
 
+def test_request_handed_ahead_of_a_slot_is_waiting_and_let_go_when_it_is_dropped() -> None:
+    book = _waiting()
+    book.fill(0)
+    assert book.rows[KEY].phase is Phase.WAITING
+    book.out = Outputs()
+    book.fill(0)
+    assert book.out.effects == []
+    book.cancel(TRAJECTORY, 1)
+    assert book.out.effects == [EngineCancel(request=KEY)]
+
+
 def test_waiting_request_of_another_version_is_not_handed_to_the_engine() -> None:
     book = _waiting()
     book.out = Outputs()
-    book.fill(1, NOW)
+    book.fill(1)
     assert book.out.effects == []
 
 

@@ -1,0 +1,129 @@
+"""`demo`: a policy that learns on a laptop, a worker that is killed, and the proof afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from dora_pipe.cli.init import example_config, make_model, sft
+from dora_pipe.cli.output import emit_table, say
+from dora_pipe.cli.report import report_costs
+from dora_pipe.cli.rundir import RUNS, RunDir, opened
+from dora_pipe.cli.start import plan_new, supervise
+from dora_pipe.cli.supervisor import RunFailed, Supervisor
+from dora_pipe.cli.trust import audit, replay
+from dora_pipe.cli.zygote import Ended, Zygote
+from dora_pipe.config.load import load_config
+from dora_pipe.views.progress import Progress
+
+TASK: Final = "arithmetic"
+KILL_AT_STEP: Final = 12
+REPLAYED_STEPS: Final = 3
+REWARD_MIN: Final = 0.85
+"""The demo has failed when the last policy's evaluation reward is below."""
+
+
+def demo(
+    root: Annotated[Path, typer.Option("--runs", help="Where the run goes.")] = RUNS,
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
+    ] = None,
+) -> None:
+    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
+    began_s = time.monotonic()
+    name = _free_name(root)
+    directory = RunDir(root / name)
+    start = directory.path / "start"
+    start.mkdir(parents=True)
+    (start / "demo.toml").write_text(example_config(TASK))
+    say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
+    _in_child(lambda: _warm(start))
+    overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
+    plan = plan_new(load_config(start / "demo.toml", overrides), root)
+    workers = plan.config.workers.count
+    say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
+    killer = _Killer()
+    if not supervise(plan, killer):
+        raise typer.Exit(130)
+    say("3. what the log says")
+    _report(str(directory.path), killer, plan.config.run.steps)
+    say(f"done in {time.monotonic() - began_s:.0f} s; look around: dora-pipe show {name} ID")
+    first, last = killer.rewards[0], killer.rewards[-1]
+    if last < REWARD_MIN:
+        raise RunFailed(f"evaluation reward {first:.3f} -> {last:.3f}: it did not learn", code=1)
+
+
+class _Killer:
+    """Kills the second worker with SIGKILL once, in the middle of its work."""
+
+    def __init__(self) -> None:
+        self.killed_pid: int | None = None
+        self.evaluations: dict[int, float] = {}
+
+    @property
+    def rewards(self) -> list[float]:
+        """Evaluation rewards by version."""
+        return [self.evaluations[version] for version in sorted(self.evaluations)]
+
+    def __call__(self, progress: Progress, supervisor: Supervisor) -> None:
+        self.evaluations = progress.evaluations
+        pid = supervisor.pid("w1")
+        late = progress.steps and progress.steps[-1].step >= KILL_AT_STEP
+        if self.killed_pid is None and late and pid is not None:
+            say(f"kill -9 {pid} (w1)")
+            os.kill(pid, signal.SIGKILL)
+            self.killed_pid = pid
+
+
+def _report(run: str, killer: _Killer, steps: int) -> None:
+    emit_table(
+        ("version", "evaluation reward (fixed prompts and seeds, temperature 1)"),
+        [(version, reward) for version, reward in sorted(killer.evaluations.items())],
+    )
+    with opened(run) as open_run:
+        report_costs(open_run)
+    audit(run)
+    say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
+    replay(run, first=steps - REPLAYED_STEPS, last=steps)
+
+
+def _warm(start: Path) -> None:
+    make_model(start / "random", TASK)
+    sft(start / "demo.toml", start / "warm", override=[f'model.path="{start / "random"}"'])
+
+
+def _in_child(work: Callable[[], None]) -> None:
+    """Run something that imports torch in a child: this process goes on to fork roles."""
+
+    def role(_: str) -> int:
+        work()
+        return 0
+
+    zygote = Zygote(role)
+    try:
+        zygote.spawn("sft")
+        while True:
+            for report in zygote.reports(1.0):
+                if isinstance(report, Ended):
+                    if report.code:
+                        raise RunFailed("the warm start failed", code=1)
+                    return
+    finally:
+        zygote.close()
+
+
+def _free_name(root: Path) -> str:
+    number = 1
+    while (root / _name(number)).exists():
+        number += 1
+    return _name(number)
+
+
+def _name(number: int) -> str:
+    return "demo" if number == 1 else f"demo-{number}"

@@ -1,0 +1,133 @@
+"""`init` makes a folder to start from, `sft` warms a model up on demonstrations or a JSONL file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from dora_pipe.cli.output import say
+from dora_pipe.cli.settings import OverrideOption
+from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.errors import TaskError, UsageError
+from dora_pipe.producers.tasks.registry import open_task
+
+CONTEXT_TOKENS: Final = 256
+SFT_STEPS: Final = 240
+SFT_BATCH: Final = 64
+SFT_LEARNING_RATE: Final = 2e-3
+SFT_SEED: Final = 3
+EXAMPLES: Final = ("arithmetic", "calculator")
+
+PROGRESS_EVERY: Final = 40
+"""Steps between two lines of talk."""
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
+) -> None:
+    """Make a folder with a configuration and a small random model for a built-in task."""
+    if task not in EXAMPLES:
+        raise UsageError(
+            f"no example for task {task!r}",
+            hint=f"{' or '.join(EXAMPLES)}; for own data see examples/jsonl-llama",
+        )
+    if directory.exists():
+        raise UsageError(f"{directory} exists", hint="name a folder that does not")
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(example_config(task))
+    parameters = make_model(directory / "model", task)
+    say(f"{directory}/config.toml and {directory}/model ({parameters:,} parameters)")
+    say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm")
+    say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
+
+
+def make_model(directory: Path, task: str) -> int:
+    """A small random model with the words of a built-in task; returns its parameters."""
+    from dora_pipe.cli.small_model import write_small_model
+    from dora_pipe.producers.tasks import arithmetic, calculator
+
+    words = {"arithmetic": arithmetic.WORDS, "calculator": calculator.WORDS}[task]
+    return write_small_model(directory, words, context_tokens=CONTEXT_TOKENS)
+
+
+def example_config(task: str) -> str:
+    """The text of an example's configuration file."""
+    return (Path(__file__).parent / "templates" / f"{task}.toml").read_text()
+
+
+def sft(
+    config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
+    out: Annotated[Path, typer.Argument(help="Where the warmed-up model goes; must not exist.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="JSONL with columns prompt and answer; default: the task's own."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1)] = SFT_STEPS,
+    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
+    learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
+    seed: Annotated[int, typer.Option(min=0)] = SFT_SEED,
+    override: OverrideOption = None,
+) -> None:
+    """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
+    resolved = load_config(config, override or ())
+    rows = data or demonstrations(resolved, seed=seed, count=steps * batch)
+    warm_up(
+        Path(resolved.model.path),
+        rows,
+        out,
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    say(f"wrote {out}")
+
+
+def warm_up(
+    model: Path,
+    rows: Sequence[tuple[str, str]] | Path,
+    out: Path,
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+) -> None:
+    """Train and say how it goes. Raises PolicyError, TaskError, UsageError."""
+    from dora_pipe.consumers.trainers.sft import train_sft
+    from dora_pipe.producers.tokenizer import Tokenizer
+
+    def progress(step: int, loss: float) -> None:
+        if step % PROGRESS_EVERY == 0 or step == steps:
+            say(f"sft step {step:>4} of {steps}  loss {loss:.3f}")
+
+    train_sft(
+        model,
+        rows,
+        out,
+        tokenizer=Tokenizer(model),
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        progress=progress,
+    )
+
+
+def demonstrations(config: Config, *, seed: int, count: int) -> Sequence[tuple[str, str]]:
+    """(prompt, answer) pairs of the configuration's task. Raises TaskError if it makes none."""
+    sys.path.insert(0, config.task.directory)
+    try:
+        return open_task(config.task).demonstrations(seed, count)
+    except NotImplementedError:
+        raise TaskError(
+            f"task {config.task.kind} makes no demonstrations", hint="give them with --data"
+        ) from None
+    finally:
+        sys.path.remove(config.task.directory)

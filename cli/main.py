@@ -1,0 +1,70 @@
+"""The `dora-pipe` command: one app, one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import typer
+
+from dora_pipe.cli import look, settings, start, think, trust
+from dora_pipe.cli.demo import demo
+from dora_pipe.cli.doctor import doctor
+from dora_pipe.cli.init import init, sft
+from dora_pipe.cli.output import complain, say
+from dora_pipe.cli.show import show
+from dora_pipe.errors import DoraError
+
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="dora-pipe",
+    help="Asynchronous RL post-training over a log: run it, look at it, prove it, replay it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="The configuration.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+_COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
+    "Start": (
+        demo,
+        init,
+        sft,
+        start.run,
+        start.orchestrator,
+        start.worker,
+        start.trainer,
+        doctor,
+    ),
+    "Look": (look.runs, look.topics, look.cat, show),
+    "Trust": (trust.audit, trust.replay, trust.export),
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+for _bench in (think.engine, think.bus, think.codec):
+    bench_app.command()(cast("Callable[..., None]", _bench))
+config_app.command("show")(settings.show)
+app.add_typer(config_app, name="config", rich_help_panel="Start")
+app.add_typer(bench_app, name="bench", rich_help_panel="Think")
+
+
+def main() -> None:
+    """Run the command; the process ends with one of the named exit codes."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    try:
+        app()
+    except DoraError as error:
+        complain(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,148 @@
+"""What a forked or started process does to be one role; the only place that joins all parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from dora_pipe import __version__
+from dora_pipe.bus.open import open_bus
+from dora_pipe.cli.output import complain
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.clock import SystemClock
+from dora_pipe.config.model import Config
+from dora_pipe.errors import ConfigError, DoraError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.role import Decode
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+
+ORCHESTRATOR = "orchestrator"
+TRAINER = "trainer"
+
+PRELOAD = ("torch", "transformers", "safetensors.torch", "dora_pipe.cli.roles")
+"""What workers and trainer need; imported once per machine."""
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT; a role looks at it between two turns of its loop."""
+
+    def __init__(self) -> None:
+        self._set = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._raise)
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def _raise(self, *_: object) -> None:
+        self._set = True
+
+
+def worker_names(config: Config) -> tuple[str, ...]:
+    """The workers that `run` starts: w0, w1, ..."""
+    return tuple(f"w{number}" for number in range(config.workers.count))
+
+
+def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
+    """Run a role with its talk in a file; the exit code says how it ended."""
+    directory.logs.mkdir(exist_ok=True)
+    log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        force=True,
+    )
+    try:
+        start()
+    except DoraError as error:
+        complain(error)
+        return error.exit_code
+    except Exception:
+        logging.exception("error: %s ended by a fault of its own", name)
+        return 1
+    return 0
+
+
+def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:
+    """Be the orchestrator until the run ends. `first` starts a run that has no record yet."""
+    from dora_pipe.orchestrator.role import Instance, run_orchestrator
+
+    stop = StopFlag()
+    bus = open_bus(directory.bus_url(config))
+    try:
+        run_orchestrator(
+            bus=bus,
+            topics=Topics(config.run.name),
+            timing=config.timing,
+            clock=SystemClock(),
+            instance=Instance(
+                name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
+            ),
+            stop=stop,
+            run_started=first,
+        )
+    finally:
+        bus.close()
+
+
+def worker(directory: RunDir, config: Config, name: str) -> None:
+    """Be a rollout worker until the run ends or it is drained."""
+    from dora_pipe.producers.role import run_worker
+
+    stop = StopFlag()
+    bus = open_bus(directory.bus_url(config))
+    try:
+        run_worker(
+            bus,
+            Topics(config.run.name),
+            worker=name,
+            store=PolicyStore(directory.store(config)),
+            engine_factory=open_engine,
+            stop=stop,
+            config=config,
+        )
+    finally:
+        bus.close()
+
+
+def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
+    """Be the trainer until the run ends."""
+    from dora_pipe.consumers.role import run_trainer
+
+    run_trainer(
+        lambda: open_bus(directory.bus_url(config)),
+        Topics(config.run.name),
+        store=PolicyStore(directory.store(config)),
+        stop=StopFlag(),
+        config=config,
+        adopt=adopt,
+    )
+
+
+def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
+    """The engine that a configuration means. Raises ConfigError where torch is not installed."""
+    try:
+        from dora_pipe.producers.engines.torch_engine import TorchEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine {config.workers.engine!r} needs {error.name}, which is not installed",
+            hint="pip install 'dora-pipe[torch]'",
+        ) from None
+    return TorchEngine.open(
+        assets,
+        slots=config.workers.slots,
+        context_tokens=config.workers.context_tokens,
+        threads=config.workers.threads,
+        decode=decode,
+    )

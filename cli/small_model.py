@@ -1,0 +1,52 @@
+"""A small causal LM with a word-level tokenizer for the built-in tasks, random from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.producers.tasks.vocabulary import (
+    BOS,
+    EOS,
+    PAD,
+    SPECIAL,
+    vocabulary_size,
+    write_word_tokenizer,
+)
+
+HIDDEN = 128
+LAYERS = 2
+HEADS = 4
+
+
+def write_small_model(
+    directory: Path, words: Sequence[str], *, context_tokens: int, seed: int = 0
+) -> int:
+    """Write a Llama of about half a million parameters over `words`; returns their number.
+
+    hidden 128, 2 layers, 4 heads, intermediate 512: it learns the built-in tasks on one core.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    build: Any = LlamaForCausalLM
+    model = build(
+        LlamaConfig(
+            vocab_size=vocabulary_size(words),
+            hidden_size=HIDDEN,
+            intermediate_size=4 * HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            max_position_embeddings=context_tokens,
+            tie_word_embeddings=False,
+            pad_token_id=SPECIAL.index(PAD),
+            bos_token_id=SPECIAL.index(BOS),
+            eos_token_id=SPECIAL.index(EOS),
+        )
+    ).float()
+    model.save_pretrained(directory)
+    write_word_tokenizer(directory, words, context_tokens=context_tokens)
+    return sum(weights.numel() for weights in model.parameters())

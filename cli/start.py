@@ -1,0 +1,226 @@
+"""Commands that start roles: `run` (all on this machine), `orchestrator`, `worker`, `trainer`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Append, Bus
+from dora_pipe.cli import prepare, roles
+from dora_pipe.cli.output import say
+from dora_pipe.cli.rundir import RUNS, RunDir, create, find_run, opened, run_dir, store_config
+from dora_pipe.cli.settings import OverrideOption
+from dora_pipe.cli.supervisor import Supervisor
+from dora_pipe.cli.zygote import Zygote
+from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.errors import ConfigError, UsageError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.control import Lineage, RunStarted
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.views.lineage import policy_after
+from dora_pipe.views.progress import Progress
+
+EXIT_INTERRUPTED = 130
+
+ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
+RunsOption = Annotated[Path, typer.Option("--runs", help="Where runs lie.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists.")]
+AdoptOption = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        help="Take the committed weights where this machine cannot reproduce them bit for bit.",
+    ),
+]
+
+Watch = Callable[[Progress, Supervisor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run that may start: everything was opened once and digested."""
+
+    directory: RunDir
+    config: Config
+    first: RunStarted
+    adopt: bool = False
+
+
+def run(
+    config: ConfigArgument,
+    override: OverrideOption = None,
+    resume: ResumeOption = False,
+    from_: Annotated[
+        str,
+        typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run."),
+    ] = "",
+    adopt: AdoptOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Start orchestrator, workers and trainer on this machine and watch over them."""
+    wanted = _load(config, override or ())
+    if resume and from_:
+        raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
+    plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
+    if not supervise(replace(plan, adopt=adopt)):
+        say(f"go on with: dora-pipe run {plan.directory.path} --resume")
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def plan_new(config: Config, root: Path, *, parent: str = "") -> Plan:
+    """Everything a new run needs; its directory and topics exist afterwards."""
+    if run_dir(config, root).exists():
+        create(config, root)  # raises: what is there is never overwritten
+    lineage, policy = None, None
+    store = run_dir(config, root).store(config)
+    if parent:
+        lineage, policy = _inherit(parent, root, store)
+    first = prepare.run_started(config, store, policy=policy, lineage=lineage)
+    directory = create(config, root)
+    with _bus(directory, config) as bus:
+        topics = prepare.create_topics(bus, config)
+        if prepare.started(bus, topics) is not None:
+            raise ConfigError(
+                f"the log already holds a run {config.run.name!r}",
+                hint="go on with --resume, or choose another run.name (-o run.name=...)",
+            )
+    return Plan(directory=directory, config=config, first=first)
+
+
+def plan_resume(wanted: Config, root: Path) -> Plan:
+    """A run that exists, with the logged keys that were changed written into its log."""
+    directory = find_run(wanted.run.name, root)
+    with _bus(directory, wanted) as bus:
+        topics = Topics(wanted.run.name)
+        first = prepare.started(bus, topics)
+        if first is None:
+            first = prepare.run_started(wanted, directory.store(wanted))
+            return Plan(directory=directory, config=wanted, first=first)
+        commands = prepare.resume_commands(directory.config(), wanted)
+        if commands:
+            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+    store_config(directory, wanted)
+    return Plan(directory=directory, config=wanted, first=first)
+
+
+def supervise(plan: Plan, watch: Watch | None = None) -> bool:
+    """Start every role, show progress until all have ended; False when the user stopped it."""
+    names = roles.worker_names(plan.config)
+    directory, config = plan.directory, plan.config
+    slim = Zygote(lambda name: _be(plan, name))
+    heavy = Zygote(lambda name: _be(plan, name), preload=roles.PRELOAD)
+    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: heavy, **dict.fromkeys(names, heavy)}
+    try:
+        with _bus(directory, config) as bus:
+            progress = Progress(bus, Topics(config.run.name))
+            supervisor = Supervisor(
+                zygotes,
+                stop_order=(names, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
+                timing=config.timing,
+                logs=directory.logs,
+                watch=lambda: _watch(progress, supervisor, watch),
+            )
+            finished = supervisor.run()
+            _watch(progress, supervisor, watch)
+            progress.close()
+            return finished
+    finally:
+        slim.close()
+        heavy.close()
+
+
+def _watch(progress: Progress, supervisor: Supervisor, watch: Watch | None) -> None:
+    for line in progress.lines():
+        say(line)
+    if watch is not None:
+        watch(progress, supervisor)
+
+
+def _be(plan: Plan, name: str) -> int:
+    directory, config = plan.directory, plan.config
+    starts: dict[str, Callable[[], None]] = {
+        roles.ORCHESTRATOR: lambda: roles.orchestrator(directory, config, plan.first),
+        roles.TRAINER: lambda: roles.trainer(directory, config, adopt=plan.adopt),
+    }
+    return roles.be_role(
+        name, directory, starts.get(name, lambda: roles.worker(directory, config, name))
+    )
+
+
+def orchestrator(
+    config: ConfigArgument, override: OverrideOption = None, root: RunsOption = RUNS
+) -> None:
+    """Start the orchestrator of a run; a second one of the same run fences the first."""
+    wanted = _load(config, override or ())
+    directory = run_dir(wanted, root)
+    plan = plan_resume(wanted, root) if directory.exists() else plan_new(wanted, root)
+    roles.orchestrator(plan.directory, plan.config, plan.first)
+
+
+def worker(
+    config: ConfigArgument,
+    name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
+    override: OverrideOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Start one rollout worker of a run."""
+    wanted = _load(config, override or ())
+    roles.worker(run_dir(wanted, root), wanted, name)
+
+
+def trainer(
+    config: ConfigArgument,
+    override: OverrideOption = None,
+    adopt: AdoptOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Start the trainer of a run; a second one of the same run fences the first."""
+    wanted = _load(config, override or ())
+    roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
+
+
+def _load(config: Path, overrides: Sequence[str]) -> Config:
+    inside = config / "config.toml"
+    return load_config(inside if inside.is_file() else config, overrides)
+
+
+@contextmanager
+def _bus(directory: RunDir, config: Config) -> Iterator[Bus]:
+    bus = open_bus(directory.bus_url(config))
+    try:
+        yield bus
+    finally:
+        bus.close()
+
+
+def _inherit(parent: str, root: Path, store: Path) -> tuple[Lineage, tuple[Manifest, str]]:
+    """Bring the policy of RUN@STEP into the new run's store."""
+    name, at, step = parent.rpartition("@")
+    if not at or not step.isdigit():
+        raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
+    with opened(name, root) as old:
+        first, manifest = policy_after(old.bus, old.topics, int(step))
+        source, target = PolicyStore(old.store), PolicyStore(store)
+        source.verify(manifest.digest)
+        target.publish_weights(_copying(source.weights_path(manifest.digest), manifest))
+        files = sorted(source.assets_path(first.assets_digest).iterdir())
+        assets = target.publish_assets(files)
+    lineage = Lineage(run=first.run, step=int(step), digest=manifest.digest)
+    return lineage, (manifest, assets)
+
+
+def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
+    def write(target: Path) -> Manifest:
+        shutil.copyfile(source, target)
+        return manifest
+
+    return write

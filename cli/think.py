@@ -1,0 +1,58 @@
+"""`dora-pipe bench ...`: measure this machine, side by side in one run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dora_pipe.cli.output import emit_rows
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+RECORD_BYTES = (2_000, 65_536, 1_048_576)
+TOKENS = (30, 256, 2_048, 16_384)
+
+
+def engine(
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of the running batch.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokens per second of the own engine by rows, beside transformers' generate."""
+    from dora_pipe.bench.engine import bench_engine
+
+    _emit(bench_engine(rows or (1, 16, 64, 256)), as_json=as_json)
+
+
+def bus(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside memory and SQLite.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Records and bytes per second of every bus."""
+    from dora_pipe.bench.bus import bench_bus
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
+        _emit(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
+
+
+def codec(
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time and size of an encoded trajectory, beside pickle and raw arrays."""
+    from dora_pipe.bench.codec import bench_codec
+
+    _emit(bench_codec(tokens or TOKENS), as_json=as_json)
+
+
+def _emit(figures: Sequence[Any], *, as_json: bool) -> None:
+    columns = [field.name for field in fields(figures[0])]
+    emit_rows(columns, [asdict(figure) for figure in figures], as_json=as_json)

@@ -63,7 +63,7 @@ def test_planted_import_is_found(copy: Path, module: str, line: str, contract: s
     (copy / module).write_text(f'"""Planted by a test of the floors."""\n\n{line}\n')
     status, output = _lint(copy)
     assert status != 0, output
-    broken = [row for row in output.splitlines() if row.endswith("BROKEN")]
+    broken = [row for row in output.splitlines() if " BROKEN" in row]
     named = any(contract in row for row in broken)
     assert named or (contract == "floors" and "dora_pipe.planted" in output), output
     assert "planted" in output

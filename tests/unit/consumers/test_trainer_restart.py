@@ -46,7 +46,7 @@ def test_restarted_trainer_replays_and_goes_on_as_if_it_had_never_stopped(
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_killed_at_any_tick_the_weights_are_those_of_a_run_that_never_was(
     tmp_path_factory: pytest.TempPathFactory, lives: list[int], checkpoint_every: int
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dora_pipe.consumers.checks import Known
-from dora_pipe.consumers.recovery import CommitNote
+from dora_pipe.consumers.commits import CommitNote
 from dora_pipe.consumers.trainers.port import Settings
 from dora_pipe.schemas.control import Offender
 from dora_pipe.schemas.dead_letter import DeadLetter

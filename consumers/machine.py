@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.consumers.commits import History
 from dora_pipe.consumers.effects import (
     Adopted,
     BatchFetched,
@@ -43,7 +44,6 @@ from dora_pipe.consumers.effects import (
     TrainStep,
     Unreadable,
 )
-from dora_pipe.consumers.recovery import History
 from dora_pipe.consumers.status import Gauges, Phase, waits_for
 from dora_pipe.errors import SchemaError
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked

@@ -14,8 +14,8 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
+from dora_pipe.consumers.commits import CommitNote
 from dora_pipe.consumers.reader import BatchReader, Found, Place
-from dora_pipe.consumers.recovery import CommitNote
 from dora_pipe.consumers.trainers.port import TrainBatch, Trainer, TrainGroup
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS
 from dora_pipe.errors import InvariantBroken, PolicyError, SchemaError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dora_pipe.bus.port import Record
+from dora_pipe.consumers.commits import History
 from dora_pipe.consumers.effects import (
     BatchFetched,
     FetchBatch,
@@ -16,7 +17,6 @@ from dora_pipe.consumers.effects import (
     TrainStep,
 )
 from dora_pipe.consumers.machine import TrainerMachine, TrainerSetup
-from dora_pipe.consumers.recovery import History
 from dora_pipe.consumers.status import Gauges
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Published
 from dora_pipe.schemas.control import (

@@ -37,15 +37,6 @@ class Drawn:
     sampler_logprobs: Floats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """What a step brought. `broken` slots met numbers that are not finite."""
-
-    events: list[EngineEvent]
-    ended: list[int]
-    broken: frozenset[int]
-
-
 class SlotTable:
     """The requests in the slots of an engine."""
 
@@ -100,8 +91,13 @@ class SlotTable:
         self.cached[slot] = 0
         return self._names[slot]
 
-    def take(self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]) -> Taken:
-        """Give the slots of `order` their drawn tokens; events in the order of arrival."""
+    def take(
+        self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
+    ) -> tuple[list[EngineEvent], list[int]]:
+        """Give the slots of `order` their drawn tokens: events by arrival, slots that ended.
+
+        A request whose log-prob is not finite ends with an error, without that token.
+        """
         at = self._count[order]
         if not at.all():
             self._first_ns[order[at == 0]] = wall_ns()
@@ -119,7 +115,7 @@ class SlotTable:
         full = self._count[order] >= self._limit[order]
         busy = broken | stopped | full | (self._count[order] >= self._emit_at[order])
         if not busy.any():
-            return Taken(events=[], ended=[], broken=frozenset())
+            return [], []
         reasons: dict[int, StopReason | None] = {}
         for row in np.flatnonzero(busy):
             slot = int(order[row])
@@ -130,8 +126,8 @@ class SlotTable:
                 reasons[slot] = "error"
         return self._taken(reasons)
 
-    def _taken(self, reasons: dict[int, StopReason | None]) -> Taken:
-        """Events of the slots that emit or end."""
+    def _taken(self, reasons: dict[int, StopReason | None]) -> tuple[list[EngineEvent], list[int]]:
+        """Events of the slots that emit or end, and those that end."""
         events: list[EngineEvent] = []
         for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
             reason, error = reasons[slot], None
@@ -143,11 +139,7 @@ class SlotTable:
             if reason is not None:
                 name = self._names[slot]
                 events.append(RequestFinished(request=name, reason=reason, error=error))
-        return Taken(
-            events=events,
-            ended=[slot for slot, reason in reasons.items() if reason is not None],
-            broken=frozenset(slot for slot, reason in reasons.items() if reason == "error"),
-        )
+        return events, [slot for slot, reason in reasons.items() if reason is not None]
 
     def _emit(self, slot: int) -> TokensSampled:
         start, end = int(self._sent[slot]), int(self._count[slot])

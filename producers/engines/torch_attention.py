@@ -142,11 +142,11 @@ class StepAttention:
     def _keys_and_values(self, part: _Batch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         data = part.pool.data[layer]
         if part.rows is None:
-            k, v = data[0, : part.end - part.start], data[1, : part.end - part.start]
+            both = data[:, : part.end - part.start]
         else:
-            k = data[0, :, :, : part.keys].index_select(0, part.rows)
-            v = data[1, :, :, : part.keys].index_select(0, part.rows)
-        return k.flatten(0, 1), v.flatten(0, 1)
+            both = data[:, :, :, : part.keys].index_select(1, part.rows)
+        k, v = both.flatten(1, 2).unbind(0)
+        return k, v
 
     def _plan_dense(self, kv: KvCache, positions: Integers) -> None:
         start = 0

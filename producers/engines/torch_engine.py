@@ -181,10 +181,10 @@ class TorchEngine:
             if not len(order):
                 return []
             drawn = self._sampler.draw(logits[: len(order)], order, positions + 1)
-        taken = self._table.take(order, drawn, self._clock.wall_ns)
-        for slot in taken.ended:
-            self._leave(slot, wipe=slot in taken.broken)
-        return taken.events
+        events, ended = self._table.take(order, drawn, self._clock.wall_ns)
+        for slot in ended:
+            self._leave(slot)
+        return events
 
     @property
     def active(self) -> int:
@@ -203,11 +203,11 @@ class TorchEngine:
         self._weights = None
         del self._kv
 
-    def _leave(self, slot: int, *, wipe: bool = False) -> None:
-        """Free the slot; `wipe` where the cache may hold numbers that are not finite."""
+    def _leave(self, slot: int) -> None:
+        """Free the slot."""
         if slot in self._waiting:
             self._waiting.remove(slot)
-        self._kv.release(slot, wipe=wipe)
+        self._kv.release(slot)
         del self._slot_of[self._table.leave(slot)]
         self._free.append(slot)
         self._changed = True

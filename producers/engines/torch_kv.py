@@ -56,7 +56,7 @@ class KvCache:
         sizes = pool_keys(context_tokens)
         capacity = slots + 1
         lines = [2 * capacity * model.kv_heads * keys for keys in sizes]
-        # numpy's zeros are untouched pages, torch's are written; stale values must be finite.
+        # numpy's zeros are untouched pages of memory, torch's would be written.
         storage = np.zeros((model.layers, sum(lines), model.head_dim), dtype=np.float32)
         self.storage = torch.from_numpy(storage)
         self.pools: list[Pool] = []
@@ -95,23 +95,13 @@ class KvCache:
         if self.is_staged(slot):
             return
         assert self._staged is None and slot not in self._dense
+        pool = self.pools[self.pool_of(last_position)]
+        pool.data[:, :, pool.capacity - 1].zero_()
         self._staged = (slot, self.pool_of(last_position))
 
-    def release(self, slot: int, *, wipe: bool = False) -> None:
-        """Take the slot out; `wipe` zeroes its keys and values, which must be finite."""
-        if self.is_staged(slot):
-            assert self._staged is not None
-            pool = self.pools[self._staged[1]]
-            row = pool.capacity - 1
-            self._staged = None
-        elif slot in self._dense:
-            number, row = self._dense.pop(slot)
-            pool = self.pools[number]
-            pool.slots[row] = HOLE
-        else:
-            return
-        if wipe:
-            pool.data[:, :, row].zero_()
+    def release(self, slot: int) -> None:
+        """Take the slot out, if it is in."""
+        self._leave(slot)
 
     def settle(self, entering: Sequence[tuple[int, int]], used: Integers) -> None:
         """Bring slots into the pool of their position, (slot, position); then close every hole.
@@ -124,7 +114,7 @@ class KvCache:
         for number, pool in enumerate(self.pools):
             for row in range(len(pool.slots) - 1, -1, -1):
                 if pool.slots[row] == HOLE:
-                    self._fill_from_end(number, row, used)
+                    self._fill_from_end(number, row)
         sizes = [len(pool.slots) for pool in self.pools]
         numbers = np.repeat(np.arange(len(sizes)), sizes)
         self.order = np.array([slot for pool in self.pools for slot in pool.slots], np.int64)
@@ -140,6 +130,8 @@ class KvCache:
             pool.slots.append(slot)
         pool.slots[row] = slot
         self._dense[slot] = (number, row)
+        # A key behind the position of a row is masked, but infinity would not be masked away.
+        pool.data[:, :, row, :, used:].zero_()
         if source is not None:
             pool.data[:, :, row, :, :used].copy_(source[:, :, :, :used])
 
@@ -156,14 +148,12 @@ class KvCache:
         self.pools[number].slots[row] = HOLE
         return self.pools[number].data[:, :, row]
 
-    def _fill_from_end(self, number: int, row: int, used: Integers) -> None:
+    def _fill_from_end(self, number: int, row: int) -> None:
         pool = self.pools[number]
         slot = pool.slots.pop()
         if row == len(pool.slots):
             return
-        last = len(pool.slots)
-        keys = int(used[slot])
-        pool.data[:, :, row, :, :keys].copy_(pool.data[:, :, last, :, :keys])
+        pool.data[:, :, row].copy_(pool.data[:, :, len(pool.slots)])
         pool.slots[row] = slot
         self._dense[slot] = (number, row)
 

@@ -154,6 +154,24 @@ def test_a_model_that_is_not_finite_ends_its_requests_and_spoils_nothing(
     assert run(engine, wanted) == good
 
 
+def test_a_request_that_is_not_finite_harms_none_beside_or_after_it(tmp_path: Path) -> None:
+    directory = make("qwen2", tmp_path / "model")
+    wanted = [request(f"r{n}", [5, 6, 7 + n] * 9, max_tokens=40, seed=n) for n in range(6)]
+    good = run(open_engine(directory), wanted)
+    seen = {token for result in good.values() for token in result.tokens} | set(range(20))
+    poison = next(token for token in range(100) if token not in seen)
+    tensors, path = load_all(directory), tmp_path / "poisoned.safetensors"
+    tensors["model.embed_tokens.weight"][poison] = torch.inf
+    save_file(tensors, path)
+    engine = open_engine(directory, slots=7)
+    engine.load(path, version=1, digest=read_manifest(path).digest)
+    bad = request("bad", [5] * 20 + [poison] * 20, max_tokens=40)
+    for order in ([bad, *wanted], [*wanted[:3], bad, *wanted[3:]], [*wanted, bad]):
+        results = run(engine, order)
+        assert results.pop("bad") == Result(reason="error")
+        assert results == good
+
+
 def test_a_tied_head_may_stand_beside_its_embedding_if_it_is_equal(tmp_path: Path) -> None:
     directory = make("llama_gqa", tmp_path / "model")
     engine = open_engine(directory)

@@ -150,14 +150,24 @@ def _stage(twin: Twin, free: list[int], number: int) -> None:
         twin.write(slot, 0, 1 + number % 150)
 
 
-def test_release_can_wipe_what_is_not_finite() -> None:
+def test_nothing_of_a_row_is_left_for_the_next_one() -> None:
+    """Zero times infinity is not zero: what a mask hides must be finite."""
+    used = np.zeros(2, np.int64)
     kv = KvCache(MODEL, slots=2, context_tokens=64)
-    kv.settle([(0, 5)], np.zeros(2, np.int64))
-    kv.pools[0].data[:, :, 0].fill_(torch.nan)
-    kv.release(0, wipe=True)
-    assert torch.isfinite(kv.storage).all()
+    kv.storage.fill_(torch.nan)
+    kv.settle([(0, 5), (1, 40)], used)
+    assert torch.isfinite(kv.pools[0].data[:, :, 0]).all()
+    assert torch.isfinite(kv.pools[1].data[:, :, 0]).all()
+    kv.release(1)
+    used[0] = 32
+    kv.pools[1].data.fill_(torch.nan)
+    kv.settle([(0, 32)], used)
+    assert torch.isfinite(kv.pools[1].data[:, :, 0]).all()
+    kv.stage(1, 40)
+    assert torch.isfinite(kv.pools[1].data[:, :, kv.pools[1].capacity - 1]).all()
     kv.release(0)
-    kv.settle([], np.zeros(2, np.int64))
+    kv.release(0)
+    kv.settle([], used)
     assert len(kv.order) == 0
 
 

@@ -261,6 +261,7 @@ class Cluster:
             clock=self.clock,
             meter=meter,
             exclusive=not isinstance(machine, WorkerMachine),
+            turn_ns=0,
         )
 
     def _orchestrator(self) -> Role:

@@ -150,6 +150,7 @@ class World:
             clock=self.clock,
             meter=self.meter,
             exclusive=True,
+            turn_ns=0,
         )
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:

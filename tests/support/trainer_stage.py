@@ -312,6 +312,7 @@ class StagedTrainer:
             clock=stage.clock,
             meter=meter,
             exclusive=True,
+            turn_ns=0,
         )
 
     def tick(self, count: int = 1) -> None:

@@ -139,6 +139,7 @@ class Worker:
             clock=clock,
             meter=self.meter,
             exclusive=False,
+            turn_ns=0,
         )
 
     @property

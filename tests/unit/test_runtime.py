@@ -12,6 +12,7 @@ from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, S
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.errors import BusFull, Fenced, OutcomeUnknown
 from dora_pipe.runtime import (
+    BUS_TURN_NS,
     DELIVERY_TIMEOUT_S,
     RETRY_PAUSE_S,
     CaughtUp,
@@ -106,7 +107,11 @@ class Recorder:
 
 
 def world(
-    machine: Recorder, *, faults: FaultPlan | None = None, exclusive: bool = False
+    machine: Recorder,
+    *,
+    faults: FaultPlan | None = None,
+    exclusive: bool = False,
+    turn_ns: int = 0,
 ) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
     """A runtime around the machine; faults hit only its own appends."""
     log = MemoryLog()
@@ -122,6 +127,7 @@ def world(
         clock=clock,
         meter=Meter(),
         exclusive=exclusive,
+        turn_ns=turn_ns,
     )
     return runtime, outside, clock, room
 
@@ -162,6 +168,7 @@ def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start()
         clock=VirtualClock(),
         meter=Meter(),
         exclusive=False,
+        turn_ns=0,
     )
     runtime.tick()
     writer.append([Append(topic=IN.topic, value=b"later")])
@@ -191,30 +198,51 @@ def test_effects_go_to_the_port_that_runs_them_and_their_events_come_back() -> N
     assert Heard("hello") in machine.inputs
 
 
-def test_records_are_appended_before_effects_start() -> None:
-    order: list[str] = []
-    machine = Recorder(plan=[publish("first")])
-    machine.plan[0].effects.append(Shout("second"))
-    runtime, outside, _, room = world(machine)
-    room.start = lambda effect: order.append(  # type: ignore[method-assign]
-        f"{effect.text} after {written(outside)}"
-    )
+def test_between_two_turns_of_the_bus_nothing_is_read_and_what_is_published_is_gathered() -> None:
+    machine = Recorder(plan=[publish("a"), publish("b"), publish("c")], due_ns=0)
+    runtime, outside, clock, _ = world(machine, turn_ns=BUS_TURN_NS)
     runtime.tick()
-    assert order == ["second after [b'first']"]
-
-
-def test_a_busy_loop_still_looks_at_the_bus_every_ten_milliseconds() -> None:
-    machine = Recorder(plan=[Outputs(effects=[Shout("x")])] * 50)
-    runtime, outside, clock, _ = world(machine)
-    runtime.tick()
+    assert written(outside) == [b"a"]
     outside.writer().append([Append(topic=IN.topic, value=b"new")])
-    for _ in range(9):
-        clock.ns += 1_000_000
+    for _ in range(2):
+        clock.ns += BUS_TURN_NS // 4
         runtime.tick()
+    assert written(outside) == [b"a"]
     assert not any(isinstance(one, Record) for one in machine.inputs)
-    clock.ns += 1_000_000
+    clock.ns += BUS_TURN_NS // 2
     runtime.tick()
+    assert written(outside) == [b"a", b"b", b"c"]
     assert any(isinstance(one, Record) for one in machine.inputs)
+
+
+def test_ports_are_heard_between_two_turns_of_the_bus() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
+    runtime, _, _, _ = world(machine, turn_ns=BUS_TURN_NS)
+    runtime.tick()
+    runtime.tick()
+    assert Heard("hello") in machine.inputs
+
+
+def test_an_idle_loop_sleeps_until_the_next_turn_and_a_busy_one_does_not() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("x")])])
+    runtime, _, clock, room = world(machine, turn_ns=BUS_TURN_NS)
+    turns: list[int] = []
+
+    def stop() -> bool:
+        turns.append(clock.ns)
+        return len(turns) > 3
+
+    runtime.run(stop)
+    assert turns == [0, 0, BUS_TURN_NS, 2 * BUS_TURN_NS]
+    assert not room.busy
+
+
+def test_what_a_machine_says_last_is_appended_although_no_turn_is_due() -> None:
+    machine = Recorder(plan=[Outputs(), publish("bye")])
+    runtime, outside, _, _ = world(machine, turn_ns=BUS_TURN_NS)
+    runtime.tick()
+    runtime.run(stop=lambda: True)
+    assert written(outside) == [b"bye"]
 
 
 def test_a_plain_writer_appends_again_after_an_unknown_outcome() -> None:

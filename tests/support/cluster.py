@@ -211,8 +211,7 @@ class Cluster:
             if done():
                 return
             self.tick()
-        waits = self.roles[ORCHESTRATOR].machine.state if ORCHESTRATOR in self.roles else None
-        raise AssertionError(f"not within {ticks_max} ticks: {waits}")
+        raise AssertionError(f"not within {ticks_max} ticks; there are {sorted(self.roles)}")
 
     def run(self) -> None:
         """Until the run is over and every role has gone."""

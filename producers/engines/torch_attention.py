@@ -164,7 +164,7 @@ class StepAttention:
             (run for run in runs if run.gathered), lambda run: (run.pool, run.keys)
         ):
             group = list(some)
-            positions = np.concatenate([np.arange(run.start, run.end) for run in group])
+            positions = _positions(group)
             rows = np.repeat([run.row for run in group], [run.end - run.start for run in group])
             self._batches.append(
                 _Batch(
@@ -196,11 +196,18 @@ class StepAttention:
 
 def _lines(kv: KvCache, positions: Integers, runs: Sequence[Run]) -> Integers:
     """Storage lines that the step's keys and values are written to, token row by token row."""
-    parts = [kv.first_lines + positions[:, None]]
-    for run in runs:
-        first = kv.lines(np.array([run.pool]), np.array([run.row]))
-        parts.append(first + np.arange(run.start, run.end)[:, None])
-    return np.concatenate(parts).reshape(-1)
+    written = kv.first_lines + positions[:, None]
+    if runs:
+        first = kv.lines(np.array([run.pool for run in runs]), np.array([run.row for run in runs]))
+        first = np.repeat(first, [run.end - run.start for run in runs], axis=0)
+        behind = first + _positions(runs)[:, None]
+        written = np.concatenate([written, behind])
+    return written.reshape(-1)
+
+
+def _positions(runs: Sequence[Run]) -> Integers:
+    """The positions of the tokens of runs, one run after the other."""
+    return np.concatenate([np.arange(run.start, run.end) for run in runs])
 
 
 def _mask(positions: Integers, keys: int, heads: int) -> torch.Tensor:

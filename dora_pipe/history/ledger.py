@@ -117,6 +117,7 @@ class Ledger:
                 self.roles.append(record)
             case WorkerJoined():
                 self.accounts.joined(record, at)
+                self.hosting.keep(self._living())
             case WorkerReady():
                 self._worker_ready(record, at)
             case WorkerLeft():

@@ -196,3 +196,14 @@ def test_ledger_alone_is_built_in_one_call() -> None:
     assert ledger.version == 10
     assert ledger.hosting.seconds > 0
     assert ledger.findings.total == 0
+
+
+def test_incarnation_that_was_replaced_before_its_lease_ended_hosts_nothing_any_more() -> None:
+    world = _world(1, Chances(crash=0.05, away_s=2.0))
+    world.run(seconds=1e5)
+    ledger, _ = _read(world)
+    hosted: Counter[str] = Counter()
+    for (epoch, _), seconds in ledger.hosting.worker_versions.items():
+        hosted[ledger.accounts.workers[epoch].joined.worker] += seconds
+    assert len(ledger.accounts.workers) > len(WORKERS)
+    assert max(hosted.values()) <= ledger.hosting.seconds

@@ -202,7 +202,7 @@ def test_incarnation_that_was_replaced_before_its_lease_ended_hosts_nothing_any_
     world = _world(1, Chances(crash=0.05, away_s=2.0))
     world.run(seconds=1e5)
     ledger, _ = _read(world)
-    hosted: Counter[str] = Counter()
+    hosted: dict[str, float] = dict.fromkeys(WORKERS, 0.0)
     for (epoch, _), seconds in ledger.hosting.worker_versions.items():
         hosted[ledger.accounts.workers[epoch].joined.worker] += seconds
     assert len(ledger.accounts.workers) > len(WORKERS)

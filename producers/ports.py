@@ -51,6 +51,9 @@ SHORT_NS: Final = 10_000_000
 STEPS_MAX: Final = 64
 """Steps in one poll, also where no time passes."""
 
+CLOSE_S: Final = 30.0
+"""Closing waits so long for weights that are being loaded."""
+
 PAUSES_MAX: Final = 4
 """Turns of the loop in a row in which an engine without requests ahead lets finished ones go
 first: only when their facts are in the log are others placed."""
@@ -163,9 +166,9 @@ class EnginePort:
         return bool(self._events or self._loaded or self._ahead) or self._engine.active > 0
 
     def close(self) -> None:
-        """Wait for weights under way. Who made the engine closes it."""
+        """Wait a while for weights under way. Who made the engine closes it."""
         if self._loading is not None:
-            self._loading.join()
+            self._loading.join(CLOSE_S)
             self._loading = None
 
     def _step(self, events: list[Any]) -> None:

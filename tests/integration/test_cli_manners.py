@@ -1,0 +1,174 @@
+"""What the command line says to bad input: one line, a hint, a named exit code, and nothing lost."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.cli import main as cli
+
+CONFIG = """
+[run]
+name = "small"
+steps = 2
+[model]
+path = "model"
+[task]
+kind = "arithmetic"
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a configuration whose model is not there."""
+    (tmp_path / "config.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Command:
+    """Calls the command line in this process and keeps what it says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *words: str) -> int:
+        """The exit code of `dora-pipe WORDS`."""
+        self._monkeypatch.setattr(sys, "argv", ["dora-pipe", *words])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def assert_one_line_and_hint(err: str, line: str, hint: str) -> None:
+    """stderr is exactly an error that matches and a hint that matches."""
+    lines = err.strip().splitlines()
+    assert len(lines) == 2, err
+    assert re.search(line, lines[0].removeprefix("error: "))
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    assert re.search(hint, lines[1])
+
+
+def test_unknown_key_is_named_with_the_nearest_one(place: Path, command: Command) -> None:
+    (place / "config.toml").write_text(CONFIG + "[trainer]\nlearning_rte = 1e-4\n")
+    assert command("run", "config.toml") == 3
+    assert_one_line_and_hint(command.err, "trainer.learning_rte", "learning_rate")
+    assert not (place / "runs" / "small" / "config.toml").exists()
+
+
+def test_unknown_key_of_an_override_is_an_error_too(place: Path, command: Command) -> None:
+    assert command("config", "show", "config.toml", "-o", "run.stepz=3") == 3
+    assert_one_line_and_hint(command.err, "run.stepz", "run.steps")
+
+
+def test_missing_configuration_is_one_line(place: Path, command: Command) -> None:
+    assert command("run", "nowhere.toml") == 3
+    assert "nowhere.toml" in command.err
+    assert "Traceback" not in command.err
+
+
+def test_missing_model_stops_before_anything_starts(place: Path, command: Command) -> None:
+    assert command("run", "config.toml") == 9
+    assert "model" in command.err
+    assert "Traceback" not in command.err
+    assert not (place / "runs" / "small" / "config.toml").exists()
+
+
+def test_unknown_run_is_answered_with_those_there_are(place: Path, command: Command) -> None:
+    (place / "runs" / "other").mkdir(parents=True)
+    (place / "runs" / "other" / "config.toml").write_text(CONFIG)
+    for words in (("audit", "nope"), ("cat", "nope"), ("show", "nope", "7"), ("topics", "nope")):
+        assert command(*words) == 2
+        assert_one_line_and_hint(command.err, "no run 'nope'", "other")
+
+
+def test_a_run_that_exists_is_never_overwritten(place: Path, command: Command) -> None:
+    directory = place / "runs" / "small"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG)
+    (directory / "log.sqlite").write_bytes(b"precious")
+    assert command("run", "config.toml") == 3
+    assert_one_line_and_hint(command.err, "'small' exists", "--resume")
+    assert (directory / "log.sqlite").read_bytes() == b"precious"
+
+
+def test_resume_without_a_run_is_refused(place: Path, command: Command) -> None:
+    assert command("run", "config.toml", "--resume") == 2
+    assert_one_line_and_hint(command.err, "no run 'small'", "no run in runs/")
+
+
+def test_a_log_that_is_something_else_is_a_bus_error(place: Path, command: Command) -> None:
+    directory = place / "runs" / "small"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG)
+    (directory / "log.sqlite").write_bytes(b"this is no database, but long enough to look at" * 50)
+    assert command("audit", "small") == 4
+    assert "Traceback" not in command.err
+    assert len(command.err.strip().splitlines()) <= 2
+
+
+def test_init_does_not_touch_a_folder_that_is_there(place: Path, command: Command) -> None:
+    (place / "mine").mkdir()
+    assert command("init", "mine") == 2
+    assert_one_line_and_hint(command.err, "mine exists", "name a folder")
+    assert list((place / "mine").iterdir()) == []
+
+
+def test_from_needs_a_run_and_a_step(place: Path, command: Command) -> None:
+    assert command("run", "config.toml", "--from", "demo") == 2
+    assert_one_line_and_hint(command.err, "not RUN@STEP", "demo@40")
+    assert command("run", "config.toml", "--from", "demo@1", "--resume") == 2
+
+
+def test_resolved_configuration_is_printed_to_stdout_and_can_be_read_again(
+    place: Path, command: Command
+) -> None:
+    assert command("config", "show", "config.toml", "-o", "run.steps=7") == 0
+    assert command.err == ""
+    (place / "again.toml").write_text(command.out)
+    first = command.out
+    assert command("config", "show", "again.toml") == 0
+    assert command.out == first
+    assert "steps = 7" in first
+
+
+def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
+    place: Path, command: Command
+) -> None:
+    assert command("doctor") == 0
+    assert "crc32c" in command.out
+    (place / "garbage.sqlite").write_bytes(b"no database" * 100)
+    assert command("doctor", "--bus", f"sqlite:{place / 'garbage.sqlite'}", "--json") == 1
+    assert '"fail"' in command.out
+
+
+def test_every_command_has_help_of_a_full_sentence(command: Command) -> None:
+    app = cli.app
+    names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback]
+    assert {"demo", "run", "audit", "replay", "export", "show", "cat", "doctor"} <= set(names)
+    for name in names:
+        assert command(name, "--help") == 0
+        assert re.search(r"^\s*[A-Z][^\n]{15,}", command.out, re.MULTILINE), name
+
+
+def test_init_makes_what_config_show_accepts(place: Path, command: Command) -> None:
+    pytest.importorskip("torch")
+    assert command("init", "mine", "--task", "calculator") == 0
+    assert "next: dora-pipe sft" in command.err
+    assert command("config", "show", "mine/config.toml") == 0
+    assert (place / "mine" / "model" / "tokenizer.json").is_file()

@@ -128,10 +128,6 @@ class WorkerMachine:
             return Outputs()
         return out
 
-    def writing(self) -> bool:
-        """Whether trajectories are on their way into the log."""
-        return self.requests.in_phase(Phase.ENCODING, Phase.LOGGING) > 0
-
     def waits_for(self) -> str:
         """In words; empty while tokens are being sampled."""
         if self.loading:

@@ -1,7 +1,7 @@
 """The worker's ports to its engine and its task pool.
 
 They decide how much is done at a time, nothing else. All but the loading of weights happens in the
-loop's own thread, in bounded bits: tokens for `LONG_NS` at most.
+loop's own thread, in bounded bits: tokens for `STEP_NS` at a time.
 """
 
 from __future__ import annotations
@@ -41,22 +41,15 @@ from dora_pipe.producers.tasks.calls import (
     TaskEvent,
 )
 
-LONG_NS: Final = 60_000_000
-"""The engine steps for so long while it has requests ahead: a turn of the loop, with its durable
-append, then costs little beside it."""
-
-SHORT_NS: Final = 10_000_000
-"""... and for so long when it has none: slots stand empty, and decisions must be heard."""
+STEP_NS: Final = 10_000_000
+"""The engine steps until so much time has passed, so that a turn of the loop costs little beside
+it; no slot waits for that, the port has requests ahead."""
 
 STEPS_MAX: Final = 64
 """Steps in one poll, also where no time passes."""
 
 CLOSE_S: Final = 30.0
 """Closing waits so long for weights that are being loaded."""
-
-PAUSES_MAX: Final = 4
-"""Turns of the loop in a row in which an engine without requests ahead lets finished ones go
-first: only when their facts are in the log are others placed."""
 
 
 class Tasks(Protocol):
@@ -99,8 +92,7 @@ class Texts(Protocol):
 class EnginePort:
     """Drives an engine, and refills its slots between two steps from the requests it was handed.
 
-    With `in_thread`, weights are loaded beside the loop. `writing` says whether trajectories are on
-    their way into the log.
+    With `in_thread`, weights are loaded beside the loop.
     """
 
     effects: tuple[type, ...] = (EngineAdd, EngineCancel, LoadWeights)
@@ -113,15 +105,12 @@ class EnginePort:
         clock: Clock,
         in_thread: bool = True,
         steps_max: int = STEPS_MAX,
-        writing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
         self._weights_path = weights_path
         self._clock = clock
         self._in_thread = in_thread
         self._steps_max = steps_max
-        self._writing = writing
-        self._pauses = 0
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
         self._loading: threading.Thread | None = None
@@ -153,11 +142,14 @@ class EnginePort:
             self._loading = None
         events += self._loaded
         self._loaded = []
-        if not self._ahead and self._pauses < PAUSES_MAX and self._writing():
-            self._pauses += 1
-            return events
-        self._pauses = 0
-        self._step(events)
+        until_ns = self._clock.now_ns() + STEP_NS
+        for _ in range(self._steps_max):
+            self._refill(events)
+            if not self._engine.active:
+                break
+            events += self._engine.step()
+            if self._clock.now_ns() >= until_ns:
+                break
         return events
 
     @property
@@ -170,17 +162,6 @@ class EnginePort:
         if self._loading is not None:
             self._loading.join(CLOSE_S)
             self._loading = None
-
-    def _step(self, events: list[Any]) -> None:
-        started_ns = self._clock.now_ns()
-        for _ in range(self._steps_max):
-            self._refill(events)
-            if not self._engine.active:
-                return
-            events += self._engine.step()
-            limit_ns = LONG_NS if self._ahead else SHORT_NS
-            if self._clock.now_ns() - started_ns >= limit_ns:
-                return
 
     def _refill(self, events: list[Any]) -> None:
         """Fill free slots in order. A request that the engine refuses has ended with an error."""

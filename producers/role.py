@@ -191,7 +191,7 @@ def _serve(
             tasks,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
-            EnginePort(engine, here.store.weights_path, clock=here.clock, writing=machine.writing),
+            EnginePort(engine, here.store.weights_path, clock=here.clock),
         ],
         clock=here.clock,
         meter=here.meter,

@@ -133,7 +133,6 @@ class Worker:
                     clock=clock,
                     in_thread=False,
                     steps_max=world.steps_max,
-                    writing=self.machine.writing,
                 ),
             ],
             clock=clock,

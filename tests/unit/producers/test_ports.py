@@ -35,7 +35,7 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.ports import LONG_NS, PAUSES_MAX, SHORT_NS, EnginePort, TaskPort
+from dora_pipe.producers.ports import STEP_NS, EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
@@ -88,19 +88,17 @@ def test_engine_is_stepped_many_times_and_refilled_between_two_steps() -> None:
     assert not port.busy
 
 
-@pytest.mark.parametrize(("ahead", "limit_ns"), [(0, SHORT_NS), (1, LONG_NS)])
-def test_engine_steps_longer_while_it_has_requests_ahead(ahead: int, limit_ns: int) -> None:
+def test_engine_stops_stepping_when_its_time_is_over() -> None:
     engine = _engine(slots=1, length=50)
     clock = VirtualClock()
     port = EnginePort(engine, Path, clock=clock, in_thread=False)
     port.start(LoadWeights(version=0, digest="a"))
     port.poll()
-    for number in range(1 + ahead):
-        port.start(EngineAdd(request=_request("ab"[number])))
+    port.start(EngineAdd(request=_request("a")))
     step = engine.step
 
     def slow() -> list[object]:
-        clock.sleep(0.3 * limit_ns / 1e9)
+        clock.sleep(0.3 * STEP_NS / 1e9)
         return list(step())
 
     engine.step = slow  # type: ignore[method-assign, assignment]
@@ -348,19 +346,3 @@ def test_progress_is_encoded_too() -> None:
     port = CodecPort(Meter(), clock=VirtualClock())
     port.start(EncodeProgress(request="a", progress=_chunk(0, -1)))
     assert isinstance(port.poll()[0], ProgressEncoded)
-
-
-def test_engine_without_requests_ahead_lets_finished_ones_go_first_but_not_for_ever() -> None:
-    engine = _engine(slots=1, length=50)
-    port = EnginePort(
-        engine, Path, clock=VirtualClock(), in_thread=False, steps_max=1, writing=lambda: True
-    )
-    port.start(LoadWeights(version=0, digest="a"))
-    port.poll()
-    port.start(EngineAdd(request=_request("a")))
-    lengths = []
-    for _ in range(2 * (PAUSES_MAX + 1)):
-        port.poll()
-        lengths.append(engine.kv_used_tokens)
-    # What it was handed ahead goes first, then it pauses between any two steps.
-    assert lengths == [4] * (PAUSES_MAX + 1) + [5] * (PAUSES_MAX + 1)

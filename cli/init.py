@@ -13,7 +13,7 @@ from dora_pipe.cli.output import say
 from dora_pipe.cli.settings import OverrideOption
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
-from dora_pipe.errors import TaskError, UsageError
+from dora_pipe.errors import PolicyError, TaskError, UsageError
 from dora_pipe.producers.tasks.registry import open_task
 
 CONTEXT_TOKENS: Final = 256
@@ -21,7 +21,10 @@ SFT_STEPS: Final = 240
 SFT_BATCH: Final = 64
 SFT_LEARNING_RATE: Final = 2e-3
 SFT_SEED: Final = 3
-EXAMPLES: Final = ("arithmetic", "calculator")
+SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 300}
+"""Steps after which a policy gets some of a built-in task right, and has something left to learn."""
+
+EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 PROGRESS_EVERY: Final = 40
 """Steps between two lines of talk."""
@@ -43,7 +46,8 @@ def init(
     (directory / "config.toml").write_text(example_config(task))
     parameters = make_model(directory / "model", task)
     say(f"{directory}/config.toml and {directory}/model ({parameters:,} parameters)")
-    say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm")
+    steps = SFT_STEPS_OF[task]
+    say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm --steps {steps}")
     say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
 
 
@@ -76,6 +80,8 @@ def sft(
 ) -> None:
     """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
     resolved = load_config(config, override or ())
+    if not Path(resolved.model.path).is_dir():
+        raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
     rows = data or demonstrations(resolved, seed=seed, count=steps * batch)
     warm_up(
         Path(resolved.model.path),

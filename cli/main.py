@@ -12,6 +12,7 @@ import typer
 from dora_pipe.cli import look, settings, start, think, trust
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
+from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.show import show
@@ -47,7 +48,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
-for _bench in (think.engine, think.bus, think.codec):
+for _bench in (think.engine, think.bus, think.codec, faults):
     bench_app.command()(cast("Callable[..., None]", _bench))
 config_app.command("show")(settings.show)
 app.add_typer(config_app, name="config", rich_help_panel="Start")

@@ -1,4 +1,4 @@
-"""What the command line says to bad input: one line, a hint, a named exit code, and nothing lost."""
+"""What the command line says to bad input: one line, a hint, a named exit code, nothing lost."""
 
 from __future__ import annotations
 
@@ -127,6 +127,12 @@ def test_init_does_not_touch_a_folder_that_is_there(place: Path, command: Comman
     assert command("init", "mine") == 2
     assert_one_line_and_hint(command.err, "mine exists", "name a folder")
     assert list((place / "mine").iterdir()) == []
+
+
+def test_warm_start_without_a_model_is_one_line(place: Path, command: Command) -> None:
+    assert command("sft", "config.toml", "warm") == 9
+    assert_one_line_and_hint(command.err, "no model directory", "model.path")
+    assert not (place / "warm").exists()
 
 
 def test_from_needs_a_run_and_a_step(place: Path, command: Command) -> None:

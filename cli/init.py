@@ -22,7 +22,7 @@ SFT_BATCH: Final = 64
 SFT_LEARNING_RATE: Final = 2e-3
 SFT_SEED: Final = 3
 SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 300}
-"""Steps after which a policy gets some of a built-in task right, and has something left to learn."""
+"""Steps after which a policy gets a part of the task right, and has something left to learn."""
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
 

@@ -95,8 +95,6 @@ def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
     in_training = at.per_step if at.training else 0
     room = in_flight_max(at.in_flight_batches, at.per_step) - untaken - in_training
     room = min(room, (at.steps - at.step) * at.per_step - untaken)
-    if at.deadline < at.step:
-        return 0
     due = 0
     for deadline in sorted({*deadlines, at.deadline}):
         due += deadlines.get(deadline, 0)

@@ -139,6 +139,11 @@ def _record_early(log: Logged) -> None:
     log[3] = (second[0], second[1][1:])
 
 
+def _record_twice(log: Logged) -> None:
+    round_, control = log[0]
+    log[0] = (round_, [control[0], *control])
+
+
 def _swapped(log: Logged) -> None:
     log[3], log[4] = log[4], log[3]
 
@@ -163,6 +168,7 @@ def _doubled(log: Logged) -> None:
         (_record_changed, "its chain"),
         (_record_gone, "round 3: its chain"),
         (_record_early, "round 2 does not fold offset"),
+        (_record_twice, "round 0 does not fold offset 0"),
         (_swapped, "round 4 comes where round 3"),
         (_gone, "round 4 comes where round 3"),
         (_doubled, "round 3 comes where round 4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator.planner import decide, may_still_admit
 from dora_pipe.schemas.rounds import Assign, Dispatch, Place
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
@@ -103,6 +104,53 @@ def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None
     assert stage.state.ordinal == before, "nothing is admitted while a version has no host"
     assert targets(stage) == {"a": 1, "b": 0}
     assert {stage.placed[name].spec.version for name in stage.running("b")} == {0}
+
+
+def three_versions() -> Stage:
+    """`v0` runs one request of version 0, `v1` two of version 1, `a` and `b` three of version 2."""
+    stage = Stage(
+        run__steps=50,
+        groups__per_step=1,
+        groups__size=1,
+        staleness__max_staleness=20,
+        staleness__in_flight_batches=21.0,
+    ).begin()
+    stage.worker("v0", slots=2)
+    for trained in ("g0000000000-000", "g0000000001-000"):
+        stage.finish(trained)
+        stage.settle()
+        stage.commit()
+        if trained == "g0000000000-000":
+            stage.worker("v1", slots=2)
+    stage.worker("a", slots=3)
+    stage.worker("b", slots=3)
+    assert targets(stage) == {"a": 2, "b": 2, "v0": 0, "v1": 1}
+    open_ = {name: len(stage.running(name)) for name in targets(stage)}
+    assert open_ == {"a": 3, "b": 3, "v0": 1, "v1": 2}
+    assert may_still_admit(stage.state) > 0
+    return stage
+
+
+def test_victim_is_of_the_newest_version_even_if_an_older_host_is_emptier() -> None:
+    stage = three_versions()
+    stage.lose("v0")
+    stage.settle()
+    assert hosting.orphans(stage.state, hosting.hosts(stage.state)) == [0]
+    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"a"}
+    stage.finish(stage.running("b")[0])
+    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"b"}
+
+
+def test_nothing_is_admitted_while_a_version_has_no_host_although_slots_are_free() -> None:
+    stage = three_versions()
+    stage.finish(stage.running("a")[0])
+    stage.finish(stage.running("b")[0])
+    admitted = stage.copy()
+    assert [one for one in decide(admitted) if isinstance(one, Dispatch)], "but for the loss"
+    stage.lose("v0")
+    decisions = stage.plan()
+    assert hosting.orphans(stage.state, hosting.hosts(stage.state)) == [0]
+    assert not [one for one in decisions if isinstance(one, Dispatch)]
 
 
 def test_one_worker_serves_versions_one_after_the_other_oldest_first() -> None:

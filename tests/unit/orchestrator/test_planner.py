@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.errors import InvariantBroken
@@ -342,3 +343,18 @@ def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
     with pytest.raises(InvariantBroken):
         apply_decision(stage.state, decision)
     assert stage.state.digest() == before
+
+
+def test_no_request_is_placed_on_a_worker_without_room_or_with_another_version() -> None:
+    stage = Stage(groups__size=4).begin()
+    stage.worker("w0", slots=1)
+    place = stage.placed["g0000000000-000"]
+    more = msgspec.structs.replace(place, trajectory="g0000000000-001", sibling=1)
+    before = stage.state.digest()
+    with pytest.raises(InvariantBroken, match="w0 is full"):
+        apply_decision(stage.state, more)
+    assert stage.state.digest() == before
+    stage.state.workers["w0"].slots = 9
+    stage.state.workers["w0"].target = stage.state.workers["w0"].hosted = 3
+    with pytest.raises(InvariantBroken, match="another version"):
+        apply_decision(stage.state, more)

@@ -21,7 +21,7 @@ from dora_pipe.history.check_records import check_records
 from dora_pipe.history.check_steps import check_steps
 from dora_pipe.history.findings import CHECKS, Findings
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.reading import read_buried
+from dora_pipe.history.reading import horizon_of, read_buried
 from dora_pipe.history.report import AuditReport
 from dora_pipe.history.walk import walk
 from dora_pipe.schemas.topics import Topics
@@ -43,13 +43,14 @@ def audit(bus: Bus, topics: Topics, store_root: Path | None) -> AuditReport:
     """
     ledger = Ledger(topics.run, Findings())
     findings, fold = ledger.findings, FoldCheck(ledger.findings)
+    horizon = horizon_of(bus, topics)
     buried = read_buried(bus, topics)
-    for turn in walk(bus, topics, findings, buried):
+    for turn in walk(bus, topics, findings, horizon=horizon, buried=buried):
         ledger.take(turn)
         fold.take(turn)
     if ledger.started is None:
         findings.add("control", topics.control, "there is no `run started`")
-    seen = check_records(bus, topics, ledger, buried)
+    seen = check_records(bus, topics, ledger, horizon=horizon, buried=buried)
     check_steps(ledger, seen)
     if store_root is None:
         findings.notes.append("policy files were not looked at: no store was given")

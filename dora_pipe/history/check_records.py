@@ -17,7 +17,7 @@ from dora_pipe.errors import SchemaError
 from dora_pipe.history.entries import GroupEntry, Logged
 from dora_pipe.history.findings import Check
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.reading import Buried, ends_of, records_of
+from dora_pipe.history.reading import Buried, Horizon, horizon_of, records_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.identity import group_of, trajectory_seed
 from dora_pipe.schemas.topics import Topics
@@ -49,16 +49,25 @@ class Seen:
 
 
 def check_records(
-    bus: Bus, topics: Topics, ledger: Ledger, buried: Collection[Buried] = ()
+    bus: Bus,
+    topics: Topics,
+    ledger: Ledger,
+    *,
+    horizon: Horizon | None = None,
+    buried: Collection[Buried] = (),
 ) -> Seen:
     """Read every trajectory once; then name the logged ones that are not there.
 
     A record that cannot be read is a violation, unless it is among the dead letters and its group
-    was not trained: then the run has dealt with it.
+    was not trained: then the run has dealt with it. `horizon` is the one that the ledger was made
+    under; a record behind it that nobody has named yet is none of this look's business.
     """
+    ends = horizon or horizon_of(bus, topics)
     look = _Look(ledger, buried)
-    for record in records_of(bus, ends_of(bus, topics.trajectories)):
-        look.record(record)
+    for record in records_of(bus, ends.trajectories):
+        named = (record.partition, record.offset) in ledger.accounts.logged
+        if named or record.offset < ends.trajectories_before[record.at]:
+            look.record(record)
     look.missing()
     return look.seen
 

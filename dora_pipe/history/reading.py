@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
@@ -18,6 +19,34 @@ POLL_S: Final = 1.0
 EMPTY_POLLS_MAX: Final = 30
 """Polls in a row without a record or an advance before reading is given up."""
 RECORDS_MAX: Final = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far a look at a living run goes: ends of topics, taken in an order that makes sense.
+
+    A round names only facts that were there before it, a fact only records that were: so those ends
+    are taken after. What nobody has named yet is looked at up to ends taken before: a fact that
+    speaks of a decision behind the horizon would look impossible.
+    """
+
+    trajectories_before: dict[TopicPartition, int]
+    control_before: int
+    decisions: int
+    control: int
+    trajectories: dict[TopicPartition, int]
+
+
+def horizon_of(bus: Bus, topics: Topics) -> Horizon:
+    """The present horizon. The calls below happen in this order. Raises BusError."""
+    control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
+    return Horizon(
+        trajectories_before=ends_of(bus, topics.trajectories),
+        control_before=bus.end(control),
+        decisions=bus.end(decisions),
+        control=bus.end(control),
+        trajectories=ends_of(bus, topics.trajectories),
+    )
 
 
 def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.errors import SchemaError
 from dora_pipe.history.findings import Findings
-from dora_pipe.history.reading import Buried, records_of
+from dora_pipe.history.reading import Buried, Horizon, horizon_of, records_of
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.rounds import (
     GENESIS_CHAIN,
@@ -48,19 +48,23 @@ class Turn:
 
 
 def walk(
-    bus: Bus, topics: Topics, findings: Findings, buried: Collection[Buried] = ()
+    bus: Bus,
+    topics: Topics,
+    findings: Findings,
+    *,
+    horizon: Horizon | None = None,
+    buried: Collection[Buried] = (),
 ) -> Iterator[Turn]:
-    """Every round with its facts, then the facts that are left.
+    """Every round with its facts, then the facts that no round has folded yet.
 
     A control record that cannot be read is a violation unless it is among the dead letters: then
-    the run has dealt with it. The end of decisions is taken before that of control, so that every
-    fact which a round names is read also while the run goes on.
+    the run has dealt with it.
     """
+    ends = horizon or horizon_of(bus, topics)
     decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
-    decisions_end, control_end = {decisions: bus.end(decisions)}, {control: bus.end(control)}
-    facts = _Facts(records_of(bus, control_end), control_end[control], findings, buried)
+    facts = _Facts(records_of(bus, {control: ends.control}), ends.control, findings, buried)
     links = _Links(findings)
-    for record in records_of(bus, decisions_end):
+    for record in records_of(bus, {decisions: ends.decisions}):
         try:
             round_ = decode_round(record.value)
         except SchemaError as error:
@@ -69,7 +73,7 @@ def walk(
         folded = facts.below(round_.control_next, f"round {round_.ordinal}")
         links.check(round_, folded)
         yield Turn(offset=record.offset, round=round_, facts=folded)
-    yield Turn(offset=-1, round=None, facts=facts.rest())
+    yield Turn(offset=-1, round=None, facts=facts.rest(ends.control_before))
 
 
 class _Facts:
@@ -114,9 +118,9 @@ class _Facts:
             self._next = next(self._records, None)
         return tuple(taken)
 
-    def rest(self) -> tuple[Fact, ...]:
-        """Every fact that was not taken yet."""
-        return self.below(self._end, "the end")
+    def rest(self, before: int) -> tuple[Fact, ...]:
+        """Facts that were not taken yet, as far as they speak of what was walked over."""
+        return self.below(max(before, self._position), "the end")
 
     def _fact(self, record: Record) -> Fact:
         decoded: AnyControl | Unknown | None = None

@@ -52,7 +52,7 @@ class Log:
         """The turns, and what was found."""
         findings = Findings()
         buried = read_buried(self.bus, TOPICS)
-        turns = list(walk(self.bus, TOPICS, findings, buried))
+        turns = list(walk(self.bus, TOPICS, findings, buried=buried))
         return turns, [one.line for one in findings.violations] + findings.notes
 
 

@@ -1,0 +1,82 @@
+"""A run is audited while it goes on: whatever happens between two reads, nothing looks broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Reader, TopicPartition
+from dora_pipe.history.audit import audit
+from dora_pipe.history.report import AuditReport
+from tests.support.brisk_bus import BriskBus, Ears
+from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+
+
+class BusyBus(BriskBus):
+    """The cluster goes on by some turns whenever the log is asked for an end or a reader."""
+
+    def __init__(self, cluster: Cluster, turns: int) -> None:
+        super().__init__(cluster.bus, Ears())
+        self._cluster = cluster
+        self._turns = turns
+
+    def end(self, tp: TopicPartition) -> int:
+        self._cluster.ticks(self._turns)
+        return super().end(tp)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        self._cluster.ticks(self._turns)
+        return super().reader(positions)
+
+
+def _lines(report: AuditReport) -> list[str]:
+    return [violation.line for violation in report.violations]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 7, 20])
+def test_audit_holds_while_the_run_goes_on(tmp_path: Path, turns: int) -> None:
+    with Cluster(tmp_path, make_config(run__steps=12), on_disk=False) as cluster:
+        bus = BusyBus(cluster, turns)
+        looks = 0
+        while cluster.roles:
+            cluster.ticks(23)
+            report = audit(bus, cluster.topics, cluster.store.root)
+            assert _lines(report) == [], f"look {looks}, {cluster.clock.ns} ns"
+            looks += 1
+        final = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert looks > 2
+    assert final.holds
+    assert final.finished
+    assert final.steps == 12
+
+
+@pytest.mark.parametrize("dead", [ORCHESTRATOR, TRAINER, "w0"])
+def test_run_that_lost_a_role_holds_as_it_stands(tmp_path: Path, dead: str) -> None:
+    with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
+        cluster.until(lambda: cluster.version >= 3)
+        cluster.kill(dead)
+        cluster.ticks(400)
+        report = audit(cluster.bus, cluster.topics, cluster.store.root)
+        assert _lines(report) == []
+        assert not report.finished
+        assert any("the run is not finished" in note for note in report.notes)
+        cluster.start(dead)
+        cluster.run()
+        assert audit(cluster.bus, cluster.topics, cluster.store.root).holds
+
+
+def test_committed_step_that_nobody_has_folded_counts_as_trained(tmp_path: Path) -> None:
+    with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
+        cluster.until(lambda: cluster.version >= 2)
+        machine = cluster.roles[TRAINER].machine
+        cluster.until(lambda: machine.phase == "training")
+        step = machine.history.next_step
+        cluster.kill(ORCHESTRATOR)
+        cluster.until(lambda: machine.history.next_step > step)
+        report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert _lines(report) == []
+    assert report.steps == step + 1
+    (trained,) = (line.groups for line in report.fates if line.fate == "trained")
+    assert trained == 4 * (step + 1)

@@ -1,0 +1,413 @@
+"""Plays kill rounds: real roles as processes, forked from one zygote that has torch imported.
+
+A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
+when was decided by `bench.faults.order`. The supervisor starts again what was killed, as in any
+run. When the run has ended, one more process judges it (`bench.faults.judge`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Hit, Injector, watched
+from dora_pipe.bench.faults.judge import Verdict, judge
+from dora_pipe.bench.faults.order import WORKERS, Chance, Order
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.cli import roles
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.cli.start import plan_new
+from dora_pipe.cli.supervisor import RunFailed, Supervisor, how
+from dora_pipe.cli.zygote import Ended, Zygote
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.trainers.make import make_trainer
+from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.errors import DoraError, ResourceError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.tasks.arithmetic import WORDS
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+PRELOAD: Final = (
+    *roles.PRELOAD,
+    # What torch and transformers import when a trainer is made: 5 s of CPU in every round.
+    "torch._dynamo",
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "dora_pipe.producers.engines.torch_engine",
+    "dora_pipe.consumers.trainers.torch_trainer",
+    "dora_pipe.orchestrator.role",
+    "dora_pipe.producers.role",
+    "dora_pipe.consumers.role",
+)
+
+MODEL: Final = "model"
+JUDGE: Final = "judge"
+
+CONTEXT_TOKENS: Final = 96
+MAX_TOKENS: Final = 48
+STEPS: Final = 6
+GROUPS: Final = 4
+SIBLINGS: Final = 4
+
+CONTROL_RECORDS: Final = STEPS * (GROUPS * SIBLINGS + 1)
+"""About as many control records has a round; it may have some more, never fewer."""
+
+ROUND_LIMIT_S: Final = 180.0
+"""A round that takes longer counts as hung."""
+
+CHILD_LIMIT_S: Final = 300.0
+"""For making the model (torch is imported before) and for judging a run."""
+
+HUNT_POLL_S: Final = 0.05
+
+_ENGINE_MARKS: Final = {"step": "generating", "load": "loading weights"}
+_TRAINER_MARKS: Final = {
+    "load": "loading weights",
+    "train": "training",
+    "manifest": "digesting weights",
+    "save_weights": "writing weights",
+    "save_optimizer": "writing a checkpoint",
+}
+
+Watch = Callable[[Supervisor, Files], None]
+"""Called about ten times a second while a round lasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What a round was."""
+
+    order: Order
+    hit: Hit | None
+    """None when the moment never came: then the round says nothing."""
+    recovered_s: float | None
+    """From the strike to the first record of the role's next incarnation."""
+    verdict: Verdict | None
+    trouble: str
+    """What kept the run from ending, or the judge from judging."""
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether somebody was struck and nothing is wrong."""
+        recovered = self.hit is not None and self.recovered_s is not None
+        return recovered and self.verdict is not None and self.verdict.clean and not self.trouble
+
+
+class Session:
+    """A folder of rounds and the zygote that forks their roles. Make it before anything is open.
+
+    Example: ``with closing(Session(folder)) as session: session.play(order)``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        self._current = root / "current"
+        self._zygote = Zygote(self._be, preload=PRELOAD)
+
+    def close(self) -> None:
+        """End the zygote and whatever it forked."""
+        self._zygote.close()
+
+    def model(self) -> Path:
+        """A small random model, made once."""
+        path = self.root / MODEL
+        if not path.exists():
+            self._call(MODEL, RunDir(self.root))
+        return path
+
+    def play(
+        self, order: Order, *, changes: dict[str, Any] | None = None, watch: Watch | None = None
+    ) -> Played:
+        """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
+        began_s = time.monotonic()
+        directory = self.directory(order)
+        config = round_config(self.model(), order, changes or {})
+        plan = plan_new(config, self.root)
+        files = Files(directory.path)
+        (directory.path / "first.json").write_bytes(encode(plan.first))
+        files.order.write_bytes(msgspec.json.encode(order))
+        trouble = self._run(directory, config, order, watch)
+        verdict: Verdict | None = None
+        if not trouble:
+            verdict, trouble = self._judge(directory)
+        hit = files.read_hit()
+        return Played(
+            order=order,
+            hit=hit,
+            recovered_s=None if hit is None else _recovered_s(files, hit),
+            verdict=verdict,
+            trouble=trouble,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def directory(self, order: Order) -> RunDir:
+        """Where a round's run lies."""
+        return RunDir(self.root / _run_name(order))
+
+    def forget(self, order: Order) -> None:
+        """Remove what a round left."""
+        shutil.rmtree(self.directory(order).path)
+
+    def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
+        """Let the run happen; what was wrong with it, or ""."""
+        self._current.write_text(str(directory.path))
+        until_s = time.monotonic() + ROUND_LIMIT_S
+        files = Files(directory.path)
+
+        def turn() -> None:
+            if time.monotonic() > until_s:
+                signal.raise_signal(signal.SIGINT)
+            if watch is not None:
+                watch(supervisor, files)
+
+        names = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
+        supervisor = Supervisor(
+            dict.fromkeys(names, self._zygote),
+            stop_order=(WORKERS, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
+            timing=config.timing,
+            logs=directory.logs,
+            watch=turn,
+        )
+        with _hunting(order, directory, config, supervisor):
+            try:
+                finished = supervisor.run()
+            except RunFailed as error:
+                return error.message
+        return "" if finished else f"it did not end within {ROUND_LIMIT_S:.0f} s"
+
+    def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:
+        try:
+            self._call(JUDGE, directory)
+        except DoraError as error:
+            return None, error.message
+        written = (directory.path / "verdict.json").read_bytes()
+        return msgspec.json.decode(written, type=Verdict), ""
+
+    def _call(self, name: str, directory: RunDir) -> None:
+        """Run something in a fork of the zygote to its end. Raises ResourceError if it fails."""
+        self._current.write_text(str(directory.path))
+        self._zygote.spawn(name)
+        until_s = time.monotonic() + CHILD_LIMIT_S
+        while time.monotonic() < until_s:
+            for report in self._zygote.reports(1.0):
+                if not isinstance(report, Ended) or report.name != name:
+                    continue
+                if report.code:
+                    log = directory.logs / f"{name}.log"
+                    raise ResourceError(f"{name} {how(report.code)}", hint=f"see {log}")
+                return
+        raise ResourceError(f"{name} did not end within {CHILD_LIMIT_S:.0f} s")
+
+    def _be(self, name: str) -> int:
+        directory = RunDir(Path(self._current.read_text()))
+        starts: dict[str, Callable[[], None]] = {
+            MODEL: lambda: _make_model(directory.path / MODEL),
+            JUDGE: lambda: _be_judge(directory),
+            roles.ORCHESTRATOR: lambda: _be_orchestrator(directory),
+            roles.TRAINER: lambda: _be_trainer(directory),
+        }
+        return roles.be_role(name, directory, starts.get(name, lambda: _be_worker(directory, name)))
+
+
+def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
+    """A short run with everything in it: evaluation, progress records, checkpoints, minibatches."""
+    plain: dict[str, Any] = {
+        "run": {"name": _run_name(order), "steps": STEPS, "seed": order.seed},
+        "model": {"path": str(model)},
+        "task": {"kind": "dora_pipe.bench.faults.task:DigitShare", "options": {"sigma": 0.5}},
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "groups": {"size": SIBLINGS, "per_step": GROUPS},
+        "staleness": {"max_staleness": 2},
+        "evaluation": {"prompts": 4, "every": 3, "sampling": {"max_tokens": MAX_TOKENS}},
+        "trainer": {"learning_rate": 1e-3, "minibatches": 2, "checkpoint_every": 4},
+        "workers": {
+            "count": len(WORKERS),
+            "slots": 8,
+            "prefetch": 4,
+            "context_tokens": CONTEXT_TOKENS,
+            "checkpoint_tokens": 8,
+        },
+        "bus": {"partitions": 3},
+        "timing": {"heartbeat_s": 0.2, "lease_s": 5.0},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        plain[section][name] = value
+    return msgspec.convert(plain, Config)
+
+
+def _run_name(order: Order) -> str:
+    return f"round-{order.number}-{order.seed}"
+
+
+def _recovered_s(files: Files, hit: Hit) -> float | None:
+    later = (ack for ack in files.acks(hit.role) if ack.pid != hit.pid and ack.at_ns > hit.at_ns)
+    return next(((ack.at_ns - hit.at_ns) / 1e9 for ack in later), None)
+
+
+# A random moment is met from outside, by a thread of this process
+
+
+@contextmanager
+def _hunting(
+    order: Order, directory: RunDir, config: Config, supervisor: Supervisor
+) -> Iterator[None]:
+    """For a random moment: kill the role when it comes, while the block lasts."""
+    if not isinstance(order.at, Chance):
+        yield
+        return
+    over = threading.Event()
+    hunter = threading.Thread(
+        target=_hunt, args=(order, order.at, directory, config, supervisor, over), daemon=True
+    )
+    hunter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        hunter.join()
+
+
+def _hunt(
+    order: Order,
+    at: Chance,
+    directory: RunDir,
+    config: Config,
+    supervisor: Supervisor,
+    over: threading.Event,
+) -> None:
+    control = TopicPartition(Topics(config.run.name).control, 0)
+    seen = 0
+    with closing(open_bus(directory.bus_url(config))) as bus:
+        reader = bus.reader({control: 0})
+        while seen < at.control and not over.is_set():
+            seen += len(reader.poll(timeout_s=HUNT_POLL_S, records_max=at.control - seen))
+    over.wait(at.delay_s)
+    while (pid := supervisor.pid(order.role)) is None and not over.wait(HUNT_POLL_S):
+        pass
+    if pid is None or over.is_set():
+        return
+    files = Files(directory.path)
+    try:
+        os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it has just ended by itself
+    now_ns = time.monotonic_ns()
+    files.write_hit(Hit(role=order.role, pid=pid, phase=files.doing(order.role), at_ns=now_ns))
+
+
+# What the forked processes are
+
+
+def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clock]:
+    """What a role is made with."""
+    config = directory.config()
+    topics = Topics(config.run.name)
+    injector = Injector(Files(directory.path), name, topics)
+    return config, topics, injector, watched(SystemClock(), {"sleep": "waiting"}, injector)
+
+
+def _be_orchestrator(directory: RunDir) -> None:
+    from dora_pipe.orchestrator.role import Instance, run_orchestrator
+
+    first = msgspec.json.decode((directory.path / "first.json").read_bytes(), type=RunStarted)
+    config, topics, injector, clock = _rigged(directory, roles.ORCHESTRATOR)
+    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
+        run_orchestrator(
+            bus,
+            topics,
+            stop=roles.StopFlag(),
+            timing=config.timing,
+            clock=clock,
+            instance=Instance(
+                name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
+            ),
+            run_started=first,
+        )
+
+
+def _be_worker(directory: RunDir, name: str) -> None:
+    from dora_pipe.producers.role import run_worker
+
+    config, topics, injector, clock = _rigged(directory, name)
+
+    def engine(**given: Any) -> Engine:
+        return watched(roles.open_engine(**given), _ENGINE_MARKS, injector)
+
+    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
+        run_worker(
+            bus,
+            topics,
+            worker=name,
+            store=PolicyStore(directory.store(config)),
+            engine_factory=engine,
+            stop=roles.StopFlag(),
+            config=config,
+            clock=clock,
+        )
+
+
+def _be_trainer(directory: RunDir) -> None:
+    from dora_pipe.consumers.role import run_trainer
+
+    config, topics, injector, clock = _rigged(directory, roles.TRAINER)
+
+    def trainer(**given: Any) -> Trainer:
+        return watched(make_trainer(**given), _TRAINER_MARKS, injector)
+
+    run_trainer(
+        lambda: FaultBus(open_bus(directory.bus_url(config)), injector),
+        topics,
+        store=FaultStore(directory.store(config), injector),
+        trainer_factory=trainer,
+        stop=roles.StopFlag(),
+        config=config,
+        clock=clock,
+    )
+
+
+def _make_model(path: Path) -> None:
+    from dora_pipe.cli.small_model import write_small_model
+
+    partial = path.with_suffix(".partial")
+    write_small_model(partial, WORDS, context_tokens=CONTEXT_TOKENS)
+    partial.rename(path)
+
+
+def _be_judge(directory: RunDir) -> None:
+    config = directory.config()
+    topics, store = Topics(config.run.name), PolicyStore(directory.store(config))
+    files = Files(directory.path)
+    first = msgspec.json.decode((directory.path / "first.json").read_bytes(), type=RunStarted)
+    trainer = make_trainer(
+        assets=store.assets_path(first.assets_digest),
+        reference=store.weights_path(first.policy.digest),
+        config=config,
+    )
+    names = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
+    acks = [ack for name in names for ack in files.acks(name)]
+    with closing(open_bus(directory.bus_url(config))) as bus:
+        verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock())
+    (directory.path / "verdict.json").write_bytes(msgspec.json.encode(verdict))

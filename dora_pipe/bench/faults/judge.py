@@ -1,0 +1,145 @@
+"""Judges a run that somebody was killed in, from its log, its store and the roles' books.
+
+Beside the audit it counts by itself, from the raw records: what was trained twice, and what a
+role was told is safe and is not there. Then every step is trained again from version 0, in one
+process that nobody kills: the same batches must give the same weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bench.faults.inject import Ack
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.clock import Clock
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.errors import DoraError
+from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.history.replay import replay
+from dora_pipe.schemas.control import RunStarted, StepCommitted, decode_control
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+
+VIOLATIONS_MAX = 5
+"""Violations that a verdict names."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run. `clean` is the whole question."""
+
+    finished: bool
+    steps: int
+    steps_wanted: int
+    violations: tuple[str, ...]
+    """The audit's first ones, and what broke the replay off."""
+    acknowledged: int
+    """Records whose append was acknowledged to a role."""
+    lost: int
+    """Of these, records that are not in the log, or with other bytes."""
+    trained_twice: int
+    """Steps, groups and trajectories that committed steps hold more than once."""
+    equal: int
+    """Steps, from 0 on, whose weights came out bit-equal when they were trained again."""
+    moved: bool
+    """Every step changed the weights: otherwise equal weights would say nothing."""
+
+    @property
+    def weights_equal(self) -> bool:
+        """Whether the whole run came out again."""
+        return self.equal == self.steps == self.steps_wanted and self.moved
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        counted = self.lost == self.trained_twice == 0 < self.acknowledged
+        return self.finished and not self.violations and counted and self.weights_equal
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """The raw control records that matter, in their order."""
+
+    started: RunStarted | None = None
+    commits: list[StepCommitted] = []
+
+
+def judge(
+    bus: Bus, topics: Topics, store: Path, acks: Iterable[Ack], trainer: Trainer, *, clock: Clock
+) -> Verdict:
+    """Look at everything. `trainer` is a fresh one. Raises BusError when the log cannot be read."""
+    report = audit(bus, topics, store)
+    evidence = read_evidence(bus, topics)
+    assert evidence.started is not None
+    lines = [one.line for one in report.violations[:VIOLATIONS_MAX]]
+    booked = list(acks)
+    equal, why = _count_equal(bus, topics, store, trainer, report.steps, clock)
+    return Verdict(
+        finished=report.finished,
+        steps=report.steps,
+        steps_wanted=msgspec.convert(evidence.started.config, Config).run.steps,
+        violations=(*lines, *why),
+        acknowledged=len(booked),
+        lost=count_lost(bus, topics, booked),
+        trained_twice=count_twice(evidence.commits),
+        equal=equal,
+        moved=_moved(evidence),
+    )
+
+
+def read_evidence(bus: Bus, topics: Topics) -> Evidence:
+    """The run's first record and every commit. Raises SchemaError for one that cannot be read."""
+    found = Evidence()
+    for record in records_of(bus, ends_of(bus, topics.control)):
+        control = decode_control(record.value)
+        if isinstance(control, RunStarted):
+            found.started = found.started or control
+        elif isinstance(control, StepCommitted):
+            found.commits.append(control)
+    return found
+
+
+def count_twice(commits: Iterable[StepCommitted]) -> int:
+    """Steps, groups and trajectories that are in commits more than once."""
+    seen: Counter[str] = Counter()
+    for commit in commits:
+        seen[f"step {commit.step}"] += 1
+        for group in commit.groups:
+            seen[group.group] += 1
+            seen.update(taken.trajectory for taken in group.trajectories)
+    return sum(count > 1 for count in seen.values())
+
+
+def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
+    """Acknowledged records that the log does not hold as they were acknowledged."""
+    held: dict[tuple[TopicPartition, int], str] = {}
+    for topic in topics.all():
+        for record in records_of(bus, ends_of(bus, topic)):
+            held[record.at, record.offset] = sha256_hex(record.value)
+    return sum(
+        held.get((TopicPartition(ack.topic, ack.partition), ack.offset)) != ack.sha256
+        for ack in acks
+    )
+
+
+def _count_equal(
+    bus: Bus, topics: Topics, store: Path, trainer: Trainer, steps: int, clock: Clock
+) -> tuple[int, tuple[str, ...]]:
+    """Steps that came out bit-equal, and what broke the replay off."""
+    equal = 0
+    try:
+        for line in replay(bus, topics, store, trainer, first=0, last=steps, clock=clock):
+            equal += line.replayed.equal
+    except DoraError as error:
+        return equal, (f"replay: {error.message}",)
+    return equal, ()
+
+
+def _moved(evidence: Evidence) -> bool:
+    assert evidence.started is not None
+    digests = [evidence.started.policy.digest, *(one.digest_after for one in evidence.commits)]
+    return len(set(digests)) == len(digests)

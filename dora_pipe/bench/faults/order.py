@@ -1,0 +1,171 @@
+"""Decides which role is killed in which round of a series, and at which moment.
+
+A moment is *aimed* (a point of the role's own doing: before, in the middle of, or right after an
+append, or around the name of a policy file) or *random* (so many control records into the run and
+a little later). Everything is drawn from the series' seed and the round's number, so that one
+round can be made again alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from dora_pipe.bus.port import Append
+from dora_pipe.schemas.topics import Topics
+
+RoleKind = Literal["worker", "trainer", "orchestrator"]
+ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
+
+AppendMoment = Literal["before", "middle", "commit", "after"]
+"""Nothing is in the log yet; its rows are inserted and not committed; the commit is under way;
+the append is durable and the role does not know it."""
+
+FileMoment = Literal["written", "named"]
+"""A policy file is complete under its temporary name; it has its own name."""
+
+AIMED_PER_FIVE: Final = 3
+"""Of five rounds of a role so many are aimed, the others random."""
+
+COMMIT_DELAY_S_MAX: Final = 0.002
+"""A commit under way is hit at most so long after it began."""
+
+RANDOM_DELAY_S_MAX: Final = 0.25
+"""A random moment is at most so long after the control record that it counts to."""
+
+WORKERS: Final = ("w0", "w1")
+"""The workers of a round."""
+
+_TOPIC_OF: Final = {"trajectory": "trajectories", "progress": "progress", "status": "metrics"}
+_DECISIONS: Final = {"round": b'"ordinal"', "take-batch": b'"kind":"take-batch"'}
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
+    """An aimed moment of a role's own doing.
+
+    Example: ``Point(moment="middle", what="step-committed", nth=2)``.
+    """
+
+    moment: AppendMoment | FileMoment
+    what: str
+    """`trajectory`, `progress`, `status`, `round`, `take-batch`, the kind of a control record, or
+    `weights` for the policy file."""
+    nth: int
+    """Counted from 1 over the incarnation's appends that hold such a record."""
+    delay_s: float = 0.0
+    """For `commit`: how long after it began."""
+
+    @property
+    def phase(self) -> str:
+        """In words. Example: ``"right after the append of step-committed, no. 2"``."""
+        return f"{_WORDS[self.moment].format(self.what)}, no. {self.nth}"
+
+    def matches(self, record: Append, topics: Topics) -> bool:
+        """Whether a record is what this point counts."""
+        return record_is(record, self.what, topics)
+
+
+class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
+    """A random moment: `delay_s` after `control` records have been appended to control."""
+
+    control: int
+    delay_s: float
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What shall happen in a round.
+
+    Example: ``Order(number=4, seed=17, role="trainer", at=Chance(control=40, delay_s=0.1))``.
+    """
+
+    number: int
+    seed: int
+    """Of the run: prompts and tokens."""
+    role: str
+    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`."""
+    at: Point | Chance
+    stop: bool = False
+    """The role is stopped (SIGSTOP) instead of killed."""
+
+
+_WORDS: Final[Mapping[str, str]] = {
+    "before": "before the append of {}",
+    "middle": "in the middle of the append of {}",
+    "commit": "in the commit of the append of {}",
+    "after": "right after the append of {}",
+    "written": "policy file written, not named ({})",
+    "named": "policy file named, not committed ({})",
+}
+
+_Aim = tuple[AppendMoment | FileMoment, str, int]
+"""Moment, what, and the largest `nth` that surely comes."""
+
+AIMED: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
+    "worker": (
+        ("middle", "trajectory", 5),
+        ("after", "trajectory", 5),
+        ("middle", "trajectory-logged", 5),
+        ("commit", "trajectory-logged", 5),
+        ("after", "trajectory-logged", 5),
+        ("middle", "progress", 4),
+        ("after", "worker-joined", 1),
+    ),
+    "trainer": (
+        ("before", "step-committed", 5),
+        ("after", "step-committed", 5),
+        ("middle", "step-committed", 5),
+        ("named", "weights", 5),
+        ("written", "weights", 5),
+        ("commit", "step-committed", 5),
+        ("after", "role-started", 1),
+    ),
+    "orchestrator": (
+        ("before", "round", 20),
+        ("middle", "round", 20),
+        ("after", "take-batch", 5),
+        ("commit", "round", 20),
+        ("middle", "take-batch", 5),
+        ("before", "run-started", 1),
+        ("after", "role-started", 1),
+    ),
+}
+"""In the order in which rounds take them. `before round` is between reading and appending."""
+
+
+def record_is(record: Append, what: str, topics: Topics) -> bool:
+    """Whether a record is of this sort (see `Point.what`)."""
+    if what in _TOPIC_OF:
+        return record.topic == f"{topics.run}.{_TOPIC_OF[what]}"
+    if what in _DECISIONS:
+        return record.topic == topics.decisions and _DECISIONS[what] in record.value
+    return record.topic == topics.control and f'"kind":"{what}"'.encode() in record.value
+
+
+def order_of(
+    seed: int, number: int, *, control_records: int, only: RoleKind | None = None, again: int = 0
+) -> Order:
+    """The order of round `number` (from 0) of the series `seed`; roles take turns.
+
+    `control_records` is about how many a whole run appends; random moments stay below four fifths
+    of it. `again` draws anew for a round whose moment never came.
+    """
+    kind = only or ROLE_KINDS[number % len(ROLE_KINDS)]
+    turn = number if only else number // len(ROLE_KINDS)
+    chance = random.Random(f"{seed}/{number}/{kind}/{again}")
+    role = chance.choice(WORKERS) if kind == "worker" else kind
+    at: Point | Chance
+    if turn % 5 < AIMED_PER_FIVE:
+        aims = AIMED[kind]
+        aimed = turn // 5 * AIMED_PER_FIVE + turn % 5
+        moment, what, largest = aims[aimed % len(aims)]
+        delay_s = chance.uniform(0, COMMIT_DELAY_S_MAX) if moment == "commit" else 0.0
+        at = Point(moment=moment, what=what, nth=chance.randint(1, largest), delay_s=delay_s)
+    else:
+        at = Chance(
+            control=chance.randint(1, control_records * 4 // 5),
+            delay_s=chance.uniform(0, RANDOM_DELAY_S_MAX),
+        )
+    return Order(number=number, seed=chance.randrange(2**31), role=role, at=at)

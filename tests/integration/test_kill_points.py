@@ -1,0 +1,232 @@
+"""The moments inside an append are met: what a struck process leaves in the log is what it must."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.bench.faults.inject import (
+    IN_THE_LOOP,
+    FaultBus,
+    FaultStore,
+    FaultWriter,
+    Files,
+    Injector,
+    kinds_of,
+)
+from dora_pipe.bench.faults.order import AppendMoment, FileMoment, Order, Point
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.consumers.trainers.simulated import initial_weights
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+
+TOPICS = Topics("r")
+WAIT_S = 20.0
+NTH = 3
+APPENDS = 6
+BATCH = 2
+"""Records per append."""
+
+
+def _in_child(do: Callable[[], None]) -> int:
+    """Run in a fork, which must not come back; the wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            do()
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _order(files: Files, moment: AppendMoment | FileMoment, what: str, *, nth: int = NTH) -> None:
+    at = Point(moment=moment, what=what, nth=nth)
+    order = Order(number=0, seed=1, role="w0", at=at)
+    files.order.write_bytes(msgspec.json.encode(order))
+
+
+def _log(directory: Path) -> Path:
+    path = directory / "log.sqlite"
+    bus = SqliteBus(path)
+    bus.create([TopicSpec(name=name) for name in TOPICS.all()])
+    bus.close()
+    return path
+
+
+def _write(path: Path, files: Files, *, first: int = 0) -> None:
+    """Be a role that appends trajectories, and a status between any two of them."""
+    bus = FaultBus(SqliteBus(path), Injector(files, "w0", TOPICS))
+    writer = bus.writer()
+    for number in range(first, first + APPENDS):
+        value = f"{number}".encode()
+        writer.append([Append(topic=TOPICS.metrics, value=value)])
+        writer.append([Append(topic=TOPICS.trajectories, value=value)] * BATCH)
+    bus.close()
+
+
+def _values(path: Path) -> list[bytes]:
+    bus = SqliteBus(path)
+    reader = bus.reader({TopicPartition(TOPICS.trajectories, 0): 0})
+    values = [record.value for record in reader.poll(timeout_s=0.0)]
+    bus.close()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("moment", "appends_left"), [("before", NTH - 1), ("middle", NTH - 1), ("after", NTH)]
+)
+def test_a_struck_append_is_whole_or_not_there(
+    tmp_path: Path, moment: AppendMoment, appends_left: int
+) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    _order(files, moment, "trajectory")
+    assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
+    whole = [f"{number}".encode() for number in range(appends_left) for _ in range(BATCH)]
+    assert _values(path) == whole
+    acks = [one for one in files.acks("w0") if one.topic == TOPICS.trajectories]
+    assert [one.sha256 for one in acks] == [sha256_hex(value) for value in whole]
+    hit = files.read_hit()
+    assert hit is not None
+    assert (hit.role, hit.phase) == ("w0", files_phase(moment))
+    assert hit.at_ns <= time.monotonic_ns()
+    assert files.doing("w0") == "appending trajectories"
+
+
+def files_phase(moment: AppendMoment) -> str:
+    """What the table says of it."""
+    return Point(moment=moment, what="trajectory", nth=NTH).phase
+
+
+def test_an_append_struck_in_its_commit_is_whole_or_not_there(tmp_path: Path) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    _order(files, "commit", "trajectory")
+    assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
+    values = _values(path)
+    assert len(values) >= BATCH * (NTH - 1)
+    assert all(values.count(value) == BATCH for value in values)
+    assert [value for value in dict.fromkeys(values)] == [
+        f"{number}".encode() for number in range(len(values) // BATCH)
+    ]
+    acks = [one for one in files.acks("w0") if one.topic == TOPICS.trajectories]
+    assert len(acks) <= len(values)
+
+
+def test_only_the_first_incarnation_is_struck_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    _order(files, "middle", "trajectory", nth=1)
+    assert _in_child(lambda: _write(path, files)) == -signal.SIGKILL
+    assert _in_child(lambda: _write(path, files)) == 99
+    assert len(_values(path)) == APPENDS * BATCH
+    assert len({one.pid for one in files.acks("w0")}) == 2
+
+
+def test_another_role_is_not_struck(tmp_path: Path) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    at = Point(moment="before", what="trajectory", nth=1)
+    files.order.write_bytes(msgspec.json.encode(Order(number=0, seed=1, role="w1", at=at)))
+    assert _in_child(lambda: _write(path, files)) == 99
+    assert files.read_hit() is None
+    assert files.order.exists()
+
+
+def test_a_stopped_process_goes_on_where_it_stood(tmp_path: Path) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    at = Point(moment="before", what="trajectory", nth=2)
+    files.order.write_bytes(
+        msgspec.json.encode(Order(number=0, seed=1, role="w0", at=at, stop=True))
+    )
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _write(path, files)
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert _values(path) == [b"0"] * BATCH
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 99
+    assert len(_values(path)) == APPENDS * BATCH
+
+
+@pytest.mark.parametrize("moment", ["written", "named"])
+def test_policy_file_is_met_before_and_after_it_has_its_name(
+    tmp_path: Path, moment: FileMoment
+) -> None:
+    files = Files(tmp_path)
+    _order(files, moment, "weights", nth=1)
+
+    def publish() -> None:
+        injector = Injector(files, "w0", TOPICS)
+        FaultStore(tmp_path / "policies", injector).publish_weights(initial_weights)
+
+    assert _in_child(publish) == -signal.SIGKILL
+    left = [path.name for path in (tmp_path / "policies" / "weights").iterdir()]
+    assert len(left) == 1
+    assert left[0].startswith(".tmp-") == (moment == "written")
+    store = PolicyStore(tmp_path / "policies")
+    manifest = store.publish_weights(initial_weights)
+    assert store.verify(manifest.digest) == manifest
+
+
+def test_whereabouts_tell_what_every_thread_does(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    assert files.doing("w0") == "being forked"
+    injector = Injector(files, "w0", TOPICS)
+    assert files.doing("w0") == "starting"
+    began, go_on = threading.Event(), threading.Event()
+
+    def _work(injector: Injector) -> None:
+        with injector.mark("training"):
+            began.set()
+            go_on.wait(WAIT_S)
+
+    with injector.mark("reading"):
+        thread = threading.Thread(target=_work, args=(injector,))
+        thread.start()
+        began.wait(WAIT_S)
+        assert files.doing("w0") == "reading, beside it training"
+        go_on.set()
+        thread.join(WAIT_S)
+        assert files.doing("w0") == "reading"
+        with injector.mark("appending"):
+            assert files.doing("w0") == "appending"
+    assert files.doing("w0") == IN_THE_LOOP
+
+
+def test_a_bus_that_is_no_file_has_no_moment_inside_an_append(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    _order(files, "middle", "status", nth=1)
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=TOPICS.metrics)])
+    writer = FaultBus(bus, Injector(files, "w0", TOPICS)).writer()
+    assert isinstance(writer, FaultWriter)
+    assert writer.append([Append(topic=TOPICS.metrics, value=b"{}")]) == [0]
+    assert files.read_hit() is None
+
+
+def test_a_line_cut_off_in_the_book_is_left_out(tmp_path: Path) -> None:
+    path, files = _log(tmp_path), Files(tmp_path)
+    assert _in_child(lambda: _write(path, files)) == 99
+    whole = files.acks("w0")
+    files.book("w0").write_bytes(files.book("w0").read_bytes()[:-5])
+    assert files.acks("w0") == whole[:-1]
+
+
+def test_kinds_of_an_append_are_named() -> None:
+    records = [
+        Append(topic=TOPICS.control, value=b'{"kind":"worker-joined"}'),
+        Append(topic=TOPICS.metrics, value=b"{}"),
+        Append(topic=TOPICS.metrics, value=b"{}"),
+    ]
+    assert kinds_of(records, TOPICS) == "worker-joined, metrics"

@@ -1,0 +1,114 @@
+"""Who is struck when: every moment that matters is in thirty rounds; a seed gives them again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.bench.faults.order import (
+    AIMED,
+    COMMIT_DELAY_S_MAX,
+    RANDOM_DELAY_S_MAX,
+    ROLE_KINDS,
+    WORKERS,
+    Chance,
+    Order,
+    Point,
+    RoleKind,
+    order_of,
+    record_is,
+)
+from dora_pipe.bus.port import Append
+from dora_pipe.schemas.control import RoleStarted
+from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+RECORDS = 100
+TOPICS = Topics("r")
+
+
+def _series(seed: int = 0, rounds: int = 30) -> list[Order]:
+    return [order_of(seed, number, control_records=RECORDS) for number in range(rounds)]
+
+
+def _kind(order: Order) -> str:
+    return "worker" if order.role in WORKERS else order.role
+
+
+def test_thirty_rounds_strike_every_role_ten_times_four_of_them_at_random() -> None:
+    orders = _series()
+    assert Counter(map(_kind, orders)) == dict.fromkeys(ROLE_KINDS, 10)
+    chances = Counter(_kind(order) for order in orders if isinstance(order.at, Chance))
+    assert chances == dict.fromkeys(ROLE_KINDS, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "what"),
+    [
+        ("worker", "middle", "trajectory"),
+        ("worker", "after", "trajectory"),
+        ("worker", "middle", "trajectory-logged"),
+        ("trainer", "middle", "step-committed"),
+        ("trainer", "before", "step-committed"),
+        ("trainer", "named", "weights"),
+        ("trainer", "after", "step-committed"),
+        ("orchestrator", "middle", "round"),
+        ("orchestrator", "before", "round"),
+        ("orchestrator", "middle", "take-batch"),
+    ],
+)
+def test_thirty_rounds_of_any_seed_hold_the_moments_that_matter(
+    kind: str, moment: str, what: str
+) -> None:
+    for seed in range(5):
+        points = [one.at for one in _series(seed) if _kind(one) == kind]
+        met = {(at.moment, at.what) for at in points if isinstance(at, Point)}
+        assert (moment, what) in met
+
+
+@given(st.integers(0, 10_000), st.integers(0, 200), st.sampled_from([None, *ROLE_KINDS]))
+def test_every_moment_can_come(seed: int, number: int, only: RoleKind | None) -> None:
+    order = order_of(seed, number, control_records=RECORDS, only=only)
+    assert only is None or _kind(order) == only
+    if isinstance(order.at, Chance):
+        assert 1 <= order.at.control <= RECORDS * 4 // 5
+        assert 0 <= order.at.delay_s <= RANDOM_DELAY_S_MAX
+        return
+    largest = {(moment, what): nth for aims in AIMED.values() for moment, what, nth in aims}
+    assert 1 <= order.at.nth <= largest[order.at.moment, order.at.what]
+    assert (order.at.delay_s > 0) == (order.at.moment == "commit")
+    assert order.at.delay_s <= COMMIT_DELAY_S_MAX
+
+
+def test_a_round_comes_out_again_alone_and_another_seed_gives_another_series() -> None:
+    assert order_of(3, 17, control_records=RECORDS) == _series(3)[17]
+    assert _series(3) != _series(4)
+    again = order_of(3, 17, control_records=RECORDS, again=1)
+    assert again.role in {"trainer", "orchestrator", *WORKERS}
+    assert again.seed != _series(3)[17].seed
+
+
+def test_a_point_knows_its_records() -> None:
+    started = RoleStarted(
+        at_ns=1, role="trainer", role_epoch=0, instance="i", host="h", pid=1, package="0"
+    )
+    batch = TakeBatch(reason="due", step=0, attempt=1, groups=(), settings={})
+    bare = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0)
+    full = Round(ordinal=1, role_epoch=0, now_ns=0, control_next=0, decisions=(batch,))
+    control = Append(topic=TOPICS.control, value=encode(started))
+    rounds = [Append(topic=TOPICS.decisions, value=encode(one)) for one in (bare, full)]
+    assert record_is(control, "role-started", TOPICS)
+    assert not record_is(control, "run-started", TOPICS)
+    assert not record_is(control, "round", TOPICS)
+    assert [record_is(one, "round", TOPICS) for one in rounds] == [True, True]
+    assert [record_is(one, "take-batch", TOPICS) for one in rounds] == [False, True]
+    trajectory = Append(topic=TOPICS.trajectories, value=b"")
+    assert record_is(trajectory, "trajectory", TOPICS)
+    assert not record_is(trajectory, "progress", TOPICS)
+    point = Point(moment="before", what="round", nth=2)
+    assert point.matches(rounds[0], TOPICS) and not point.matches(control, TOPICS)
+    assert point.phase == "before the append of round, no. 2"

@@ -1,0 +1,111 @@
+"""What `bench faults` says of its rounds: a round that proves nothing is not clean, and exit 5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from dora_pipe.bench.faults.inject import Hit
+from dora_pipe.bench.faults.judge import Verdict
+from dora_pipe.bench.faults.order import Order, Point
+from dora_pipe.cli import faults
+from dora_pipe.cli.fault_rounds import CONTROL_RECORDS, Played, round_config
+from dora_pipe.cli.main import app
+from dora_pipe.errors import InvariantBroken, UsageError
+
+ORDER = Order(
+    number=4, seed=11, role="trainer", at=Point(moment="after", what="step-committed", nth=2)
+)
+HIT = Hit(role="trainer", pid=7, phase="right after the append of step-committed", at_ns=1)
+SOUND = Verdict(
+    finished=True,
+    steps=6,
+    steps_wanted=6,
+    violations=(),
+    acknowledged=900,
+    lost=0,
+    trained_twice=0,
+    equal=6,
+    moved=True,
+)
+
+
+def _played(
+    *,
+    hit: Hit | None = HIT,
+    recovered_s: float | None = 0.5,
+    verdict: Verdict | None = SOUND,
+    trouble: str = "",
+) -> Played:
+    return Played(
+        order=ORDER,
+        hit=hit,
+        recovered_s=recovered_s,
+        verdict=verdict,
+        trouble=trouble,
+        seconds=4.0,
+    )
+
+
+def test_a_sound_round_is_clean_and_its_row_says_so() -> None:
+    row = faults.row(_played())
+    assert list(row.values())[: len(faults.COLUMNS)] == [
+        4, 11, "trainer", HIT.phase, 0.5, 0, 0, "clean", True,
+    ]  # fmt: skip
+    assert row["clean"]
+
+
+@pytest.mark.parametrize(
+    "played",
+    [
+        _played(hit=None, recovered_s=None),
+        _played(recovered_s=None),
+        _played(verdict=None),
+        _played(trouble="w0 ended with exit code 7"),
+        _played(verdict=msgspec.structs.replace(SOUND, lost=1)),
+        _played(verdict=msgspec.structs.replace(SOUND, trained_twice=1)),
+        _played(verdict=msgspec.structs.replace(SOUND, equal=5)),
+        _played(verdict=msgspec.structs.replace(SOUND, moved=False)),
+        _played(verdict=msgspec.structs.replace(SOUND, finished=False)),
+        _played(verdict=msgspec.structs.replace(SOUND, violations=("C2 g1: lost",))),
+    ],
+)
+def test_a_round_that_is_not_sound_ends_the_command_with_exit_code_5_and_keeps_what_is_left(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not played.clean
+    with pytest.raises(InvariantBroken, match="round 4 is not clean") as caught:
+        faults.sum_up([_played(), played], tmp_path)
+    assert caught.value.exit_code == 5
+    assert tmp_path.exists() and str(tmp_path) in (caught.value.hint or "")
+    assert "1 of 2 rounds clean" in capsys.readouterr().err
+
+
+def test_clean_rounds_leave_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "rounds"
+    folder.mkdir()
+    faults.sum_up([_played(recovered_s=0.2), _played(), _played(recovered_s=2.0)], folder)
+    assert not folder.exists()
+    said = capsys.readouterr().err
+    assert "time to recover: median 0.50 s, worst 2.00 s" in said
+    assert "3 of 3 rounds clean; 2700 records acknowledged, 0 lost, 0 trained twice" in said
+
+
+def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "faults", "--role", "broker"])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.hint == "one of worker, trainer, orchestrator"
+
+
+def test_a_round_has_the_records_that_random_moments_count_on(tmp_path: Path) -> None:
+    config = round_config(tmp_path, ORDER, {"workers.slots": 3})
+    records = config.run.steps * (config.groups.per_step * config.groups.size + 1)
+    assert records == CONTROL_RECORDS
+    assert (config.workers.slots, config.run.seed) == (3, ORDER.seed)
+    assert config.trainer.checkpoint_every < config.run.steps
+    assert config.workers.checkpoint_tokens < config.sampling.max_tokens

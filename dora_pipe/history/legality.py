@@ -191,7 +191,9 @@ class Legality:
             self._wrong(who, f"is placed in {where} although it has ended")
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
-        worker = self._worker(decision.worker, decision.epoch, "place", where)
+        worker = self._worker(
+            decision.worker, decision.epoch, f"place {decision.trajectory}", where
+        )
         if worker is not None and worker.target != group.spec.version:
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)

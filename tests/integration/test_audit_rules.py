@@ -1,0 +1,325 @@
+"""Decisions and facts that could not be are named by the rule they break; the chain always fits.
+
+Method: one decision or fact of a recorded run is changed, the forger mends the chain and what state
+digests can be mended, and audit must still say which rule was broken, of whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from dora_pipe.history.audit import audit
+from dora_pipe.history.report import AuditReport
+from dora_pipe.schemas.control import (
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TrajectoryLogged,
+    WorkerJoined,
+    WorkerReady,
+)
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Dispatch,
+    End,
+    Fence,
+    Place,
+    StopRun,
+    TakeBatch,
+)
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+
+One = TypeVar("One", bound=msgspec.Struct)
+NOBODY = "f" * 64
+PLACE = 12
+"""Which decision of its kind is changed: one in the middle of the run."""
+
+
+@pytest.fixture
+def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
+
+
+def _audit(run: RecordedRun) -> AuditReport:
+    bus = run.open()
+    try:
+        return audit(bus, run.topics, run.store)
+    finally:
+        bus.close()
+
+
+def _decide(
+    log: Tamper,
+    kind: type[One],
+    change: Callable[[One], AnyDecision | None],
+    *,
+    place: int = PLACE,
+    such: Callable[[One], bool] = lambda one: True,
+) -> One:
+    """Change one decision of a kind; it as it was."""
+    seen: list[One] = []
+
+    def otherwise(decision: Any) -> AnyDecision | None:
+        if not isinstance(decision, kind) or not such(decision):
+            return decision  # type: ignore[no-any-return]
+        seen.append(decision)
+        return change(decision) if len(seen) == place + 1 else decision  # type: ignore[return-value]
+
+    assert log.decide_otherwise(otherwise) == 1
+    return seen[place]
+
+
+def _spec(decision: Dispatch, **changes: Any) -> Dispatch:
+    return msgspec.structs.replace(decision, spec=msgspec.structs.replace(decision.spec, **changes))
+
+
+def _of_training(decision: Dispatch | Place) -> bool:
+    return decision.spec.purpose == "train"
+
+
+def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
+    def damage(log: Tamper) -> str:
+        def change(one: Dispatch) -> Dispatch:
+            return _spec(one, **{name: to(getattr(one.spec, name)) for name, to in changes.items()})
+
+        return _decide(log, Dispatch, change, such=_of_training).spec.group
+
+    return damage
+
+
+def _placed(**changes: Any) -> Callable[[Tamper], str]:
+    def damage(log: Tamper) -> str:
+        return _decide(
+            log,
+            Place,
+            lambda one: msgspec.structs.replace(one, **changes),
+            such=lambda one: one.attempt == 1,
+        ).trajectory
+
+    return damage
+
+
+def _admitted_against_the_bound(log: Tamper) -> str:
+    """The dispatches of a later version all come at once: eta and C were not asked."""
+    (moved,) = log.rounds()[-12:-11]
+    specs = [
+        one
+        for _, round_ in log.rounds()
+        for one in round_.decisions
+        if isinstance(one, Dispatch) and _of_training(one)
+    ]
+    last = specs[-1].spec
+    more = [
+        _spec(specs[-1], ordinal=last.ordinal + extra, group=f"g{last.ordinal + extra:010d}")
+        for extra in range(1, 12)
+    ]
+    row, round_ = moved
+    decisions = (*round_.decisions, *more)
+    log.rewrite(row, msgspec.structs.replace(round_, decisions=decisions))
+    return more[-1].spec.group
+
+
+def _assigned_other_weights(log: Tamper) -> str:
+    one = _decide(log, Assign, lambda one: msgspec.structs.replace(one, digest=NOBODY), place=3)
+    return f"version {one.version}"
+
+
+def _assigned_unpublished(log: Tamper) -> str:
+    _decide(log, Assign, lambda one: msgspec.structs.replace(one, version=99), place=3)
+    return "version 99"
+
+
+def _placed_on_a_fenced_worker(log: Tamper) -> str:
+    fenced = next(
+        one for _, round_ in log.rounds() for one in round_.decisions if isinstance(one, Fence)
+    )
+    _decide(
+        log,
+        Place,
+        lambda one: msgspec.structs.replace(one, worker=fenced.worker, epoch=fenced.epoch),
+        place=180,
+    )
+    return fenced.worker
+
+
+def _another_batch(log: Tamper) -> str:
+    """A batch without its first group."""
+    one = _decide(
+        log, TakeBatch, lambda one: msgspec.structs.replace(one, groups=one.groups[1:]), place=6
+    )
+    return f"step {one.step}"
+
+
+def _batch_under_another_attempt(log: Tamper) -> str:
+    one = _decide(log, TakeBatch, lambda one: msgspec.structs.replace(one, attempt=2), place=6)
+    return f"step {one.step}"
+
+
+def _other_settings(log: Tamper) -> str:
+    one = _decide(
+        log,
+        TakeBatch,
+        lambda one: msgspec.structs.replace(one, settings={**one.settings, "objective.kl": 0.5}),
+        place=6,
+    )
+    return f"step {one.step}"
+
+
+def _stopped_early(log: Tamper) -> str:
+    """The run is said to be over while groups are open."""
+    row, round_ = log.rounds()[60]
+    stop = StopRun(reason="enough")
+    log.rewrite(row, msgspec.structs.replace(round_, decisions=(*round_.decisions, stop)))
+    return f"round {round_.ordinal}"
+
+
+def _decided_after_the_stop(log: Tamper) -> str:
+    """The same; what the rounds behind it decide is one violation each."""
+    _stopped_early(log)
+    behind = (round_ for _, round_ in log.rounds()[61:] if round_.decisions)
+    return f"round {next(behind).ordinal}"
+
+
+def _joined_under_another_name(log: Tamper) -> str:
+    row, fact = log.facts(WorkerJoined)[0]
+    log.rewrite(row, msgspec.structs.replace(fact, worker="x"))
+    return f"{fact.worker} is ready under epoch {row.offset}"
+
+
+def _ended(fate: str, which: str) -> Callable[[Tamper], str]:
+    """One more `end`, of a training group that is open, trained, or was never there."""
+
+    def damage(log: Tamper) -> str:
+        commits = [fact for _, fact in log.facts(StepCommitted)]
+        row, round_ = log.rounds()[100]
+        before = next(one for one in commits if one.step == 2)
+        newest = max(
+            (
+                one.spec.group
+                for _, earlier in log.rounds()[:100]
+                for one in earlier.decisions
+                if isinstance(one, Dispatch) and _of_training(one)
+            ),
+        )
+        name = {"open": newest, "trained": before.groups[0].group, "strange": "g0000009999"}[which]
+        end = msgspec.convert({"kind": "end", "reason": "", "group": name, "fate": fate}, End)
+        log.rewrite(row, msgspec.structs.replace(round_, decisions=(*round_.decisions, end)))
+        return name
+
+    return damage
+
+
+def _fact(kind: type[One], place: int = 3, **changes: Any) -> Callable[[Tamper], str]:
+    def damage(log: Tamper) -> str:
+        row, fact = log.facts(kind)[place]
+        log.rewrite(row, msgspec.structs.replace(fact, **changes))
+        return f"control:{row.offset}"
+
+    return damage
+
+
+def _hosts_other_weights(log: Tamper) -> str:
+    row, fact = log.facts(WorkerReady)[3]
+    log.rewrite(row, msgspec.structs.replace(fact, digest=NOBODY))
+    return fact.worker
+
+
+def _commit(**changes: Any) -> Callable[[Tamper], str]:
+    def damage(log: Tamper) -> str:
+        row, fact = log.facts(StepCommitted)[6]
+        log.rewrite(row, msgspec.structs.replace(fact, **changes))
+        return f"step {fact.step}"
+
+    return damage
+
+
+def _committed_by_a_trainer_that_was_out(log: Tamper) -> str:
+    row, fact = log.facts(StepCommitted)[-1]
+    assert fact.role_epoch > 0, "the recorded run's trainer was started again"
+    log.rewrite(row, msgspec.structs.replace(fact, role_epoch=0))
+    return f"step {fact.step}"
+
+
+def _round_of_an_orchestrator_that_was_out(log: Tamper) -> str:
+    epochs = [fact.role_epoch for _, fact in log.facts(RoleStarted) if fact.role == "orchestrator"]
+    assert len(epochs) > 1, "the recorded run's orchestrator was started again"
+    row, round_ = log.rounds()[-1]
+    log.rewrite(row, msgspec.structs.replace(round_, role_epoch=epochs[0]))
+    return f"round {round_.ordinal}"
+
+
+RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
+    "seed": (_dispatched(seed=lambda seed: seed + 1), "decisions", "wrong seed"),
+    "prompt": (_dispatched(index=lambda row: row + 1), "decisions", "wrong index"),
+    "partition": (_dispatched(partition=lambda one: (one + 1) % 3), "decisions", "wrong partition"),
+    "size": (_dispatched(size=lambda size: size - 1), "decisions", "wrong size"),
+    "deadline": (_dispatched(deadline=lambda one: one + 1), "decisions", "wrong deadline"),
+    "digest": (_dispatched(digest=lambda _: NOBODY), "C1", "with other weights than the published"),
+    "stale stamp": (
+        _dispatched(version=lambda one: one - 1),
+        "decisions",
+        "is not dispatched under the newest version",
+    ),
+    "bound": (_admitted_against_the_bound, "decisions", "against the bound"),
+    "attempt": (_placed(attempt=3), "decisions", "under a wrong attempt"),
+    "strange worker": (_placed(epoch=99_999), "decisions", "which never joined"),
+    "fenced worker": (_placed_on_a_fenced_worker, "decisions", "which was fenced"),
+    "assigned weights": (_assigned_other_weights, "decisions", "weights that are not version"),
+    "assigned nothing": (_assigned_unpublished, "decisions", "which nobody published"),
+    "batch": (_another_batch, "decisions", "not the 4 earliest deadlines"),
+    "batch attempt": (_batch_under_another_attempt, "decisions", "under a wrong attempt"),
+    "settings": (_other_settings, "batches", "with other settings than those in force"),
+    "early stop": (_stopped_early, "C2", "stops the run"),
+    "after the stop": (_decided_after_the_stop, "decisions", "decides after the run was stopped"),
+    "filtered": (_ended("filtered", "open"), "decisions", "filtering is off"),
+    "evaluated": (_ended("evaluated", "open"), "decisions", "although it is for training"),
+    "trained": (_ended("trained", "open"), "decisions", "without a commit"),
+    "two fates": (_ended("cancelled", "trained"), "C2", "has two fates"),
+    "no group": (_ended("failed", "strange"), "C2", "was never dispatched"),
+    "logged stranger": (
+        _fact(TrajectoryLogged, 30, trajectory="g0000009999-000"),
+        "control",
+        "was never dispatched",
+    ),
+    "logged by nobody": (_fact(TrajectoryLogged, 30, epoch=99_999), "control", "never joined"),
+    "ready for nothing": (_fact(WorkerReady, 3, version=99), "control", "which nobody published"),
+    "ready stranger": (_fact(WorkerReady, 3, epoch=99_999), "control", "never joined with"),
+    "hosted weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),
+    "another run": (_fact(RunStarted, 0, run="other"), "control", "starts another run"),
+    "joined late": (_joined_under_another_name, "control", "never joined with"),
+    "before": (_commit(digest_before=NOBODY), "steps", "does not start from the weights"),
+    "after": (_commit(digest_after=NOBODY), "steps", "manifest is not of the weights"),
+    "batch digest": (_commit(batch_digest=NOBODY), "batches", "is not that of the records"),
+    "old trainer": (_committed_by_a_trainer_that_was_out, "steps", "by a trainer that was out"),
+    "old orchestrator": (
+        _round_of_an_orchestrator_that_was_out,
+        "decisions",
+        "is of an orchestrator that was out",
+    ),
+}
+"""What is changed, the check that must find it, and what it must say."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_that_was_broken_is_named(copy: RecordedRun, name: str) -> None:
+    damage, check, text = RULES[name]
+    with Tamper(copy) as log:
+        subject = damage(log)
+        log.mend()
+    report = _audit(copy)
+    named = [
+        one
+        for one in report.violations
+        if one.check == check and text in one.message and subject in one.line
+    ]
+    lines = "\n".join(one.line for one in report.violations)
+    assert named, f"{subject}\n{lines}"
+    assert not any("the chain is broken" in one.message for one in report.violations), lines

@@ -132,7 +132,7 @@ class _Tail:
         while True:
             while self._ahead and self._ahead[0].offset < position:
                 found.append(self._ahead.popleft())
-            if self._ahead or self._reader.position(self._at) >= position:
+            if self._reader.position(self._at) >= position:
                 return found
             polled = self._reader.poll(timeout_s=POLL_S)
             self._ahead.extend(polled)

@@ -153,6 +153,25 @@ def test_nothing_is_admitted_while_a_version_has_no_host_although_slots_are_free
     assert not [one for one in decisions if isinstance(one, Dispatch)]
 
 
+def test_worker_that_has_just_loaded_a_newer_version_gives_way_to_an_older_orphan() -> None:
+    stage = Stage(groups__per_step=1, groups__size=2, staleness__max_staleness=3).begin()
+    stage.worker("v0", slots=4)
+    stage.finish_group("g0000000000")
+    stage.settle()
+    stage.commit()
+    stage.join("w", slots=1)
+    stage.plan()
+    assert targets(stage) == {"v0": 0, "w": 1}
+    stage.load()
+    stage.plan()
+    place = stage.placed[stage.running("w")[0]]
+    stage.tell(records.failed(place))
+    stage.lose("v0")
+    (assigned,) = [one for one in stage.plan() if isinstance(one, Assign)]
+    assert (assigned.worker, assigned.version) == ("w", 0)
+    assert 1 in stage.state.queues, "version 1 waits, oldest first"
+
+
 def test_one_worker_serves_versions_one_after_the_other_oldest_first() -> None:
     stage = Stage(groups__per_step=1, groups__size=1, staleness__max_staleness=1).begin()
     stage.worker("w0", slots=2)
@@ -206,7 +225,7 @@ def test_placements_pack_the_hosts_of_an_old_version_slots_first() -> None:
     stage = Stage(groups__size=1).begin()
     stage.join("a", slots=2, prefetch=1)
     stage.join("b", slots=2, prefetch=1)
-    found = []
+    found: list[str] = []
     workers = [stage.state.workers[name] for name in ("a", "b")]
     for worker in workers:
         worker.target = worker.hosted = 0

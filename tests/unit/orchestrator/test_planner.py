@@ -285,6 +285,21 @@ def test_evaluation_with_failed_siblings_still_ends() -> None:
     ]
 
 
+def test_run_does_not_stop_while_a_pause_holds_its_last_evaluation_back() -> None:
+    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
+    stage.worker("w0", slots=4)
+    stage.finish_all()
+    stage.tell(records.command("pause"))
+    stage.commit()
+    assert stage.settle() == []
+    assert not stage.state.done
+    stage.tell(records.command("resume"))
+    stage.settle()
+    stage.finish_all()
+    assert stage.state.done
+    assert stage.state.tally.fates["evaluated"] == 2
+
+
 def test_every_decision_says_why() -> None:
     stage = Stage(run__steps=2, evaluation__prompts=1).begin()
     stage.worker("w0", slots=3)

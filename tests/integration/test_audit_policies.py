@@ -1,0 +1,163 @@
+"""The policy store against the commits: files that are gone, or say something else than the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.consumers.contributions import read_contributions, write_contributions
+from dora_pipe.history.audit import audit
+from dora_pipe.history.findings import Violation
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.control import RunStarted, StepCommitted, WeightsAdopted
+from dora_pipe.schemas.wire import encode
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Row, Tamper
+
+STEP = 6
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
+
+
+def _violations(run: RecordedRun) -> tuple[Violation, ...]:
+    bus = run.open()
+    try:
+        return audit(bus, run.topics, run.store).violations
+    finally:
+        bus.close()
+
+
+def _forge_contributions(run: RecordedRun, change: Callable[[Rows], Rows]) -> None:
+    """Other contributions for a step, under their own digest, named by a commit that fits."""
+    store = PolicyStore(run.store)
+    with Tamper(run) as log:
+        row, fact = log.facts(StepCommitted)[STEP]
+        rows = change(read_contributions(store.contributions_path(fact.contributions.sha256)))
+        blob = store.publish_blob("contributions", lambda path: write_contributions(path, rows))
+        log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
+        log.mend()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("advantage", 0.25), ("staleness", 7), ("reward", 0.5), ("tokens", 1), ("group", "g")],
+)
+def test_row_that_does_not_follow_from_the_log_is_named(
+    copy: RecordedRun, column: str, value: object
+) -> None:
+    names: list[str] = []
+
+    def change(rows: Rows) -> Rows:
+        names.append(rows[3]["trajectory"])
+        rows[3][column] = value
+        return rows
+
+    _forge_contributions(copy, change)
+    (violation,) = _violations(copy)
+    assert violation.subject == names[0]
+    assert violation.message.startswith(f"{column} in the contributions of step {STEP}")
+    assert violation.found == str(value)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows[1:], lambda rows: rows[::-1]], ids=["one missing", "other order"]
+)
+def test_rows_are_those_of_the_batch_in_its_order(
+    copy: RecordedRun, change: Callable[[Rows], Rows]
+) -> None:
+    _forge_contributions(copy, change)
+    (violation,) = _violations(copy)
+    assert violation.line.startswith(
+        f"policies contributions of step {STEP}: its rows are not the trajectories of the batch"
+    )
+
+
+def test_file_that_is_no_arrow_file_is_named(copy: RecordedRun) -> None:
+    store = PolicyStore(copy.store)
+    with Tamper(copy) as log:
+        row, fact = log.facts(StepCommitted)[STEP]
+        blob = store.publish_blob("contributions", lambda path: _write(path, b"nonsense"))
+        log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
+        log.mend()
+    (violation,) = _violations(copy)
+    assert violation.subject == f"contributions of step {STEP}"
+    assert violation.message.startswith("cannot be read")
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("folder", ["weights", "contributions", "optimizer"])
+def test_missing_file_is_named(copy: RecordedRun, folder: str) -> None:
+    with Tamper(copy) as log:
+        fact = next(one for _, one in log.facts(StepCommitted) if one.checkpoint is not None)
+    assert fact.checkpoint is not None
+    contributed = fact.contributions.sha256
+    name, subject = {
+        "weights": (f"{fact.digest_after}.safetensors", f"version {fact.step + 1}"),
+        "contributions": (
+            f"{fact.contributions.sha256}.arrow",
+            f"contributions of step {fact.step}",
+        ),
+        "optimizer": (f"{fact.checkpoint.sha256}.safetensors", f"checkpoint of step {fact.step}"),
+    }[folder]
+    (copy.store / folder / name).unlink()
+    (violation,) = _violations(copy)
+    assert (violation.check, violation.subject) == ("policies", subject)
+
+
+def test_changed_model_config_is_named(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        (_, started) = log.facts(RunStarted)[0]
+    (copy.store / "assets" / started.assets_digest / "config.json").write_text("{}")
+    (violation,) = _violations(copy)
+    assert violation.subject == "assets"
+
+
+def test_missing_store_is_one_violation(copy: RecordedRun) -> None:
+    copy.store.rename(copy.directory / "elsewhere")
+    (violation,) = _violations(copy)
+    assert violation.message == "there is no policy store"
+
+
+def test_orphans_are_nobodys_business(copy: RecordedRun) -> None:
+    (copy.store / "weights" / ("0" * 64 + ".safetensors")).write_bytes(
+        b"of a commit that never came"
+    )
+    assert _violations(copy) == ()
+
+
+def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: RecordedRun) -> None:
+    adopted = WeightsAdopted(
+        at_ns=0,
+        step=3,
+        role_epoch=1,
+        digest_committed="a" * 64,
+        digest_replayed="b" * 64,
+        why="tensor weights differs (other torch)",
+    )
+    with Tamper(copy) as log:
+        last = log.rows("control")[-1]
+        log.put(Row(**{**_plain(last), "offset": last.offset + 2, "value": encode(adopted)}))
+    bus = copy.open()
+    try:
+        report = audit(bus, copy.topics, copy.store)
+    finally:
+        bus.close()
+    assert report.holds
+    assert report.adopted == (3,)
+    assert any("step 3: its weights were adopted" in note for note in report.notes)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}

@@ -39,6 +39,9 @@ WALL_NS = 1_700_000_000 * SECOND_NS
 EVENTS_MAX = 400_000
 """A run with more events than this does not end by itself."""
 
+ETA_MAX = 3
+"""Users set max_staleness up to here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chances:
@@ -58,6 +61,8 @@ class Chances:
     """A batch during which the trainer starts again."""
     restart: float = 0.0
     """Per tick of a second: the orchestrator dies and starts again."""
+    command: float = 0.0
+    """Per second: a user drains a worker, pauses, resumes, or sets eta or C."""
     token_s: float = 0.01
     tokens_mean: float = 20.0
     train_s: float = 1.0
@@ -116,6 +121,7 @@ class World:
         self.rounds: Reader = self.bus.reader({TopicPartition(self.topics.decisions, 0): 0})
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._number = count()
+        self.commands = 0
         self.start_orchestrator()
         self.trainer = PlayTrainer(self)
         self.players = {
@@ -124,8 +130,7 @@ class World:
         }
         for player in self.players.values():
             self.after(self.chance.random(), player.join)
-        if self.chances.restart:
-            self.after(1.0, self._maybe_restart)
+        self.after(1.0, self._every_second)
 
     def start_orchestrator(self) -> None:
         """A new incarnation, at the end of the log."""
@@ -188,7 +193,10 @@ class World:
         raise AssertionError(f"seed {self.seed}: no end after {EVENTS_MAX} events")
 
     def heal(self) -> None:
-        """No more faults from now on."""
+        """No more faults from now on, and no pause."""
+        if self.chances.command:
+            self.commands += 1
+            self.tell(records.command("resume"))
         self.chances = self.chances.calm()
 
     def _turn(self) -> None:
@@ -202,7 +210,24 @@ class World:
                     for player in self.players.values():
                         player.hear(decision)
 
-    def _maybe_restart(self) -> None:
+    def _every_second(self) -> None:
         if self.chance.random() < self.chances.restart:
             self.start_orchestrator()
-        self.after(1.0, self._maybe_restart)
+        if self.chance.random() < self.chances.command:
+            self.commands += 1
+            self.tell(self._command())
+        self.after(1.0, self._every_second)
+
+    def _command(self) -> AnyControl:
+        """Something a user may ask at any time; half of the pauses and resumes are illegal."""
+        eta = self.chance.randrange(ETA_MAX + 1)
+        return self.chance.choice(
+            [
+                records.command("pause"),
+                records.command("resume"),
+                records.command("drain", worker=self.chance.choice(sorted(self.workers))),
+                records.command("set", staleness__max_staleness=eta),
+                records.command("set", staleness__in_flight_batches=1.0 + self.chance.random()),
+                records.command("dance"),
+            ]
+        )

@@ -105,10 +105,7 @@ def test_missing_file_is_named(copy: RecordedRun, folder: str) -> None:
     contributed = fact.contributions.sha256
     name, subject = {
         "weights": (f"{fact.digest_after}.safetensors", f"version {fact.step + 1}"),
-        "contributions": (
-            f"{fact.contributions.sha256}.arrow",
-            f"contributions of step {fact.step}",
-        ),
+        "contributions": (f"{contributed}.arrow", f"contributions of step {fact.step}"),
         "optimizer": (f"{fact.checkpoint.sha256}.safetensors", f"checkpoint of step {fact.step}"),
     }[folder]
     (copy.store / folder / name).unlink()

@@ -67,11 +67,11 @@ def _decide(
     """Change one decision of a kind; it as it was."""
     seen: list[One] = []
 
-    def otherwise(decision: Any) -> AnyDecision | None:
+    def otherwise(decision: Any) -> Any:
         if not isinstance(decision, kind) or not such(decision):
-            return decision  # type: ignore[no-any-return]
+            return decision
         seen.append(decision)
-        return change(decision) if len(seen) == place + 1 else decision  # type: ignore[return-value]
+        return change(decision) if len(seen) == place + 1 else decision
 
     assert log.decide_otherwise(otherwise) == 1
     return seen[place]

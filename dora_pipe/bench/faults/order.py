@@ -16,6 +16,7 @@ import msgspec
 
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import decode_progress
 
 RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
@@ -55,6 +56,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
     `weights` for the policy file."""
     nth: int
     """Counted from 1 over the incarnation's appends that hold such a record."""
+    tokens: int = 0
+    """Of progress records only those count that reach so many sampled tokens."""
     delay_s: float = 0.0
     """For `commit`: how long after it began."""
 
@@ -65,7 +68,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
 
     def matches(self, record: Append, topics: Topics) -> bool:
         """Whether a record is what this point counts."""
-        return record_is(record, self.what, topics)
+        return record_is(record, self.what, topics) and reached(record, self.tokens)
 
 
 class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
@@ -142,6 +145,14 @@ def record_is(record: Append, what: str, topics: Topics) -> bool:
     if what in _DECISIONS:
         return record.topic == topics.decisions and _DECISIONS[what] in record.value
     return record.topic == topics.control and f'"kind":"{what}"'.encode() in record.value
+
+
+def reached(record: Append, tokens: int) -> bool:
+    """Whether a progress record covers so many sampled tokens; any record where `tokens` is 0."""
+    if tokens == 0:
+        return True
+    progress = decode_progress(record.value)
+    return progress.start + len(progress.token_ids) >= tokens
 
 
 def order_of(

@@ -1,0 +1,134 @@
+"""Real processes with the torch engine: a worker that sleeps beyond its lease, one killed late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.bench.faults.inject import Files
+from dora_pipe.bench.faults.order import Order
+from dora_pipe.bus.port import Bus
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.control import (
+    AnyControl,
+    StepCommitted,
+    TakenTrajectory,
+    TrajectoryLogged,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.rounds import Fence, Round, decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import Unknown
+from tests.support.process_traps import (
+    CHECKPOINT_TOKENS,
+    KILLED,
+    KILLED_AT,
+    STOPPED,
+    UNHARMED,
+    directory_of,
+    run_traps,
+)
+
+LIMIT_S = 400.0
+
+
+@contextmanager
+def _log(order: Order, folder: Path) -> Iterator[tuple[Bus, Topics]]:
+    path = directory_of(order, folder).path
+    with closing(SqliteBus(path / "log.sqlite")) as bus:
+        yield bus, Topics(path.name)
+
+
+def _control(bus: Bus, topics: Topics) -> list[tuple[int, AnyControl | Unknown]]:
+    records = records_of(bus, ends_of(bus, topics.control))
+    return [(one.offset, decode_control(one.value)) for one in records]
+
+
+def _trained(control: list[tuple[int, AnyControl | Unknown]]) -> list[TakenTrajectory]:
+    commits = [fact for _, fact in control if isinstance(fact, StepCommitted)]
+    return [one for fact in commits for group in fact.groups for one in group.trajectories]
+
+
+def _fence_of(bus: Bus, topics: Topics, worker: str, epoch: int) -> Round:
+    for record in records_of(bus, ends_of(bus, topics.decisions)):
+        round_ = decode_round(record.value)
+        for one in round_.decisions:
+            if isinstance(one, Fence) and (one.worker, one.epoch) == (worker, epoch):
+                return round_
+    raise AssertionError("the worker was never fenced")
+
+
+def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_trained(
+    tmp_path: Path,
+) -> None:
+    run_traps("stopped", tmp_path, limit_s=LIMIT_S)
+    with _log(STOPPED, tmp_path) as (bus, topics):
+        control = _control(bus, topics)
+        epochs = [
+            offset
+            for offset, fact in control
+            if isinstance(fact, WorkerJoined) and fact.worker == STOPPED.role
+        ]
+        fence = _fence_of(bus, topics, STOPPED.role, epochs[0])
+        late = [
+            fact
+            for offset, fact in control
+            if isinstance(fact, TrajectoryLogged)
+            and fact.epoch == epochs[0]
+            and offset >= fence.control_next
+        ]
+        report = audit(bus, topics, directory_of(STOPPED, tmp_path).path / "policies")
+    assert late, "it was stopped before it logged anything: the trap was not set"
+    trained = {(one.epoch, one.partition, one.offset) for one in _trained(control)}
+    assert not {(one.epoch, one.partition, one.offset) for one in late} & trained
+    assert report.holds, report.violations
+    assert report.standings["fenced"] >= len(late)
+    assert len(epochs) >= 2, "it did not join again"
+    pids = {
+        fact.pid
+        for _, fact in control
+        if isinstance(fact, WorkerJoined) and fact.worker == STOPPED.role
+    }
+    assert len(pids) == 1, "it joined again in the same process"
+
+
+def _trajectories(order: Order, folder: Path) -> dict[str, Trajectory]:
+    """Trajectories that were trained, by id."""
+    with _log(order, folder) as (bus, topics):
+        wanted = {(one.partition, one.offset) for one in _trained(_control(bus, topics))}
+        records = records_of(bus, ends_of(bus, topics.trajectories))
+        found = [
+            decode_trajectory(one.value) for one in records if (one.partition, one.offset) in wanted
+        ]
+    return {one.trajectory: one for one in found}
+
+
+def test_worker_killed_at_token_200_goes_on_from_its_progress_with_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    run_traps("killed", tmp_path, limit_s=LIMIT_S)
+    hit = Files(directory_of(KILLED, tmp_path).path).read_hit()
+    assert hit is not None and hit.role == KILLED.role
+    killed, whole = _trajectories(KILLED, tmp_path), _trajectories(UNHARMED, tmp_path)
+    assert killed.keys() == whole.keys()
+    assert all(len(one.meta.prefills) == 1 for one in whole.values())
+    went_on = [one for one in killed.values() if len(one.meta.prefills) > 1]
+    assert went_on
+    reached = [one.meta.prefills[-1] - one.meta.prompt_tokens for one in went_on]
+    assert max(reached) >= KILLED_AT - CHECKPOINT_TOKENS
+    for one in killed.values():
+        assert one.version == 0
+        assert one.token_ids == whole[one.trajectory].token_ids
+        ours = [value for value in one.logprobs if value is not None]
+        theirs = [value for value in whole[one.trajectory].logprobs if value is not None]
+        assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,0 +1,152 @@
+"""Rounds in which a worker's process is stopped, or killed late in a long request.
+
+`python -m tests.support.process_traps stopped|killed FOLDER` plays them in FOLDER; what the log of
+each run then says is for the tests to look at. It is a program because roles are forked from a
+process that has not imported torch yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.bench.faults.inject import Files
+from dora_pipe.bench.faults.order import Order, Point
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli.fault_rounds import Played, Session
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.cli.supervisor import Supervisor
+from dora_pipe.producers.tasks.vocabulary import EOS, SPECIAL
+from dora_pipe.schemas.topics import Topics
+from tests.support.tidy import ROOT
+
+SEED: Final = 5
+STOPPED: Final = Order(
+    number=0,
+    seed=SEED,
+    role="w1",
+    at=Point(moment="before", what="trajectory-logged", nth=2),
+    stop=True,
+)
+KILLED_AT: Final = 200
+CHECKPOINT_TOKENS: Final = 32
+KILLED: Final = Order(
+    number=0,
+    seed=SEED,
+    role="w1",
+    at=Point(moment="after", what="progress", nth=1, tokens=KILLED_AT),
+)
+UNHARMED: Final = Order(
+    number=1, seed=SEED, role="nobody", at=Point(moment="before", what="round", nth=1)
+)
+
+SHORT_LEASE: Final = {"timing.lease_s": 1.5, "run.steps": 12}
+
+LONG_REQUESTS: Final[dict[str, Any]] = {
+    "run.steps": 1,
+    "groups.size": 2,
+    "groups.per_step": 2,
+    "evaluation.prompts": 0,
+    "sampling.max_tokens": 260,
+    # The row of the end token is zero: never among the ten likeliest words.
+    "sampling.top_k": 10,
+    "workers.slots": 2,
+    "workers.prefetch": 1,
+    "workers.context_tokens": 320,
+    "workers.checkpoint_tokens": CHECKPOINT_TOKENS,
+    # What the orchestrator knows of progress comes with the heartbeat.
+    "timing.heartbeat_s": 0.02,
+}
+"""Four requests of 260 tokens, two per worker."""
+
+
+def run_traps(which: str, folder: Path, *, limit_s: float) -> None:
+    """Play the rounds in a process of its own. Raises when it fails or takes too long."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.process_traps", which, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def directory_of(order: Order, folder: Path) -> RunDir:
+    """Where the run of a round lies."""
+    return RunDir(folder / f"round-{order.number}-{order.seed}")
+
+
+class _GoOnWhenFenced:
+    """Lets the stopped worker go on as soon as a round of the log fences it."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, supervisor: Supervisor, files: Files) -> None:
+        hit = files.read_hit()
+        if self.done or hit is None:
+            return
+        topics = Topics(files.directory.name)
+        with closing(SqliteBus(files.directory / "log.sqlite")) as bus:
+            reader = bus.reader({TopicPartition(topics.decisions, 0): 0})
+            rounds = reader.poll(timeout_s=0.0, records_max=100_000)
+        fence = f'"worker":"{hit.role}"'.encode()
+        if any(b'"kind":"fence"' in one.value and fence in one.value for one in rounds):
+            os.kill(hit.pid, signal.SIGCONT)
+            self.done = True
+
+
+def _stopped(session: Session) -> None:
+    watch = _GoOnWhenFenced()
+    _check(session.play(STOPPED, changes=dict(SHORT_LEASE), watch=watch))
+    assert watch.done, "nobody was fenced"
+
+
+def _killed(session: Session) -> None:
+    model = session.root / "endless"
+    shutil.copytree(session.model(), model)
+    _never_end(model)
+    changes = {**LONG_REQUESTS, "model.path": str(model)}
+    _check(session.play(KILLED, changes=changes))
+    _check(session.play(UNHARMED, changes=changes))
+
+
+def _never_end(model: Path) -> None:
+    """Make the end token's logit zero."""
+    from safetensors.numpy import load_file, save_file
+
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][SPECIAL.index(EOS)] = 0.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(settings | {"max_position_embeddings": 320}))
+
+
+def _check(played: Played) -> None:
+    assert not played.trouble, played.trouble
+    assert played.verdict is not None and played.verdict.clean, played.verdict
+
+
+def main() -> None:
+    """See the head of this file."""
+    which, folder = sys.argv[1:]
+    with closing(Session(Path(folder))) as session:
+        {"stopped": _stopped, "killed": _killed}[which](session)
+
+
+if __name__ == "__main__":
+    main()

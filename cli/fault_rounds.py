@@ -305,17 +305,37 @@ def _hunt(
         while seen < at.control and not over.is_set():
             seen += len(reader.poll(timeout_s=HUNT_POLL_S, records_max=at.control - seen))
     over.wait(at.delay_s)
+    first = _strike(order, directory, supervisor, over)
+    if first is None or at.again_s is None:
+        return
+    while supervisor.pid(order.role) in (None, first.pid) and not over.wait(HUNT_POLL_S):
+        pass
+    over.wait(at.again_s)
+    _strike(order, directory, supervisor, over, before=f"{first.phase}; again ")
+
+
+def _strike(
+    order: Order,
+    directory: RunDir,
+    supervisor: Supervisor,
+    over: threading.Event,
+    *,
+    before: str = "",
+) -> Hit | None:
+    """Kill the role as soon as it is there; None when the run ended first."""
     while (pid := supervisor.pid(order.role)) is None and not over.wait(HUNT_POLL_S):
         pass
     if pid is None or over.is_set():
-        return
+        return None
     files = Files(directory.path)
     try:
         os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)
     except ProcessLookupError:
-        return  # it has just ended by itself
-    now_ns = time.monotonic_ns()
-    files.write_hit(Hit(role=order.role, pid=pid, phase=files.doing(order.role), at_ns=now_ns))
+        return None  # it has just ended by itself
+    phase = before + files.doing(order.role)
+    hit = Hit(role=order.role, pid=pid, phase=phase, at_ns=time.monotonic_ns())
+    files.write_hit(hit)
+    return hit
 
 
 # What the forked processes are

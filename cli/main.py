@@ -16,6 +16,7 @@ from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.show import show
+from dora_pipe.cli.tell import tell
 from dora_pipe.errors import DoraError
 
 EXIT_INTERRUPTED = 130
@@ -40,6 +41,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         start.orchestrator,
         start.worker,
         start.trainer,
+        tell,
         doctor,
     ),
     "Look": (look.runs, look.topics, look.cat, show),

@@ -29,7 +29,10 @@ def write_small_model(
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    quiet: Any = logging.disable_progress_bar
+    quiet()
     torch.manual_seed(seed)
     build: Any = LlamaForCausalLM
     model = build(

@@ -30,7 +30,7 @@ def apply_command(state: State, offset: int, record: Command) -> str:
     handler = _VERBS.get(record.verb)
     if handler is None:
         return f"no such verb: {record.verb}"
-    allowed = _ARGS[record.verb]
+    allowed = ARGS[record.verb]
     extra = sorted(record.args.keys() - allowed)
     if extra and record.verb != "set":
         return f"{record.verb} takes no {extra[0]}"
@@ -120,7 +120,7 @@ _VERBS: Final[dict[str, Callable[[State, dict[str, Any]], str]]] = {
     "fail-batch": _fail_batch,
 }
 
-_ARGS: Final[dict[str, frozenset[str]]] = {
+ARGS: Final[dict[str, frozenset[str]]] = {
     "set": LOGGED,
     "pause": frozenset(),
     "resume": frozenset(),
@@ -128,3 +128,4 @@ _ARGS: Final[dict[str, frozenset[str]]] = {
     "stop": frozenset({"now"}),
     "fail-batch": frozenset({"step"}),
 }
+"""Verbs with the arguments they take."""

@@ -162,7 +162,7 @@ class TorchTrainer:
         if not math.isfinite(norm) or not math.isfinite(sums.loss):
             raise NonFinite(
                 f"a step gave gradient norm {norm} and loss {sums.loss}",
-                hint="the user command fail-batch ends this batch's groups as failed(non-finite)",
+                hint="`dora-pipe tell RUN fail-batch` ends this batch's groups, then --resume",
             )
         self._optimizer.update(step.learning_rate)
         sums.updates += 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import main as cli
 
 CONFIG = """
@@ -161,6 +164,29 @@ def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
     (place / "garbage.sqlite").write_bytes(b"no database" * 100)
     assert command("doctor", "--bus", f"sqlite:{place / 'garbage.sqlite'}", "--json") == 1
     assert '"fail"' in command.out
+
+
+def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, command: Command) -> None:
+    directory = place / "runs" / "small"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG)
+    bus = SqliteBus(directory / "log.sqlite")
+    bus.create([TopicSpec(name="small.control")])
+    bus.close()
+    assert command("tell", "small", "set", "staleness.max_staleness=3", "run.steps=9") == 0
+    assert command("tell", "small", "drain", "worker=w1") == 0
+    assert command("cat", "small", "--json") == 0
+    records = [json.loads(line)["record"] for line in command.out.splitlines()]
+    assert [one["verb"] for one in records] == ["set", "drain"]
+    assert records[0]["args"] == {"staleness.max_staleness": 3, "run.steps": 9}
+    assert records[1]["args"] == {"worker": "w1"}
+
+    assert command("tell", "small", "dance") == 2
+    assert_one_line_and_hint(command.err, "no verb 'dance'", "drain, fail-batch")
+    assert command("tell", "small", "set", "groups.size=3") == 2
+    assert_one_line_and_hint(command.err, "groups.size", "staleness.max_staleness")
+    assert command("tell", "small", "pause", "now=true") == 2
+    assert_one_line_and_hint(command.err, "pause", "takes nothing")
 
 
 def test_every_command_has_help_of_a_full_sentence(command: Command) -> None:

@@ -37,6 +37,9 @@ COMMIT_DELAY_S_MAX: Final = 0.002
 RANDOM_DELAY_S_MAX: Final = 0.25
 """A random moment is at most so long after the control record that it counts to."""
 
+AGAIN_S_MAX: Final = 1.0
+"""A role that is struck twice is struck again at most so long after it was started again."""
+
 WORKERS: Final = ("w0", "w1")
 """The workers of a round."""
 
@@ -76,6 +79,8 @@ class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
 
     control: int
     delay_s: float
+    again_s: float | None = None
+    """The role is struck once more so long after it was started again: while it recovers."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,5 +183,6 @@ def order_of(
         at = Chance(
             control=chance.randint(1, control_records * 4 // 5),
             delay_s=chance.uniform(0, RANDOM_DELAY_S_MAX),
+            again_s=chance.uniform(0, AGAIN_S_MAX) if turn % 5 == AIMED_PER_FIVE else None,
         )
     return Order(number=number, seed=chance.randrange(2**31), role=role, at=at)

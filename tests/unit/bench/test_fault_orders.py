@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.faults.order import (
+    AGAIN_S_MAX,
     AIMED,
     COMMIT_DELAY_S_MAX,
     RANDOM_DELAY_S_MAX,
@@ -23,8 +24,10 @@ from dora_pipe.bench.faults.order import (
 )
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import RoleStarted
+from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import encode_progress
 from dora_pipe.schemas.wire import encode
 
 RECORDS = 100
@@ -42,8 +45,10 @@ def _kind(order: Order) -> str:
 def test_thirty_rounds_strike_every_role_ten_times_four_of_them_at_random() -> None:
     orders = _series()
     assert Counter(map(_kind, orders)) == dict.fromkeys(ROLE_KINDS, 10)
-    chances = Counter(_kind(order) for order in orders if isinstance(order.at, Chance))
-    assert chances == dict.fromkeys(ROLE_KINDS, 4)
+    chances = [(_kind(one), one.at) for one in orders if isinstance(one.at, Chance)]
+    assert Counter(kind for kind, _ in chances) == dict.fromkeys(ROLE_KINDS, 4)
+    twice = Counter(kind for kind, at in chances if at.again_s is not None)
+    assert twice == dict.fromkeys(ROLE_KINDS, 2)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,7 @@ def test_every_moment_can_come(seed: int, number: int, only: RoleKind | None) ->
     if isinstance(order.at, Chance):
         assert 1 <= order.at.control <= RECORDS * 4 // 5
         assert 0 <= order.at.delay_s <= RANDOM_DELAY_S_MAX
+        assert order.at.again_s is None or 0 <= order.at.again_s <= AGAIN_S_MAX
         return
     largest = {(moment, what): nth for aims in AIMED.values() for moment, what, nth in aims}
     assert 1 <= order.at.nth <= largest[order.at.moment, order.at.what]
@@ -112,3 +118,29 @@ def test_a_point_knows_its_records() -> None:
     point = Point(moment="before", what="round", nth=2)
     assert point.matches(rounds[0], TOPICS) and not point.matches(control, TOPICS)
     assert point.phase == "before the append of round, no. 2"
+
+
+def test_a_point_may_wait_for_a_progress_record_that_reaches_far_enough() -> None:
+    def chunk(start: int) -> Append:
+        progress = Progress(
+            trajectory="g0000000000-000",
+            attempt=1,
+            version=0,
+            digest="0" * 64,
+            worker="w0",
+            epoch=3,
+            start=start,
+            token_ids=[7] * 32,
+            logprobs=[-1.0] * 32,
+            sampler_logprobs=[-1.0] * 32,
+            prefills=(5,),
+            previous=-1,
+            started_ns=1,
+        )
+        return Append(topic=TOPICS.progress, value=encode_progress(progress))
+
+    far = Point(moment="after", what="progress", nth=1, tokens=200)
+    near = Point(moment="after", what="progress", nth=1)
+    chunks = [chunk(start) for start in (0, 160, 168, 192)]
+    assert [far.matches(one, TOPICS) for one in chunks] == [False, False, True, True]
+    assert all(near.matches(one, TOPICS) for one in chunks)

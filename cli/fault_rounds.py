@@ -8,12 +8,10 @@ run. When the run has ended, one more process judges it (`bench.faults.judge`).
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,26 +20,18 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe import __version__
-from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Hit, Injector, watched
-from dora_pipe.bench.faults.judge import Verdict, judge
+from dora_pipe.bench.faults.inject import Files, Hit
+from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import WORKERS, Chance, Order
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.cli import roles
+from dora_pipe.cli import fault_roles, roles
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.cli.start import plan_new
 from dora_pipe.cli.supervisor import RunFailed, Supervisor, how
 from dora_pipe.cli.zygote import Ended, Zygote
-from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.trainers.make import make_trainer
-from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import DoraError, ResourceError
-from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.tasks.arithmetic import WORDS
-from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
@@ -60,10 +50,6 @@ PRELOAD: Final = (
     "dora_pipe.consumers.role",
 )
 
-MODEL: Final = "model"
-JUDGE: Final = "judge"
-
-CONTEXT_TOKENS: Final = 96
 MAX_TOKENS: Final = 48
 STEPS: Final = 6
 GROUPS: Final = 4
@@ -79,15 +65,6 @@ CHILD_LIMIT_S: Final = 300.0
 """For making the model (torch is imported before) and for judging a run."""
 
 HUNT_POLL_S: Final = 0.05
-
-_ENGINE_MARKS: Final = {"step": "generating", "load": "loading weights"}
-_TRAINER_MARKS: Final = {
-    "load": "loading weights",
-    "train": "training",
-    "manifest": "digesting weights",
-    "save_weights": "writing weights",
-    "save_optimizer": "writing a checkpoint",
-}
 
 Watch = Callable[[Supervisor, Files], None]
 """Called about ten times a second while a round lasts."""
@@ -132,9 +109,9 @@ class Session:
 
     def model(self) -> Path:
         """A small random model, made once."""
-        path = self.root / MODEL
+        path = self.root / fault_roles.MODEL
         if not path.exists():
-            self._call(MODEL, RunDir(self.root))
+            self._call(fault_roles.MODEL, RunDir(self.root))
         return path
 
     def play(
@@ -146,7 +123,7 @@ class Session:
         config = round_config(self.model(), order, changes or {})
         plan = plan_new(config, self.root)
         files = Files(directory.path)
-        (directory.path / "first.json").write_bytes(encode(plan.first))
+        fault_roles.first_of(directory).write_bytes(encode(plan.first))
         files.order.write_bytes(msgspec.json.encode(order))
         trouble = self._run(directory, config, order, watch)
         verdict: Verdict | None = None
@@ -199,10 +176,10 @@ class Session:
 
     def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:
         try:
-            self._call(JUDGE, directory)
+            self._call(fault_roles.JUDGE, directory)
         except DoraError as error:
             return None, error.message
-        written = (directory.path / "verdict.json").read_bytes()
+        written = fault_roles.verdict_of(directory).read_bytes()
         return msgspec.json.decode(written, type=Verdict), ""
 
     def _call(self, name: str, directory: RunDir) -> None:
@@ -221,14 +198,7 @@ class Session:
         raise ResourceError(f"{name} did not end within {CHILD_LIMIT_S:.0f} s")
 
     def _be(self, name: str) -> int:
-        directory = RunDir(Path(self._current.read_text()))
-        starts: dict[str, Callable[[], None]] = {
-            MODEL: lambda: _make_model(directory.path / MODEL),
-            JUDGE: lambda: _be_judge(directory),
-            roles.ORCHESTRATOR: lambda: _be_orchestrator(directory),
-            roles.TRAINER: lambda: _be_trainer(directory),
-        }
-        return roles.be_role(name, directory, starts.get(name, lambda: _be_worker(directory, name)))
+        return fault_roles.be(name, RunDir(Path(self._current.read_text())))
 
 
 def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
@@ -246,7 +216,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
             "count": len(WORKERS),
             "slots": 8,
             "prefetch": 4,
-            "context_tokens": CONTEXT_TOKENS,
+            "context_tokens": fault_roles.CONTEXT_TOKENS,
             "checkpoint_tokens": 8,
         },
         "bus": {"partitions": 3},
@@ -336,98 +306,3 @@ def _strike(
     hit = Hit(role=order.role, pid=pid, phase=phase, at_ns=time.monotonic_ns())
     files.write_hit(hit)
     return hit
-
-
-# What the forked processes are
-
-
-def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clock]:
-    """What a role is made with."""
-    config = directory.config()
-    topics = Topics(config.run.name)
-    injector = Injector(Files(directory.path), name, topics)
-    return config, topics, injector, watched(SystemClock(), {"sleep": "waiting"}, injector)
-
-
-def _be_orchestrator(directory: RunDir) -> None:
-    from dora_pipe.orchestrator.role import Instance, run_orchestrator
-
-    first = msgspec.json.decode((directory.path / "first.json").read_bytes(), type=RunStarted)
-    config, topics, injector, clock = _rigged(directory, roles.ORCHESTRATOR)
-    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
-        run_orchestrator(
-            bus,
-            topics,
-            stop=roles.StopFlag(),
-            timing=config.timing,
-            clock=clock,
-            instance=Instance(
-                name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
-            ),
-            run_started=first,
-        )
-
-
-def _be_worker(directory: RunDir, name: str) -> None:
-    from dora_pipe.producers.role import run_worker
-
-    config, topics, injector, clock = _rigged(directory, name)
-
-    def engine(**given: Any) -> Engine:
-        return watched(roles.open_engine(**given), _ENGINE_MARKS, injector)
-
-    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
-        run_worker(
-            bus,
-            topics,
-            worker=name,
-            store=PolicyStore(directory.store(config)),
-            engine_factory=engine,
-            stop=roles.StopFlag(),
-            config=config,
-            clock=clock,
-        )
-
-
-def _be_trainer(directory: RunDir) -> None:
-    from dora_pipe.consumers.role import run_trainer
-
-    config, topics, injector, clock = _rigged(directory, roles.TRAINER)
-
-    def trainer(**given: Any) -> Trainer:
-        return watched(make_trainer(**given), _TRAINER_MARKS, injector)
-
-    run_trainer(
-        lambda: FaultBus(open_bus(directory.bus_url(config)), injector),
-        topics,
-        store=FaultStore(directory.store(config), injector),
-        trainer_factory=trainer,
-        stop=roles.StopFlag(),
-        config=config,
-        clock=clock,
-    )
-
-
-def _make_model(path: Path) -> None:
-    from dora_pipe.cli.small_model import write_small_model
-
-    partial = path.with_suffix(".partial")
-    write_small_model(partial, WORDS, context_tokens=CONTEXT_TOKENS)
-    partial.rename(path)
-
-
-def _be_judge(directory: RunDir) -> None:
-    config = directory.config()
-    topics, store = Topics(config.run.name), PolicyStore(directory.store(config))
-    files = Files(directory.path)
-    first = msgspec.json.decode((directory.path / "first.json").read_bytes(), type=RunStarted)
-    trainer = make_trainer(
-        assets=store.assets_path(first.assets_digest),
-        reference=store.weights_path(first.policy.digest),
-        config=config,
-    )
-    names = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
-    acks = [ack for name in names for ack in files.acks(name)]
-    with closing(open_bus(directory.bus_url(config))) as bus:
-        verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock())
-    (directory.path / "verdict.json").write_bytes(msgspec.json.encode(verdict))

@@ -24,7 +24,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line
 RunsOption = Annotated[Path, typer.Option("--runs", help="Where runs lie.")]
 RunArgument = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
 
-FOLLOW_POLL_S = 1.0
+POLL_S = 1.0
 
 
 def runs(as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
@@ -193,9 +193,7 @@ def _from(
     ends = {tp: run.bus.end(tp) for tp in partitions}
     reader = run.bus.reader(dict.fromkeys(partitions, offset))
     try:
-        while True:
-            yield from reader.poll(timeout_s=FOLLOW_POLL_S if follow else 0.0)
-            if not follow and all(reader.position(tp) >= end for tp, end in ends.items()):
-                return
+        while follow or any(reader.position(tp) < end for tp, end in ends.items()):
+            yield from reader.poll(timeout_s=POLL_S)
     finally:
         reader.close()

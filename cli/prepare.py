@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dora_pipe.bus.port import Bus, TopicPartition, TopicSpec
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.model import LOGGED, Config
 from dora_pipe.errors import ConfigError
+from dora_pipe.history.reading import records_of
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import Command, Lineage, RunStarted, decode_control
@@ -41,17 +43,12 @@ def create_topics(bus: Bus, config: Config) -> Topics:
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
     """The run's first record, if the run exists."""
     at = TopicPartition(topics.control, 0)
-    if topics.control not in bus.topics() or bus.end(at) == 0:
+    if topics.control not in bus.topics():
         return None
-    reader = bus.reader({at: 0})
-    try:
-        for record in reader.poll(timeout_s=0.0, records_max=1):
-            first = decode_control(record.value)
-            if isinstance(first, RunStarted):
-                return first
-    finally:
-        reader.close()
-    return None
+    with closing(records_of(bus, {at: bus.end(at)})) as records:
+        first = next(records, None)
+    fact = None if first is None else decode_control(first.value)
+    return fact if isinstance(fact, RunStarted) else None
 
 
 def run_started(

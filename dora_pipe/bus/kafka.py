@@ -74,12 +74,20 @@ class KafkaBus:
         self._parts: list[KafkaReader | KafkaWriter] = []
         self._specs: dict[str, TopicSpec] = {}
         self._lock = threading.Lock()  # a writer's thread looks topics up too
-        with our_errors():
-            self._admin = KafkaAdminClient(
+        self._admin = self._connect()
+
+    def _connect(self) -> KafkaAdminClient:
+        try:
+            return KafkaAdminClient(
                 bootstrap_servers=self.servers,
                 bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
                 reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
+        except (kafka_errors.KafkaError, ValueError) as error:
+            raise BusError(
+                f"no Kafka broker answers at {','.join(self.servers)}: {error}",
+                hint="is it running, and is bus.url right?",
+            ) from error
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -39,6 +40,10 @@ RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
 RECONNECT_MS_MAX = 1000  # the default of 30 s keeps a role away long after its broker is back
 _REPLICAS = 3
 BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
+
+logging.getLogger("kafka").setLevel(logging.CRITICAL)
+"""The client tells every connection and every retry; what matters of that reaches the user as one
+of our errors."""
 
 _FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
 _TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)

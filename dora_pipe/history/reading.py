@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -55,7 +55,9 @@ def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
     return {tp: bus.end(tp) for tp in partitions}
 
 
-def records_of(bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0) -> Iterator[Record]:
+def records_of(
+    bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
+) -> Generator[Record, None, None]:
     """Every record below these ends, in offset order per partition. Raises BusError."""
     reader = bus.reader(dict.fromkeys(ends, start))
     empty = 0

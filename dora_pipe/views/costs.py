@@ -17,6 +17,9 @@ from dora_pipe.schemas.metrics import (
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
+POLL_S = 1.0
+"""A log on a broker gives nothing to a reader that does not wait."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleCost:
@@ -35,7 +38,7 @@ def role_costs(bus: Bus, topics: Topics) -> list[RoleCost]:
     last: dict[tuple[str, int], Cost] = {}
     try:
         while reader.position(at) < end:
-            for record in reader.poll(timeout_s=0.0):
+            for record in reader.poll(timeout_s=POLL_S):
                 try:
                     status = decode_metrics(record.value)
                 except SchemaError:

@@ -10,6 +10,9 @@ from dora_pipe.schemas.control import RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 
+POLL_S = 1.0
+"""A log on a broker gives nothing to a reader that does not wait."""
+
 
 def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Manifest]:
     """The run's first record and the manifest of a version. Raises UsageError if there is none."""
@@ -19,7 +22,7 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
     newest = -1
     with closing(bus.reader({at: 0})) as reader:
         while reader.position(at) < end:
-            for record in reader.poll(timeout_s=0.0):
+            for record in reader.poll(timeout_s=POLL_S):
                 if not record.value.startswith((b'{"kind":"run-started', b'{"kind":"step-commit')):
                     continue
                 match decode_control(record.value):

@@ -150,6 +150,8 @@ def test_no_broker_is_one_clear_error_in_bounded_time(broker: KafkaBroker, bus: 
     with pytest.raises(BusError) as refused:
         KafkaBus([broker.bootstrap])
     assert "\n" not in refused.value.message
+    assert broker.bootstrap in refused.value.message
+    assert "bus.url" in (refused.value.hint or "")
     with pytest.raises(BusError):
         bus.end(AT)
     assert time.monotonic() - began_s < 4 * SLACK_S

@@ -17,6 +17,7 @@ import pytest
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.cli.rundir import opened
 from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import records_of
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
 from tests.support.models import make_llama_gqa
 
@@ -90,8 +91,8 @@ def call(place: Path, *words: str) -> int:
 def facts(place: Path, run: str) -> Iterator[object]:
     """The control records of a run."""
     with opened(str(place / "runs" / run)) as open_run:
-        reader = open_run.bus.reader({TopicPartition(open_run.topics.control, 0): 0})
-        for record in reader.poll(timeout_s=0.0, records_max=100_000):
+        control = TopicPartition(open_run.topics.control, 0)
+        for record in records_of(open_run.bus, {control: open_run.bus.end(control)}):
             yield decode_control(record.value)
 
 

@@ -2,115 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.audit import audit
-from dora_pipe.history.reading import records_of
-from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
-from tests.support.models import make_llama_gqa
+from dora_pipe.schemas.control import Command, RunStarted, StepCommitted
+from tests.support.user_run import (
+    WAIT_S,
+    assert_clean,
+    call,
+    facts,
+    furnish,
+    start,
+    steps,
+    until,
+)
 
 pytest.importorskip("torch")
-
-CONFIG = """
-[run]
-name = "tiny"
-steps = 3
-[model]
-path = "model"
-[task]
-kind = "jsonl"
-data = "rows.jsonl"
-eval_data = "rows.jsonl"
-reward = "judge:score"
-[sampling]
-max_tokens = 12
-[groups]
-size = 4
-per_step = 2
-[evaluation]
-prompts = 4
-[trainer]
-checkpoint_every = 2
-[workers]
-count = 2
-slots = 8
-prefetch = 8
-context_tokens = 64
-[timing]
-heartbeat_s = 0.2
-lease_s = 5.0
-"""
-REWARD = """
-def score(row, text):
-    return min(1.0, text.count(row["answer"]) / 3)
-"""
-WAIT_S = 120.0
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder: own configuration, data, reward, and a grouped-query Llama."""
-    make_llama_gqa(tmp_path / "model")
-    (tmp_path / "config.toml").write_text(CONFIG)
-    (tmp_path / "judge.py").write_text(REWARD)
-    rows = [{"prompt": f"say {letter}: ", "answer": letter} for letter in "abcdefgh"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def start(place: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`dora-pipe WORDS` in the user's folder; what it says goes to a file there."""
-    with (place / "said").open("ab") as said:
-        return subprocess.Popen(
-            [Path(sys.executable).parent / "dora-pipe", *words],
-            cwd=place,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-
-def call(place: Path, *words: str) -> int:
-    """Its exit code."""
-    return start(place, *words).wait(WAIT_S)
-
-
-def facts(place: Path, run: str) -> Iterator[object]:
-    """The control records of a run."""
-    with opened(str(place / "runs" / run)) as open_run:
-        control = TopicPartition(open_run.topics.control, 0)
-        for record in records_of(open_run.bus, {control: open_run.bus.end(control)}):
-            yield decode_control(record.value)
-
-
-def steps(place: Path, run: str) -> list[int]:
-    return [fact.step for fact in facts(place, run) if isinstance(fact, StepCommitted)]
-
-
-def assert_clean(place: Path, run: str) -> None:
-    with opened(str(place / "runs" / run)) as open_run:
-        found = audit(open_run.bus, open_run.topics, open_run.store)
-    assert found.holds, found.violations
-
-
-def until(done: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < give_up_s, "it never happened"
-        time.sleep(0.05)
+    """A user's folder."""
+    return furnish(tmp_path)
 
 
 def test_a_run_on_the_users_own_material_ends_audited_and_its_policy_loads(place: Path) -> None:

@@ -1,0 +1,73 @@
+"""`dora-pipe run` on a real broker: a worker dies, another run is beside it, both are proved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.cli.rundir import opened
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.control import WorkerJoined
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.user_run import WAIT_S, call, facts, furnish, start, steps, until
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+STEPS = 30
+"""Long enough for a dead worker to be missed, started again and given work."""
+OTHER_STEPS = 3
+LEASE_S = 3.0
+
+
+@pytest.fixture
+def place(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
+    """A user's folder whose runs log to the broker."""
+    config = furnish(tmp_path) / "config.toml"
+    text = config.read_text().replace("lease_s = 5.0", f"lease_s = {LEASE_S}")
+    config.write_text(f'{text}[bus]\nurl = "kafka://{kafka_broker.bootstrap}"\n')
+    return tmp_path
+
+
+def workers(place: Path, run: str) -> list[WorkerJoined]:
+    """Who joined, in log order."""
+    return [fact for fact in facts(place, run) if isinstance(fact, WorkerJoined)]
+
+
+def said(place: Path) -> str:
+    """All that the commands printed so far."""
+    return (place / "said").read_text()
+
+
+def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Path) -> None:
+    tiny = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}")
+    words = ("-o", 'run.name="other"', "-o", f"run.steps={OTHER_STEPS}")
+    other = start(place, "run", "config.toml", *words)
+    until(lambda: said(place).count(" joined (") >= 4)
+    until(lambda: len(steps(place, "tiny")) >= 2)
+    killed = workers(place, "tiny")[0]
+    os.kill(killed.pid, signal.SIGKILL)
+    assert (tiny.wait(WAIT_S), other.wait(WAIT_S)) == (0, 0), said(place)
+
+    assert steps(place, "tiny") == list(range(STEPS))
+    assert steps(place, "other") == list(range(OTHER_STEPS))
+    assert [fact.worker for fact in workers(place, "tiny")].count(killed.worker) >= 2
+    for run in ("tiny", "other"):
+        assert runs_named_in(place, run) == {run}
+        assert call(place, "audit", run) == 0, said(place)
+    assert call(place, "replay", "tiny") == 0, said(place)
+    assert f"{STEPS} of {STEPS} steps bit-equal" in said(place)
+    assert call(place, "replay", "tiny", "--random", "8") == 0, said(place)
+    assert "8 of 8 trajectories bit-equal" in said(place)
+    assert call(place, "run", "config.toml", "--runs", "elsewhere") == 3
+    assert "the log already holds a run 'tiny'" in said(place)
+
+
+def runs_named_in(place: Path, run: str) -> set[str]:
+    """The runs that the trajectories in a run's topic say they belong to."""
+    with opened(str(place / "runs" / run)) as open_run:
+        ends = ends_of(open_run.bus, open_run.topics.trajectories)
+        return {dict(one.headers)["run"].decode() for one in records_of(open_run.bus, ends)}

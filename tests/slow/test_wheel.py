@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.slim_commands import assert_written, lay_out
 from tests.support.tidy import FOLDERS, files
 from tests.support.wheel import build, install, run
 
@@ -21,6 +23,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slim(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment without torch."""
     return install(wheel, tmp_path_factory.mktemp("slim"))
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_wheel_holds_every_module_under_one_name(wheel: Path) -> None:
@@ -41,3 +49,12 @@ def test_environment_without_extras_has_no_torch(slim: Path, tmp_path: Path) -> 
 
 def test_command_line_runs_without_extras(slim: Path, tmp_path: Path) -> None:
     assert "Usage" in run([str(slim / "dora-pipe"), "--help"], tmp_path)
+
+
+def test_wheel_without_extras_audits_a_run_names_a_damage_and_shows_what_is_there(
+    slim: Path, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    for call in lay_out(recorded, tmp_path):
+        out = run([str(slim / "dora-pipe"), *call.words], tmp_path, code=call.code)
+        assert call.says in out, call.words
+    assert_written(tmp_path)

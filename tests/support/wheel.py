@@ -35,8 +35,11 @@ def install(wheel: Path, folder: Path) -> Path:
     return environment / "bin"
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Output of the command, run in that folder without the tests' own environment; asserts 0."""
+def run(command: list[str], folder: Path, *, code: int = 0) -> str:
+    """Output of the command, run in that folder without the tests' own environment.
+
+    Asserts its exit code.
+    """
     ours = ("PYTHON", "VIRTUAL_ENV", "COVERAGE")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     done = subprocess.run(
@@ -49,5 +52,5 @@ def run(command: list[str], folder: Path) -> str:
         timeout=BUILD_LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
+    assert done.returncode == code, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -1,0 +1,49 @@
+"""Commands that work where torch is not installed, with what each must end with and print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.damage import change_token
+from tests.support.recorded_run import STEPS, RecordedRun
+from tests.support.tamper import Tamper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `dora-pipe` in a place of `lay_out`: words, exit code, a part of stdout."""
+
+    words: tuple[str, ...]
+    says: str
+    code: int = 0
+
+
+def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
+    """Put the run and a damaged copy of it into `place`/runs; what to call there."""
+    (place / "runs").mkdir(parents=True)
+    recorded.copy(place / "runs" / "recorded")
+    damaged = recorded.copy(place / "runs" / "damaged")
+    with Tamper(damaged) as log:
+        harmed = change_token(log)
+    return (
+        Call(words=("audit", "recorded"), says="C2: what became of every dispatched group"),
+        Call(words=("audit", "recorded", "--json"), says='"holds": true'),
+        Call(words=("audit", "damaged"), says=harmed, code=5),
+        Call(words=("export", "recorded", "--parquet", "out.parquet"), says=""),
+        Call(words=("export", "recorded", "--policy", "3", "policy"), says=""),
+        Call(words=("show", "recorded", "g0000000010-001"), says="lineage"),
+        Call(words=("cat", "recorded", "trajectories", "--limit", "1", "--json"), says='"sampled"'),
+        Call(words=("runs", "--json"), says=f'"steps": {STEPS}'),
+        Call(words=("topics", "recorded"), says="recorded.dead-letters"),
+        Call(words=("config", "show", "runs/recorded/config.toml"), says="max_staleness"),
+        Call(words=("doctor",), says="torch"),
+    )
+
+
+def assert_written(place: Path) -> None:
+    """The exports of `lay_out` are there and can be read."""
+    import pyarrow.parquet as pq
+
+    assert pq.read_metadata(place / "out.parquet").num_rows > STEPS
+    assert (place / "policy" / "model.safetensors").is_file()

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 
-BUS_TURN_NS: Final = 25_000_000
+BUS_TURN_NS: Final = 50_000_000
 """A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
 append costs about as much for one record as for ten; requests placed ahead hide the wait."""
 

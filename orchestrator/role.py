@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
 from dora_pipe.clock import Clock
@@ -17,9 +16,6 @@ from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-
-BUS_TURN_NS: Final = 50_000_000
-"""At most one round in so many ns: requests that are placed ahead hide the wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +68,6 @@ def run_orchestrator(
             clock=clock,
             meter=meter,
             exclusive=True,
-            turn_ns=BUS_TURN_NS,
         )
         try:
             runtime.run(stop)

@@ -49,9 +49,6 @@ RUN_WAIT_S: Final = 120.0
 
 POLL_S: Final = 0.25
 
-BUS_TURN_NS: Final = 50_000_000
-"""A worker reads and appends half as often as other roles: requests placed ahead hide the wait."""
-
 REJOINS_MAX: Final = 8
 """Fences that a process survives; a worker that is fenced more often than that is not well."""
 
@@ -199,7 +196,6 @@ def _serve(
         clock=here.clock,
         meter=here.meter,
         exclusive=False,
-        turn_ns=BUS_TURN_NS,
     )
     with closing(runtime):
         runtime.run(here.stop)

@@ -42,6 +42,14 @@ from tests.support.process_traps import (
 LIMIT_S = 400.0
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the rounds were played."""
+    folder = tmp_path_factory.mktemp("traps")
+    run_traps(folder, limit_s=LIMIT_S)
+    return folder
+
+
 @contextmanager
 def _log(order: Order, folder: Path) -> Iterator[tuple[Bus, Topics]]:
     path = directory_of(order, folder).path
@@ -69,10 +77,9 @@ def _fence_of(bus: Bus, topics: Topics, worker: str, epoch: int) -> Round:
 
 
 def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_trained(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    run_traps("stopped", tmp_path, limit_s=LIMIT_S)
-    with _log(STOPPED, tmp_path) as (bus, topics):
+    with _log(STOPPED, folder) as (bus, topics):
         control = _control(bus, topics)
         epochs = [
             offset
@@ -87,7 +94,7 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
             and fact.epoch == epochs[0]
             and offset >= fence.control_next
         ]
-        report = audit(bus, topics, directory_of(STOPPED, tmp_path).path / "policies")
+        report = audit(bus, topics, directory_of(STOPPED, folder).path / "policies")
     assert late, "it was stopped before it logged anything: the trap was not set"
     trained = {(one.epoch, one.partition, one.offset) for one in _trained(control)}
     assert not {(one.epoch, one.partition, one.offset) for one in late} & trained
@@ -114,12 +121,11 @@ def _trajectories(order: Order, folder: Path) -> dict[str, Trajectory]:
 
 
 def test_worker_killed_at_token_200_goes_on_from_its_progress_with_the_same_tokens(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    run_traps("killed", tmp_path, limit_s=LIMIT_S)
-    hit = Files(directory_of(KILLED, tmp_path).path).read_hit()
+    hit = Files(directory_of(KILLED, folder).path).read_hit()
     assert hit is not None and hit.role == KILLED.role
-    killed, whole = _trajectories(KILLED, tmp_path), _trajectories(UNHARMED, tmp_path)
+    killed, whole = _trajectories(KILLED, folder), _trajectories(UNHARMED, folder)
     assert killed.keys() == whole.keys()
     assert all(len(one.meta.prefills) == 1 for one in whole.values())
     went_on = [one for one in killed.values() if len(one.meta.prefills) > 1]

@@ -1,8 +1,8 @@
 """Rounds in which a worker's process is stopped, or killed late in a long request.
 
-`python -m tests.support.process_traps stopped|killed FOLDER` plays them in FOLDER; what the log of
-each run then says is for the tests to look at. It is a program because roles are forked from a
-process that has not imported torch yet.
+`python -m tests.support.process_traps FOLDER` plays them in FOLDER; what the log of each run then
+says is for the tests to look at. It is a program because roles are forked from a process that has
+not imported torch yet; one program, because importing takes longer than a round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.tidy import ROOT
 
 SEED: Final = 5
 STOPPED: Final = Order(
-    number=0,
+    number=2,
     seed=SEED,
     role="w1",
     at=Point(moment="before", what="trajectory-logged", nth=2),
@@ -68,10 +68,10 @@ LONG_REQUESTS: Final[dict[str, Any]] = {
 """Four requests of 260 tokens, two per worker."""
 
 
-def run_traps(which: str, folder: Path, *, limit_s: float) -> None:
+def run_traps(folder: Path, *, limit_s: float) -> None:
     """Play the rounds in a process of its own. Raises when it fails or takes too long."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.process_traps", which, str(folder)],
+        [sys.executable, "-m", "tests.support.process_traps", str(folder)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -143,9 +143,10 @@ def _check(played: Played) -> None:
 
 def main() -> None:
     """See the head of this file."""
-    which, folder = sys.argv[1:]
+    (folder,) = sys.argv[1:]
     with closing(Session(Path(folder))) as session:
-        {"stopped": _stopped, "killed": _killed}[which](session)
+        _stopped(session)
+        _killed(session)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from dora_pipe.runtime import Now, Outputs
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_world import World
 
+pytestmark = pytest.mark.slow
+
 RECORD_US_MAX = 150.0
 """CPU time per control record."""
 
 
-@pytest.mark.slow
 def test_a_control_record_costs_less_than_150_us(monkeypatch: pytest.MonkeyPatch) -> None:
     spent_s, records = 0.0, 0
     react = OrchestratorMachine.react

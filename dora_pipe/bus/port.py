@@ -7,7 +7,8 @@ Rules every implementation keeps (one contract suite checks them):
    passed. "Caught up" means `reader.position(tp) >= bus.end(tp)`, never "last offset + 1": markers
    and skipped offsets pass a reader without a record.
 2. `Writer.append` is one durable call: when it returns, every record survives what the bus
-   promises, in the given order per partition. When it raises `OutcomeUnknown`, any prefix may be
+   promises, in the given order per partition; records of other writers may lie between (a broker
+   batches as it likes). When it raises `OutcomeUnknown`, any prefix may be
    there, and an exclusive writer refuses to go on: open another one, read, and only then decide.
 3. An exclusive writer fences every earlier writer of the same name: their next append raises
    `Fenced` and none of its records is ever seen by a reader.

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def sequence(records: int) -> list[tuple[int, int]]:
     return [divmod(i, BATCH) for i in range(records)]
 
 
-def test_processes_that_append_at_once_lose_nothing_and_keep_calls_whole(harness: Any) -> None:
+def test_processes_that_append_at_once_lose_nothing_and_keep_their_order(harness: Any) -> None:
     bus = harness.open()
     topic = topic_on(harness, bus)
     writers = [WriterProcess(harness.url, topic, f"w{i}", 20, harness.topic("x")) for i in range(3)]
@@ -89,12 +90,24 @@ def test_processes_that_append_at_once_lose_nothing_and_keep_calls_whole(harness
         writer.go()
     for writer in writers:
         assert writer.end() == [str(call) for call in range(20)]
-    reader = bus.reader({TopicPartition(topic, 0): 0})
-    found = catch_up(bus, reader, TopicPartition(topic, 0))
+    assert told(bus, topic) == {f"w{i}": sequence(20 * BATCH) for i in range(3)}
+
+
+def test_a_sqlite_log_keeps_the_records_of_an_append_side_by_side(tmp_path: Path) -> None:
+    with closing(SqliteHarness(tmp_path)) as harness:
+        bus = harness.open()
+        topic = topic_on(harness, bus)
+        writers = [WriterProcess(harness.url, topic, f"w{i}", 20) for i in range(3)]
+        for writer in writers:
+            writer.go()
+        for writer in writers:
+            writer.end()
+        at = TopicPartition(topic, 0)
+        found = catch_up(bus, bus.reader({at: 0}), at)
+    assert len(found) == 3 * 20 * BATCH
     for start in range(0, len(found), BATCH):
         calls = {record.value.rsplit(b" ", 1)[0] for record in found[start : start + BATCH]}
-        assert len(calls) == 1, "another writer's records lie inside an exclusive append"
-    assert told(bus, topic) == {f"w{i}": sequence(20 * BATCH) for i in range(3)}
+        assert len(calls) == 1, "another writer's records lie inside an append"
 
 
 def test_a_process_is_fenced_by_another(harness: Any) -> None:

@@ -36,18 +36,10 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 PRELOAD: Final = (
-    *roles.PRELOAD,
-    # What torch and transformers import when a trainer is made: 5 s of CPU in every round.
-    "torch._dynamo",
-    "transformers.generation",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
+    *roles.WORKER_PRELOAD,
+    *roles.TRAINER_PRELOAD,
     "transformers.models.llama.modeling_llama",
-    "dora_pipe.producers.engines.torch_engine",
-    "dora_pipe.consumers.trainers.torch_trainer",
     "dora_pipe.orchestrator.role",
-    "dora_pipe.producers.role",
-    "dora_pipe.consumers.role",
 )
 
 MAX_TOKENS: Final = 48

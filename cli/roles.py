@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import platform
@@ -27,8 +28,20 @@ from dora_pipe.schemas.topics import Topics
 ORCHESTRATOR = "orchestrator"
 TRAINER = "trainer"
 
-PRELOAD = ("torch", "transformers", "safetensors.torch", "dora_pipe.cli.roles")
-"""What workers and trainer need; imported once per machine."""
+WORKER_PRELOAD = ("torch", "dora_pipe.producers.role", "dora_pipe.producers.engines.torch_engine")
+"""What workers need; imported once per machine. The engine does without transformers."""
+
+TRAINER_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "dora_pipe.consumers.role",
+    "dora_pipe.consumers.trainers.torch_trainer",
+)
+"""What the trainer needs, with what transformers would else import when it makes a model: seconds
+of CPU at every restart."""
 
 
 class StopFlag:
@@ -49,6 +62,16 @@ class StopFlag:
 def worker_names(config: Config) -> tuple[str, ...]:
     """The workers that `run` starts: w0, w1, ..."""
     return tuple(f"w{number}" for number in range(config.workers.count))
+
+
+def need_torch() -> None:
+    """Raise ConfigError where workers and trainer cannot run, before anything starts."""
+    for name in ("torch", "transformers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"workers and trainer need {name}, which is not installed",
+                hint="pip install 'dora-pipe[torch]'",
+            )
 
 
 def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:

@@ -116,9 +116,11 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
     """Start every role, show progress until all have ended; False when the user stopped it."""
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
+    roles.need_torch()
     slim = Zygote(lambda name: _be(plan, name))
-    heavy = Zygote(lambda name: _be(plan, name), preload=roles.PRELOAD)
-    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: heavy, **dict.fromkeys(names, heavy)}
+    serving = Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD)
+    training = Zygote(lambda name: _be(plan, name), preload=roles.TRAINER_PRELOAD)
+    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training, **dict.fromkeys(names, serving)}
     try:
         with _bus(directory, config) as bus:
             progress = Progress(bus, Topics(config.run.name))
@@ -134,8 +136,8 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
             progress.close()
             return finished
     finally:
-        slim.close()
-        heavy.close()
+        for zygote in (slim, serving, training):
+            zygote.close()
 
 
 def _watch(progress: Progress, supervisor: Supervisor, watch: Watch | None) -> None:

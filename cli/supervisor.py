@@ -44,6 +44,10 @@ class RunFailed(DoraError):
 class _Role:
     zygote: Zygote
     pid: int | None = None
+    asked: bool = False
+    """The zygote was asked to start it, and has not said yet that it did."""
+    told: bool = False
+    """It was asked to end."""
     done: bool = False
     starts_s: deque[float] = field(default_factory=deque)
     due_s: float = 0.0
@@ -99,6 +103,7 @@ class Supervisor:
         for name, role in self._roles.items():
             if restart and not role.done and role.pid is None and role.due_s <= now_s:
                 role.due_s = float("inf")
+                role.asked = True
                 role.starts_s.append(now_s)
                 role.zygote.spawn(name)
         pause_s = TICK_S
@@ -111,7 +116,7 @@ class Supervisor:
     def _take(self, report: Report, *, restart: bool) -> None:
         role = self._roles[report.name]
         if isinstance(report, Started):
-            role.pid = report.pid
+            role.pid, role.asked = report.pid, False
             return
         role.pid = None
         if report.code == 0 or not restart:
@@ -158,8 +163,8 @@ class Supervisor:
     def _end(self, roles: list[_Role]) -> None:
         """Ask these roles to end, wait for them, and kill what takes too long."""
         until_s = time.monotonic() + self._timing.stop_timeout_s
-        _signal(roles, signal.SIGTERM)
-        while any(role.pid is not None for role in roles):
+        while any(role.pid is not None or role.asked for role in roles):
+            _signal([role for role in roles if not role.told], signal.SIGTERM)
             if self._interrupts > 1 or time.monotonic() > until_s:
                 _signal(roles, signal.SIGKILL)
             self._turn(restart=False)
@@ -180,5 +185,6 @@ def how(code: int) -> str:
 def _signal(roles: list[_Role], number: int) -> None:
     for role in roles:
         if role.pid is not None:
+            role.told = True
             with suppress(ProcessLookupError):
                 os.kill(role.pid, number)

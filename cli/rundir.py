@@ -84,7 +84,9 @@ def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
 
 def find_run(name: str, runs: Path = RUNS) -> RunDir:
     """A run by path or by name. Raises UsageError, naming the runs there are."""
-    for candidate in (RunDir(Path(name)), RunDir(runs / name)):
+    # A plain name is a run's first: the folder that a run was configured in may have the same.
+    places = (runs / name, Path(name)) if name == Path(name).name else (Path(name),)
+    for candidate in map(RunDir, places):
         if candidate.exists():
             return candidate
     there = sorted(path.parent.name for path in runs.glob("*/config.toml"))
@@ -97,6 +99,11 @@ def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
     """A run with its log open, for as long as the block lasts."""
     directory = find_run(name, runs)
     config = directory.config()
+    if not config.bus.url and not (directory.path / "log.sqlite").exists():
+        raise UsageError(
+            f"{directory.path} holds a configuration, but no log",
+            hint=f"start it with: dora-pipe run {directory.config_file}",
+        )
     bus = open_bus(directory.bus_url(config))
     try:
         yield OpenRun(directory=directory, config=config, topics=Topics(config.run.name), bus=bus)

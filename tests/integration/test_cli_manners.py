@@ -100,6 +100,19 @@ def test_unknown_run_is_answered_with_those_there_are(place: Path, command: Comm
         assert_one_line_and_hint(command.err, "no run 'nope'", "other")
 
 
+def test_a_folder_of_the_same_name_does_not_hide_a_run(place: Path, command: Command) -> None:
+    for folder in (place / "small", place / "runs" / "small"):
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(CONFIG)
+    bus = SqliteBus(place / "runs" / "small" / "log.sqlite")
+    bus.create([TopicSpec(name="small.control")])
+    bus.close()
+    assert command("cat", "small") == 0
+    assert command("cat", "./small") == 2
+    assert_one_line_and_hint(command.err, "no log", "dora-pipe run small/config.toml")
+    assert not (place / "small" / "log.sqlite").exists()
+
+
 def test_a_run_that_exists_is_never_overwritten(place: Path, command: Command) -> None:
     directory = place / "runs" / "small"
     directory.mkdir(parents=True)

@@ -222,9 +222,32 @@ class Runtime:
         while not self._machine.finished:
             if stop() and not asked:
                 asked = True
-                self._events.append(StopAsked())
+                self.stop()
             self.tick()
             self._pause()
+
+    @property
+    def next_turn_ns(self) -> int:
+        """Monotonic ns from which a tick reads from the bus and appends to it."""
+        return self._next_turn_ns
+
+    def due_ns(self) -> int:
+        """Monotonic ns at which a tick has something to do even if the bus brings nothing new.
+
+        Production looks at the bus every `BUS_TURN_NS` all the same; the simulator knows when a
+        record comes, and spares the turns in between.
+        """
+        now_ns = self._clock.now_ns()
+        if self._events or any(port.busy for port in self._ports):
+            return now_ns
+        due_ns = self._machine.wake_at()
+        if self._held or self._ends:
+            due_ns = min(due_ns, self._next_turn_ns)
+        return max(now_ns, due_ns)
+
+    def stop(self) -> None:
+        """Let the machine end in order; it hears of it in the next tick."""
+        self._events.append(StopAsked())
 
     def tick(self) -> bool:
         """One turn; whether anything happened."""
@@ -265,10 +288,8 @@ class Runtime:
 
     def _pause(self) -> None:
         """Nothing to do before the next turn: let time pass."""
-        if self._events or self._machine.finished or any(port.busy for port in self._ports):
-            return
-        due_ns = min(self._next_turn_ns, self._machine.wake_at()) - self._clock.now_ns()
-        if due_ns > 0:
+        due_ns = min(self._next_turn_ns, self.due_ns()) - self._clock.now_ns()
+        if due_ns > 0 and not self._machine.finished:
             self._clock.sleep(due_ns / 1e9)
 
     def _append(self) -> None:

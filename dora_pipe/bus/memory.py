@@ -110,6 +110,8 @@ class MemoryLog:
         self._partitions: dict[TopicPartition, _Partition] = {}
         self._epochs: dict[str, int] = {}
         self._appends = 0
+        self.watch: Callable[[Sequence[Record], int], None] = lambda records, visible_ms: None
+        """Told of every append that landed: its records and when readers see the last of them."""
 
     def gap_after(self, append: int) -> int:
         """How many offsets an append leaves unused behind it: 1, 2 or 3, as markers would."""
@@ -135,23 +137,25 @@ class MemoryLog:
 
     def _append(self, records: Sequence[Append], *, visible_ms: int) -> list[int]:
         """Offsets of the records; each touched partition gets a gap behind them."""
-        offsets = []
+        stored = []
         touched = set()
         for record in records:
             at = TopicPartition(record.topic, record.partition)
             held = self._partitions[at]
             visible_ms = max(visible_ms, held.visible_ms[-1] if held.visible_ms else 0)
-            held.records.append(_stored(record, held.end))
+            stored.append(_stored(record, held.end))
+            held.records.append(stored[-1])
             held.offsets.append(held.end)
             held.visible_ms.append(visible_ms)
-            offsets.append(held.end)
             held.end += 1
             self.bytes_held += record_bytes(record)
             touched.add(at)
         for at in touched:
             self._partitions[at].end += self.gap_after(self._appends)
         self._appends += 1
-        return offsets
+        if stored:
+            self.watch(stored, visible_ms)
+        return [record.offset for record in stored]
 
 
 class MemoryBus:

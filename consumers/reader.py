@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.clock import Clock
-from dora_pipe.consumers.patience import patiently
 from dora_pipe.errors import BusError, LogTruncated, SchemaError
-from dora_pipe.runtime import DELIVERY_TIMEOUT_S, Meter
+from dora_pipe.patience import DELIVERY_TIMEOUT_S, patiently
+from dora_pipe.runtime import Meter
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id

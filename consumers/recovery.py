@@ -14,8 +14,8 @@ from typing import Final
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.clock import Clock
 from dora_pipe.consumers.commits import CommitNote, History
-from dora_pipe.consumers.patience import patiently
 from dora_pipe.errors import BusError, InvariantBroken, LogTruncated, SchemaError
+from dora_pipe.patience import patiently
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 

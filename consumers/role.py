@@ -17,7 +17,7 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -25,18 +25,19 @@ from typing import Final, Protocol
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
+from dora_pipe.beginning import wait_for_run
+from dora_pipe.bus.port import Append, Bus, Writer
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
-from dora_pipe.consumers.patience import patiently
 from dora_pipe.consumers.ports import ThreadPort
 from dora_pipe.consumers.reader import RECORDS_MAX
 from dora_pipe.consumers.recovery import History, read_history
 from dora_pipe.consumers.trainers.make import make_trainer
 from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.consumers.work import TrainerWork, WorkSetup
-from dora_pipe.errors import InvariantBroken, PolicyError, UsageError
+from dora_pipe.errors import InvariantBroken, PolicyError
+from dora_pipe.patience import patiently
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import RoleStarted, RunStarted
@@ -44,11 +45,6 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 LOG = logging.getLogger(__name__)
-
-RUN_WAIT_S: Final = 120.0
-"""A trainer waits so long for its run to start."""
-
-POLL_S: Final = 0.25
 
 CACHE_SHARE: Final = 2
 """The cache holds this many times the trajectories in flight: superseded ones take room too."""
@@ -99,7 +95,7 @@ def run_trainer(
     """
     clock, meter = clock or SystemClock(), meter or Meter()
     with closing(open_bus()) as bus:
-        if not _run_has_started(bus, topics, stop, clock):
+        if wait_for_run(bus, topics, stop, clock) is None:
             return
         writer = patiently(
             "taking over", lambda: bus.writer(exclusive=f"{topics.run}.trainer"), clock
@@ -217,32 +213,6 @@ def _announce(writer: Writer, topics: Topics, history: History, clock: Clock) ->
     writer.append([Append(topic=topics.control, key=KEY, value=encode(started))])
     LOG.info("trainer started, role epoch %d, step %d is next", role_epoch, history.next_step)
     return role_epoch
-
-
-def _run_has_started(bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock) -> bool:
-    """Wait for `run started`; False when asked to stop first. Raises UsageError in the end."""
-    at = TopicPartition(topics.control, 0)
-    give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
-    reader: Reader | None = None
-    with ExitStack() as stack:
-        while not stop():
-            if reader is None and topics.control in patiently("looking", bus.topics, clock):
-                reader = stack.enter_context(closing(bus.reader({at: 0})))
-            if reader is not None and _saw_run_started(reader, clock):
-                return True
-            if clock.now_ns() >= give_up_ns:
-                raise UsageError(
-                    f"{topics.run} has not been started for {RUN_WAIT_S:.0f} s",
-                    hint="start it with `dora-pipe run`, or start its orchestrator",
-                )
-            LOG.debug("waiting for run %s to start", topics.run)
-            clock.sleep(POLL_S)
-    return False
-
-
-def _saw_run_started(reader: Reader, clock: Clock) -> bool:
-    records = patiently("reading control", lambda: reader.poll(timeout_s=0.0), clock)
-    return any(b'"run-started"' in record.value for record in records)
 
 
 def _config_of(run: RunStarted, local: Config | None) -> Config:

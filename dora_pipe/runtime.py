@@ -17,41 +17,22 @@ Order inside a tick:
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from functools import partial
+from typing import Any, Final, Protocol
 
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
 from dora_pipe.clock import Clock
-from dora_pipe.errors import (
-    BusError,
-    Fenced,
-    LogTruncated,
-    OutcomeUnknown,
-    RecordTooLarge,
-    TopicMissing,
-)
+from dora_pipe.patience import patiently
 from dora_pipe.schemas.metrics import Cost
-
-T = TypeVar("T")
-
-LOG = logging.getLogger(__name__)
 
 BUS_TURN_NS: Final = 50_000_000
 """A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
 append costs about as much for one record as for ten; requests placed ahead hide the wait."""
-
-DELIVERY_TIMEOUT_S: Final = 120.0
-"""Appending and polling are tried again for so long while the bus is away or full."""
-
-RETRY_PAUSE_S: Final = 0.25
-
-FINAL_ERRORS: Final = (Fenced, LogTruncated, RecordTooLarge, TopicMissing)
-"""Trying again cannot mend these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +261,8 @@ class Runtime:
         if not turn:
             return inputs
         with self._meter.spend("bus"):
-            inputs.extend(self._patiently("reading", lambda: self._reader.poll(timeout_s=0.0)))
+            poll = partial(self._reader.poll, timeout_s=0.0)
+            inputs.extend(patiently("reading", poll, self._clock))
         if self._ends and all(self._reader.position(tp) >= end for tp, end in self._ends.items()):
             self._ends = {}
             inputs.append(CaughtUp())
@@ -296,7 +278,8 @@ class Runtime:
         publish, self._held = self._held, []
         records = [one.record for one in publish]
         with self._meter.spend("bus"):
-            offsets = self._patiently("appending", lambda: self._writer.append(records))
+            append = partial(self._writer.append, records)
+            offsets = patiently("appending", append, self._clock, exclusive=self._exclusive)
         for one, offset in zip(publish, offsets, strict=True):
             if one.tag:
                 at = one.record
@@ -304,25 +287,3 @@ class Runtime:
                     tag=one.tag, topic=at.topic, partition=at.partition, offset=offset
                 )
                 self._events.append(event)
-
-    def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """Try again while the bus is away or full; give up with one clear error.
-
-        A plain writer appends again after an unknown outcome: identity makes that harmless. An
-        exclusive one must not: its role starts again under a new role epoch.
-        """
-        give_up_ns = self._clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
-        said = ""
-        while True:
-            try:
-                return call()
-            except FINAL_ERRORS:
-                raise
-            except BusError as error:
-                unknown = isinstance(error, OutcomeUnknown) and self._exclusive
-                if unknown or self._clock.now_ns() >= give_up_ns:
-                    raise
-                if error.message != said:
-                    LOG.warning("%s: %s; trying again", what, error.message)
-                said = error.message
-                self._clock.sleep(RETRY_PAUSE_S)

@@ -12,6 +12,7 @@ from typing import Any, Final
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.clock import Clock
 from dora_pipe.errors import BusError, SchemaError
+from dora_pipe.patience import FINAL_ERRORS
 from dora_pipe.producers.effects import (
     EncodeFailed,
     EncodeProgress,
@@ -21,7 +22,7 @@ from dora_pipe.producers.effects import (
     ProgressFetched,
     TrajectoryEncoded,
 )
-from dora_pipe.runtime import FINAL_ERRORS, Meter
+from dora_pipe.runtime import Meter
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory_codec import (
     decode_progress,

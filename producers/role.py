@@ -23,10 +23,12 @@ from typing import Final, Protocol
 import msgspec
 
 from dora_pipe import __version__
+from dora_pipe.beginning import wait_for_run
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config import model
-from dora_pipe.errors import BusError, Fenced, OutcomeUnknown, PolicyError, TaskError, TopicMissing
+from dora_pipe.errors import Fenced, OutcomeUnknown, PolicyError, TaskError, TopicMissing
+from dora_pipe.patience import patiently
 from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
 from dora_pipe.producers.engines.port import Engine, SamplingParams
@@ -37,15 +39,12 @@ from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.wire import Facts
 from dora_pipe.producers.tokenizer import Tokenizer
-from dora_pipe.runtime import DELIVERY_TIMEOUT_S, FINAL_ERRORS, RETRY_PAUSE_S, Meter, Runtime
+from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 LOG = logging.getLogger(__name__)
-
-RUN_WAIT_S: Final = 120.0
-"""A worker waits so long for its run to start."""
 
 POLL_S: Final = 0.25
 
@@ -99,7 +98,7 @@ def run_worker(
     taken the name, and whatever ends a role.
     """
     clock = clock or SystemClock()
-    run = _wait_for_run(bus, topics, stop, clock)
+    run = wait_for_run(bus, topics, stop, clock)
     if run is None:
         return
     here = _Worker(
@@ -237,29 +236,6 @@ def _setup(
 # Before joining
 
 
-def _wait_for_run(
-    bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock
-) -> RunStarted | None:
-    """The first record of the run; None when asked to stop. Raises BusError after `RUN_WAIT_S`."""
-    until_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
-    said = False
-    while not stop():
-        for record in _control(bus, topics, 0):
-            decoded = decode_control(record.value)
-            if isinstance(decoded, RunStarted):
-                return decoded
-        if clock.now_ns() >= until_ns:
-            raise BusError(
-                f"run {topics.run} did not start within {RUN_WAIT_S:.0f} s",
-                hint="is the orchestrator running, on the same bus?",
-            )
-        if not said:
-            LOG.info("waiting for run %s to start", topics.run)
-            said = True
-        clock.sleep(POLL_S)
-    return None
-
-
 def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
     """Control records from `start` to what is the end now; nothing while there is no topic."""
     tp = TopicPartition(topics.control, 0)
@@ -331,24 +307,19 @@ def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
 
 def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
     """Append `worker joined`; its offset. After an unknown outcome it is looked for first."""
-    topics, clock = here.topics, here.clock
-    start = here.bus.end(TopicPartition(topics.control, 0))
-    append = Append(topic=topics.control, key=joined.worker.encode(), value=encode(joined))
-    until_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
-    while True:
+    start = here.bus.end(TopicPartition(here.topics.control, 0))
+    append = Append(topic=here.topics.control, key=joined.worker.encode(), value=encode(joined))
+
+    def join() -> int:
         try:
             return writer.append([append])[0]
-        except FINAL_ERRORS:
+        except OutcomeUnknown:
+            for record, other in _joins(here, start):
+                if other.instance == joined.instance:
+                    return record.offset
             raise
-        except BusError as error:
-            if isinstance(error, OutcomeUnknown):
-                for record, other in _joins(here, start):
-                    if other.instance == joined.instance:
-                        return record.offset
-            if clock.now_ns() >= until_ns:
-                raise
-            LOG.warning("joining: %s; trying again", error.message)
-        clock.sleep(RETRY_PAUSE_S)
+
+    return patiently("joining", join, here.clock)
 
 
 def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from dora_pipe.bus.port import Append, TopicPartition, Writer
 from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
-from dora_pipe.consumers.patience import patiently
 from dora_pipe.consumers.recovery import read_history
 from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.patience import patiently
 from dora_pipe.producers.machine import WorkerMachine
 from dora_pipe.producers.role import sampling_params
 from dora_pipe.producers.rows import WorkerSetup

@@ -214,7 +214,7 @@ def test_run_that_never_starts_is_one_line_with_a_hint(
 ) -> None:
     error = Running(stage, open_bus, clock=HurriedClock()).join()
     assert isinstance(error, UsageError)
-    assert error.message == f"{RUN} has not been started for 120 s"
+    assert error.message == f"run {RUN} did not start within 120 s"
     assert error.hint is not None
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.beginning import RUN_WAIT_S
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config import model
-from dora_pipe.errors import BusError, Fenced, PolicyError, TaskError
-from dora_pipe.producers.role import REJOINS_MAX, RUN_WAIT_S
+from dora_pipe.errors import Fenced, PolicyError, TaskError, UsageError
+from dora_pipe.producers.role import REJOINS_MAX
 from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.schemas.control import (
     RunStarted,
+    TrajectoriesLogged,
     TrajectoryLogged,
     WorkerJoined,
     WorkerLeft,
@@ -67,13 +69,13 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
 
     run.work(script())
     kinds = [type(one) for _, one in run.control()]
-    assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoryLogged, WorkerLeft]
+    assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
     epoch, joined = run.joins()[0]
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares
     assert joined.assets_digest == run.assets_digest
     assert joined.reward_digest == reward_digest(task_of_the_run())
-    logged = next(one for _, one in run.control() if isinstance(one, TrajectoryLogged))
+    logged = run.logged()[0]
     assert logged.epoch == epoch and logged.valid
     tp = TopicPartition(TOPICS.trajectories, logged.partition)
     (record,) = run.bus.reader({tp: 0}).poll(timeout_s=0.0)
@@ -104,7 +106,7 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
             yield True
 
     run.work(script())
-    logged = [one for _, one in run.control() if isinstance(one, TrajectoryLogged)]
+    logged = run.logged()
     assert sorted((one.valid, one.reward) for one in logged) == [(False, None), (True, 1.0)]
     assert run.count(WorkerLeft) == 1
 
@@ -125,7 +127,7 @@ def test_fenced_worker_joins_again_under_a_new_epoch_and_serves(run: Run) -> Non
     run.work(script())
     (first, one), (second, two) = run.joins()
     assert one.instance != two.instance
-    logged = next(one for _, one in run.control() if isinstance(one, TrajectoryLogged))
+    logged = run.logged()[0]
     assert logged.epoch == second != first
     assert len(run.engines) == 2
     left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
@@ -232,7 +234,7 @@ def test_worker_asked_to_stop_before_its_run_starts_ends_without_a_trace(run: Ru
 def test_run_that_does_not_start_is_given_up_with_a_hint(tmp_path: Path) -> None:
     run = make_run(MemoryBus(MemoryLog()), tmp_path)
     clock = VirtualClock()
-    with pytest.raises(BusError, match="run r did not start") as caught:
+    with pytest.raises(UsageError, match="run r did not start") as caught:
         run.work(_until(lambda: False), clock=clock)
     assert caught.value.hint is not None
     assert clock.ns >= RUN_WAIT_S * 1e9

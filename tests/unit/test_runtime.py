@@ -11,10 +11,9 @@ import pytest
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.errors import BusFull, Fenced, OutcomeUnknown
+from dora_pipe.patience import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
 from dora_pipe.runtime import (
     BUS_TURN_NS,
-    DELIVERY_TIMEOUT_S,
-    RETRY_PAUSE_S,
     CaughtUp,
     Meter,
     Now,

@@ -1,0 +1,66 @@
+"""Waits for a run to start: what a role does that came before `run started`; it decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from typing import Final
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.clock import Clock
+from dora_pipe.errors import UsageError
+from dora_pipe.patience import patiently
+from dora_pipe.schemas.control import RunStarted, decode_control
+from dora_pipe.schemas.topics import Topics
+
+LOG = logging.getLogger(__name__)
+
+RUN_WAIT_S: Final = 120.0
+"""A role waits so long for its run to start."""
+
+POLL_S: Final = 0.25
+"""Between two looks; and for a first record: a broker gives nothing to who does not wait."""
+
+
+def wait_for_run(
+    bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock
+) -> RunStarted | None:
+    """The run's first record; None when `stop` says so first.
+
+    Raises UsageError after `RUN_WAIT_S`, BusError when the log stays away, SchemaError.
+    """
+    give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
+    said = False
+    while not stop():
+        found = _run_started(bus, topics, clock)
+        if found is not None:
+            return found
+        if clock.now_ns() >= give_up_ns:
+            raise UsageError(
+                f"run {topics.run} did not start within {RUN_WAIT_S:.0f} s",
+                hint="start it with `dora-pipe run`, or start its orchestrator, on the same bus",
+            )
+        if not said:
+            LOG.info("waiting for run %s to start", topics.run)
+            said = True
+        clock.sleep(POLL_S)
+    return None
+
+
+def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
+    """`run started` as far as control goes now; it is the first record, or close to it."""
+    at = TopicPartition(topics.control, 0)
+    if topics.control not in patiently("looking for the run", bus.topics, clock):
+        return None
+    end = patiently("looking for the run", lambda: bus.end(at), clock)
+    reader = patiently("looking for the run", lambda: bus.reader({at: 0}), clock)
+    with closing(reader):
+        while reader.position(at) < end:
+            polled = patiently("looking for the run", lambda: reader.poll(timeout_s=POLL_S), clock)
+            for record in polled:
+                if b'"run-started"' in record.value:
+                    decoded = decode_control(record.value)
+                    if isinstance(decoded, RunStarted):
+                        return decoded
+    return None

@@ -27,14 +27,14 @@ from dora_pipe.orchestrator.fold import (
     read_control,
 )
 from dora_pipe.orchestrator.leases import Incarnation, Leases
-from dora_pipe.orchestrator.planner import DECISIONS_MAX, decide
+from dora_pipe.orchestrator.planner import DECISIONS_MAX, decide, size_of
 from dora_pipe.orchestrator.state import State, Worker
-from dora_pipe.orchestrator.waits import waits_for
+from dora_pipe.orchestrator.waits import waits
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, StopAsked
 from dora_pipe.schemas.control import (
     RequestFailed,
     Resume,
-    TrajectoryLogged,
+    TrajectoriesLogged,
     WorkerJoined,
     WorkerReady,
 )
@@ -51,6 +51,7 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.waiting import Limits, WaitBook
 
 LOG = logging.getLogger(__name__)
 
@@ -90,6 +91,10 @@ class OrchestratorMachine:
         gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
         self._leases = Leases(lease_ns=int(timing.lease_s * 1e9), gap_ns=gap_ns)
         self._statuses: dict[Incarnation, WorkerStatus] = {}
+        limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
+        self._waits = WaitBook("orchestrator", limits)
+        self._stands = (state.version, state.training is not None)
+        self._stands_ns: int | None = None
         self._folded: list[bytes] = []
         self._control_next = state.control_next
         self._observed: list[AnyObservation] = []
@@ -136,6 +141,7 @@ class OrchestratorMachine:
             elif isinstance(one, StopAsked):
                 self._stopped = True
         self._round(now)
+        self._note_turn(now)
         self._heartbeat(now)
         return Outputs(publish=self._publish)
 
@@ -169,7 +175,7 @@ class OrchestratorMachine:
         elif isinstance(found, WorkerJoined):
             self._leases.hear((found.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(found.worker))
-        elif isinstance(found, TrajectoryLogged | RequestFailed | WorkerReady):
+        elif isinstance(found, TrajectoriesLogged | RequestFailed | WorkerReady):
             self._leases.hear((found.worker, found.epoch), now.mono_ns)
         rejected = self.state.tally.rejected
         apply_control(self.state, record.offset, found)
@@ -218,7 +224,7 @@ class OrchestratorMachine:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         decisions = decide(state) if self._caught_up else []
-        self._more = len(decisions) >= DECISIONS_MAX
+        self._more = size_of(decisions) >= DECISIONS_MAX
         if not (self._folded or self._observed or decisions):
             state.now_ns = before_ns
             return
@@ -246,6 +252,13 @@ class OrchestratorMachine:
         self._folded = []
         self._observed = []
 
+    def _note_turn(self, now: Now) -> None:
+        """Since when it is the trainer's turn, or the workers'; unknown for what was before."""
+        stands = (self.state.version, self.state.training is not None)
+        if stands != self._stands:
+            self._stands = stands
+            self._stands_ns = now.mono_ns if self._caught_up else None
+
     def _heartbeat(self, now: Now) -> None:
         if now.mono_ns < self._status_due_ns:
             return
@@ -254,7 +267,11 @@ class OrchestratorMachine:
         self._statuses = {at: one for at, one in self._statuses.items() if at in living}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
-            waits_for=waits_for(self.state),
+            waits=self._waits.take(
+                waits(self.state, since_ns=self._stands_ns),
+                mono_ns=now.mono_ns,
+                wall_ns=now.wall_ns,
+            ),
             cost=self._cost(),
             role_epoch=self._role_epoch,
             version=self.state.version,

@@ -13,7 +13,10 @@ log can make every plan again.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.rules_decision import apply_decision, may_cancel
@@ -30,12 +33,13 @@ from dora_pipe.schemas.rounds import (
     End,
     Fence,
     Place,
+    PlacedSibling,
     StopRun,
     TakeBatch,
 )
 
 DECISIONS_MAX: Final = 1000
-"""A plan stops at so many decisions and goes on in the next round, so that no round grows too big.
+"""A plan of this size (`size_of`) stops and goes on in the next round: no round grows too big.
 
 What belongs together is not cut: a group's cancels and end, an admitted group's placements, and
 the groups of one evaluation may lead beyond it.
@@ -55,10 +59,36 @@ class Draft:
         apply_decision(self.state, decision)
         self.decisions.append(decision)
 
+    def merged(self) -> list[AnyDecision]:
+        """The plan, with what goes to one worker of one group in one `place`, where the first is.
+
+        Placing commutes: nothing between two placements of a plan asks for their order.
+        """
+        found: list[AnyDecision] = []
+        at: dict[tuple[str, str, str], int] = {}
+        for one in self.decisions:
+            if not isinstance(one, Place):
+                found.append(one)
+                continue
+            key = (one.spec.group, one.worker, one.reason)
+            if (first := at.setdefault(key, len(found))) == len(found):
+                found.append(one)
+                continue
+            place = found[first]
+            assert isinstance(place, Place)
+            siblings = place.siblings + one.siblings
+            found[first] = msgspec.structs.replace(place, siblings=siblings)
+        return found
+
     @property
     def full(self) -> bool:
         """Whether the rest of the plan is left to the next round."""
         return len(self.decisions) >= self.limit
+
+
+def size_of(decisions: Sequence[AnyDecision]) -> int:
+    """Decisions, those that place several requests counted once for each."""
+    return sum(len(one.siblings) if isinstance(one, Place) else 1 for one in decisions)
 
 
 def plan(state: State, *, limit: int = DECISIONS_MAX) -> tuple[AnyDecision, ...]:
@@ -70,7 +100,7 @@ def decide(state: State, *, limit: int = DECISIONS_MAX) -> list[AnyDecision]:
     """What to decide now, already applied to `state`."""
     draft = Draft(state, limit)
     if state.facts is None or state.done:
-        return draft.decisions
+        return draft.merged()
     _fence(draft)
     _end_groups(draft)
     _end_surplus(draft)
@@ -81,7 +111,7 @@ def decide(state: State, *, limit: int = DECISIONS_MAX) -> list[AnyDecision]:
     _place(draft)
     _admit(draft)
     _stop(draft)
-    return draft.decisions
+    return draft.merged()
 
 
 def may_still_admit(state: State) -> int:
@@ -233,12 +263,16 @@ def _place_first(draft: Draft, version: int, worker: Worker, reason: str) -> Non
     draft.add(
         Place(
             spec=state.groups[request.group].spec,
-            trajectory=key.trajectory,
-            sibling=request.sibling,
-            attempt=request.attempt + 1,
             worker=worker.name,
             epoch=worker.epoch,
-            resume=request.resume,
+            siblings=(
+                PlacedSibling(
+                    sibling=request.sibling,
+                    attempt=request.attempt + 1,
+                    resume=request.resume,
+                    kv=request.kv,
+                ),
+            ),
             reason=reason,
         )
     )

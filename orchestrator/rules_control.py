@@ -28,17 +28,20 @@ from dora_pipe.orchestrator.transitions import (
     fail_sibling,
     fault,
     note_progress,
+    release,
 )
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
     Command,
+    LoggedEntry,
     RequestFailed,
+    RequestReleased,
     RoleStarted,
     RunStarted,
     StepCommitted,
     TakenTrajectory,
-    TrajectoryLogged,
+    TrajectoriesLogged,
     WeightsAdopted,
     WorkerJoined,
     WorkerLeft,
@@ -149,34 +152,59 @@ def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
     return ""
 
 
-def _trajectory_logged(state: State, offset: int, record: TrajectoryLogged) -> str:
-    request = _present(state, record)
+def _trajectories_logged(state: State, offset: int, record: TrajectoriesLogged) -> str:
+    """Each entry is judged by itself; the others count even if one is illegal."""
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    why = ""
+    for entry in record.trajectories:
+        why = _logged(state, record, entry) or why
+    return why
+
+
+def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str:
+    name = entry.trajectory
+    request = _present(state, record, name, entry.attempt)
     if request is None:
         return ""
     spec = state.groups[request.group].spec
     if (record.version, record.digest) != (spec.version, spec.digest):
-        return f"{record.trajectory} is of version {record.version}, not {spec.version} (C1)"
-    if (record.group, record.partition) != (spec.group, spec.partition):
-        return f"{record.trajectory} lies in the wrong partition or group"
-    if record.valid != (record.reward is not None):
-        return f"{record.trajectory} has a reward exactly when it is not valid"
+        return f"{name} is of version {record.version}, not {spec.version} (C1)"
+    if entry.partition != spec.partition:
+        return f"{name} lies in the wrong partition"
     taken = TakenTrajectory(
-        trajectory=record.trajectory,
-        attempt=record.attempt,
+        trajectory=name,
+        attempt=entry.attempt,
         epoch=record.epoch,
-        partition=record.partition,
-        offset=record.offset,
-        sha256=record.sha256,
+        partition=entry.partition,
+        offset=entry.offset,
+        sha256=entry.sha256,
     )
     state.tally.logged += 1
-    state.tally.tokens += record.tokens
-    result = Result(taken=taken, reward=record.reward, tokens=record.tokens)
-    end_sibling(state, record.trajectory, result)
+    state.tally.tokens += entry.tokens
+    end_sibling(state, name, Result(taken=taken, reward=entry.reward, tokens=entry.tokens))
+    return ""
+
+
+def _request_released(state: State, offset: int, record: RequestReleased) -> str:
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    name = record.trajectory
+    request = _present(state, record, name, record.attempt)
+    if request is None:
+        return ""
+    if request.moving is None:
+        return f"{name} was released although nobody asked to move it"
+    if record.resume is not None:
+        note_progress(state, name, record.resume)
+    release(state, name, record.kv)
     return ""
 
 
 def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
-    if _present(state, record) is None:
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    if _present(state, record, record.trajectory, record.attempt) is None:
         return ""
     if record.retryable:
         fault(state, record.trajectory)
@@ -185,12 +213,18 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
     return ""
 
 
-def _present(state: State, record: TrajectoryLogged | RequestFailed) -> Request | None:
-    """The open request this record ends; None, and counted, if it ends none."""
-    if _living(state, record.worker, record.epoch) is None:
-        return None
-    request = state.requests.get(record.trajectory)
-    placed = (record.attempt, record.worker, record.epoch)
+def _present(
+    state: State,
+    record: TrajectoriesLogged | RequestFailed | RequestReleased,
+    trajectory: str,
+    attempt: int,
+) -> Request | None:
+    """The open request that the writer of this record still has; None, and counted, if it has not.
+
+    Whether that incarnation is still there was asked before.
+    """
+    request = state.requests.get(trajectory)
+    placed = (attempt, record.worker, record.epoch)
     if request is None or (request.attempt, request.worker, request.epoch) != placed:
         state.tally.superseded += 1
         return None
@@ -212,7 +246,8 @@ _APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {
     WorkerJoined: _worker_joined,
     WorkerReady: _worker_ready,
     WorkerLeft: _worker_left,
-    TrajectoryLogged: _trajectory_logged,
+    TrajectoriesLogged: _trajectories_logged,
+    RequestReleased: _request_released,
     RequestFailed: _request_failed,
     StepCommitted: step_committed,
     BatchRefused: batch_refused,

@@ -38,6 +38,7 @@ from dora_pipe.schemas.rounds import (
     Drain,
     End,
     Fence,
+    Move,
     Place,
     StopRun,
     TakeBatch,
@@ -70,20 +71,39 @@ def _dispatch(state: State, decision: Dispatch) -> None:
 
 
 def _place(state: State, decision: Place) -> None:
-    name = decision.trajectory
-    request = _request(state, name)
-    group = state.groups[request.group]
+    group = _group(state, decision.spec.group)
     worker = _worker(state, decision.worker, decision.epoch)
-    _require(not request.worker, f"{name} is placed already")
-    _require(group.phase != "ending", f"{name} is of a group that ends")
-    _require(decision.spec == group.spec, f"{name} is dispatched otherwise")
-    _require(decision.sibling == request.sibling, f"{name} is another sibling")
-    _require(decision.attempt == request.attempt + 1, f"{name}: not the next attempt")
-    _require(decision.resume == request.resume, f"{name} has come to another place")
+    _require(group.phase != "ending", f"{decision.spec.group} is a group that ends")
+    _require(decision.spec == group.spec, f"{decision.spec.group} is dispatched otherwise")
     _require(worker.usable and not worker.loading, f"{worker.name} takes no requests")
     _require(worker.target == group.spec.version, f"{worker.name} hosts another version (C1)")
-    _require(worker.room > 0, f"{worker.name} is full")
-    place(state, name, decision.attempt, worker)
+    _require(worker.room >= len(decision.siblings), f"{worker.name} is full")
+    _require(bool(decision.siblings), "a placement of nothing")
+    names = [trajectory_id(group.spec.group, one.sibling) for one in decision.siblings]
+    _require(len(set(names)) == len(names), f"a sibling of {group.spec.group} is placed twice")
+    for name, one in zip(names, decision.siblings, strict=True):
+        request = _request(state, name)
+        _require(not request.worker, f"{name} is placed already")
+        _require(one.attempt == request.attempt + 1, f"{name}: not the next attempt")
+        _require(one.resume == request.resume, f"{name} has come to another place")
+        _require(one.kv == request.kv, f"{name} has left another KV cache")
+    for name, one in zip(names, decision.siblings, strict=True):
+        place(state, name, one.attempt, worker)
+
+
+def _move(state: State, decision: Move) -> None:
+    name = decision.trajectory
+    request = _request(state, name)
+    version = state.groups[request.group].spec.version
+    placed = (decision.attempt, decision.worker, decision.epoch)
+    at = (request.attempt, request.worker, request.epoch)
+    to = _worker(state, decision.to, decision.to_epoch)
+    _require(at == placed, f"{name} is not placed there")
+    _require(request.moving is None, f"{name} moves already")
+    _require(to.name != request.worker, f"{name} is on {to.name} already")
+    _require(to.usable and not to.loading, f"{to.name} takes no requests")
+    _require(to.target == version, f"{to.name} hosts another version (C1)")
+    request.moving = (to.name, to.epoch)
 
 
 def _cancel(state: State, decision: Cancel) -> None:
@@ -202,6 +222,7 @@ def _require(holds: bool, otherwise: str) -> None:
 _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Dispatch: _dispatch,
     Place: _place,
+    Move: _move,
     Cancel: _cancel,
     Assign: _assign,
     Drain: _drain,

@@ -24,6 +24,7 @@ from dora_pipe.config.model import LOGGED, Config, in_flight_batches
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
 from dora_pipe.schemas.wire import canonical, sha256_hex
 
@@ -79,6 +80,10 @@ class Request:
     worker: str = ""
     epoch: int = -1
     resume: Resume | None = None
+    moving: tuple[str, int] | None = None
+    """The incarnation that shall go on with it; its present worker lets go of it first."""
+    kv: Blob | None = None
+    """The KV cache that a move left behind, while it waits for its placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

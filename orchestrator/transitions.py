@@ -21,6 +21,7 @@ from dora_pipe.orchestrator.state import (
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec
 
 
@@ -43,6 +44,7 @@ def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     pull(state.queues, spec.version, queue_key(spec, request.sibling))
     request.attempt = attempt
     request.worker, request.epoch = worker.name, worker.epoch
+    request.moving, request.kv = None, None
     worker.requests.add(trajectory)
 
 
@@ -53,6 +55,14 @@ def requeue(state: State, trajectory: str) -> None:
     spec = state.groups[request.group].spec
     push(state.queues, spec.version, queue_key(spec, request.sibling))
     state.tally.requeued += 1
+
+
+def release(state: State, trajectory: str, kv: Blob | None) -> None:
+    """Its worker has let go of a request: it waits for the one it moves to."""
+    moving = state.requests[trajectory].moving
+    requeue(state, trajectory)
+    state.requests[trajectory].moving = moving
+    state.requests[trajectory].kv = kv
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
@@ -168,6 +178,7 @@ def _unplace(state: State, trajectory: str, request: Request) -> None:
     if worker is not None and worker.epoch == request.epoch:
         worker.requests.discard(trajectory)
     request.worker, request.epoch = "", -1
+    request.moving, request.kv = None, None
 
 
 def _count(state: State, deadline: int, by: int) -> None:

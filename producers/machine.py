@@ -41,7 +41,16 @@ from dora_pipe.producers.transitions import take, take_published
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.control import WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
-from dora_pipe.schemas.rounds import Assign, Cancel, Drain, Fence, Place, StopRun, decode_round
+from dora_pipe.schemas.rounds import (
+    Assign,
+    Cancel,
+    Drain,
+    Fence,
+    Place,
+    PlacedRequest,
+    StopRun,
+    decode_round,
+)
 from dora_pipe.schemas.wire import encode
 
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
@@ -68,7 +77,6 @@ _ORDER: Final = (
     Phase.WAITING,
     Phase.ENCODING,
     Phase.LOGGING,
-    Phase.REPORTING,
     Phase.LEAVING,
 )
 """What a worker is said to wait for: the first of these that some request is in."""
@@ -204,15 +212,16 @@ class WorkerMachine:
             return
         mine = self._mine(place)
         if self.finished or (mine and (self._leaving or self._draining)):
-            return  # `worker left` hands it back, with all others
-        refusal = self._refusal(place)
-        if refusal is None:
-            self.requests.place(place, now)
-            return
-        error, message, retryable = refusal
-        self.requests.fail(place, now, error, message, retryable=retryable)
+            return  # `worker left` hands them back, with all others
+        for request in place.requests():
+            refusal = self._refusal(request)
+            if refusal is None:
+                self.requests.place(request, now)
+            else:
+                error, message, retryable = refusal
+                self.requests.fail(request, now, error, message, retryable=retryable)
 
-    def _refusal(self, place: Place) -> tuple[str, str, bool] | None:
+    def _refusal(self, place: PlacedRequest) -> tuple[str, str, bool] | None:
         """(error, message, retryable) of what cannot be taken."""
         setup, spec = self.setup, place.spec
         where = f"{place.trajectory} was placed on worker {setup.worker}"
@@ -259,6 +268,7 @@ class WorkerMachine:
 
     def _go_on(self, now: Now) -> None:
         requests = self.requests
+        requests.report(now)
         requests.write_progress()
         late = self._leaving and now.mono_ns >= self._leave_by_ns
         if late or ((self._leaving or self._draining) and not requests.rows):

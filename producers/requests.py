@@ -33,19 +33,29 @@ from dora_pipe.producers.rows import (
     Row,
     WorkerSetup,
     key_of,
+    logged_of,
     progress_of,
     seed_of,
     trajectory_of,
 )
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.runtime import Now, Outputs, Publish
-from dora_pipe.schemas.control import FinishReason, RequestFailed, Resume
-from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.control import (
+    FinishReason,
+    LoggedEntry,
+    RequestFailed,
+    Resume,
+    TrajectoriesLogged,
+)
+from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.wire import encode
 
 EMIT_EVERY_TOKENS: Final = 32
 """The engine reports a single-turn request's tokens at least so often: what has not been reported
 is lost when the worker stops."""
+
+REPORTED_MAX: Final = 1000
+"""Trajectories that one control record reports."""
 
 
 class Requests:
@@ -61,6 +71,7 @@ class Requests:
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
+        self._logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()
         self._waiting: dict[int, dict[str, None]] = {}  # version: keys in order
@@ -84,7 +95,7 @@ class Requests:
 
     # What the machine orders
 
-    def place(self, place: Place, now: Now) -> None:
+    def place(self, place: PlacedRequest, now: Now) -> None:
         """Take a request; the same placement twice is one.
 
         Its prompt is asked for at once, not when a slot is free: a refill must not wait for it.
@@ -114,7 +125,9 @@ class Requests:
         else:
             self.counts["cancelled too late"] += 1
 
-    def fail(self, place: Place, now: Now, error: str, message: str, *, retryable: bool) -> None:
+    def fail(
+        self, place: PlacedRequest, now: Now, error: str, message: str, *, retryable: bool
+    ) -> None:
         """Report that a request ends here without a trajectory."""
         self.counts["failed"] += 1
         record = RequestFailed(
@@ -163,6 +176,26 @@ class Requests:
                 self._chunk(row, self.setup.checkpoint_tokens)
         self._grown.clear()
 
+    def report(self, now: Now) -> None:
+        """Say in one record, per version, which trajectories have become durable."""
+        for (version, digest), entries in self._logged.items():
+            for start in range(0, len(entries), REPORTED_MAX):
+                record = TrajectoriesLogged(
+                    at_ns=now.wall_ns,
+                    worker=self.setup.worker,
+                    epoch=self.setup.epoch,
+                    version=version,
+                    digest=digest,
+                    trajectories=tuple(entries[start : start + REPORTED_MAX]),
+                )
+                append = Append(
+                    topic=self.setup.topics.control,
+                    key=self.setup.worker.encode(),
+                    value=encode(record),
+                )
+                self.out.publish.append(Publish(record=append))
+        self._logged.clear()
+
     def leave(self) -> None:
         """Put down what is not finished, running requests with a last progress record."""
         self.versions = frozenset()
@@ -183,6 +216,7 @@ class Requests:
         self._returning.clear()
         self._handed.clear()
         self._grown.clear()
+        self._logged.clear()
 
     # Steps of a request; `transitions` says when
 
@@ -244,6 +278,14 @@ class Requests:
         self.enter(row, Phase.ENCODING)
         trajectory = trajectory_of(row, self.setup)
         self.out.effects.append(EncodeTrajectory(request=row.key, trajectory=trajectory))
+
+    def logged(self, row: Row, offset: int) -> None:
+        """Its trajectory is durable: to be reported, and done with."""
+        self.counts["logged"] += 1
+        spec = row.place.spec
+        entries = self._logged.setdefault((spec.version, spec.digest), [])
+        entries.append(logged_of(row, offset=offset))
+        self.gone(row)
 
     def grown(self, row: Row) -> None:
         """A request may have enough for a progress record."""

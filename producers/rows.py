@@ -9,10 +9,10 @@ from typing import Final
 
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.sequence import TokenSequence
-from dora_pipe.schemas.control import FinishReason, Resume, TrajectoryLogged
+from dora_pipe.schemas.control import FinishReason, LoggedEntry, Resume
 from dora_pipe.schemas.identity import Purpose, trajectory_seed
 from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
@@ -29,7 +29,6 @@ class Phase(StrEnum):
     REWARDING = "rewards"
     ENCODING = "the codec"
     LOGGING = "the trajectories topic"
-    REPORTING = "the control topic"
     LEAVING = "the progress topic"
 
 
@@ -66,6 +65,8 @@ class WorkerSetup:
     """Digest of the data set of each purpose."""
     params: Mapping[Purpose, SamplingParams]
     """Sampling settings of each purpose, stop token ids included."""
+    limits: Limits = DEFAULT_LIMITS
+    """Of its waits."""
 
     @property
     def requests_max(self) -> int:
@@ -82,11 +83,13 @@ class Row:
     """A request. Changed by `requests.Requests` alone."""
 
     key: str
-    place: Place
+    place: PlacedRequest
     params: SamplingParams
     seed: int
     placed_ns: int
     phase: Phase = Phase.PROMPTING
+    since_ns: int = 0
+    """When it entered its phase (monotonic)."""
     sequence: TokenSequence = _NOTHING
     episode: bool = False
     """It has an environment: several turns, no progress records."""
@@ -124,7 +127,7 @@ def key_of(trajectory: str, attempt: int) -> str:
     return f"{trajectory}/{attempt}"
 
 
-def seed_of(place: Place) -> int:
+def seed_of(place: PlacedRequest) -> int:
     """The seed of the request's random stream: neither attempt nor worker enters it."""
     return trajectory_seed(place.spec.seed, place.sibling)
 
@@ -197,24 +200,16 @@ def progress_of(row: Row, setup: WorkerSetup) -> Progress:
     )
 
 
-def logged_of(row: Row, setup: WorkerSetup, *, offset: int, at_ns: int) -> TrajectoryLogged:
+def logged_of(row: Row, *, offset: int) -> LoggedEntry:
     """The fact that the trajectory lies in the log at this offset of its group's partition."""
-    place, spec = row.place, row.place.spec
-    return TrajectoryLogged(
-        at_ns=at_ns,
-        worker=setup.worker,
-        epoch=setup.epoch,
-        group=spec.group,
-        trajectory=place.trajectory,
-        attempt=place.attempt,
-        version=spec.version,
-        digest=spec.digest,
-        partition=spec.partition,
+    return LoggedEntry(
+        trajectory=row.place.trajectory,
+        attempt=row.place.attempt,
+        partition=row.place.spec.partition,
         offset=offset,
         sha256=row.sha256,
         bytes=row.value_bytes,
         tokens=row.sequence.sampled_tokens,
-        reward=row.reward,
-        valid=row.reward is not None,
         finish=row.finish,
+        reward=row.reward,
     )

@@ -1,7 +1,7 @@
 """Which event takes a request of a worker from which phase to which.
 
     place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> ENCODING -> LOGGING
-          -> REPORTING -> gone
+          -> gone (and reported, with all others of the same turn)
     several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ...
     the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
 
@@ -32,12 +32,11 @@ from dora_pipe.producers.effects import (
 )
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
 from dora_pipe.producers.requests import Requests
-from dora_pipe.producers.rows import Phase, Row, logged_of
+from dora_pipe.producers.rows import Phase, Row
 from dora_pipe.producers.sequence import TokenSequence, chain_error
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.runtime import Now, Publish, Published
 from dora_pipe.schemas.control import FinishReason, Resume
-from dora_pipe.schemas.wire import encode
 
 EPISODE_RESTARTS_MAX: Final = 3
 """Times a request starts again here because its environment died; then it fails."""
@@ -46,7 +45,6 @@ VALUE_BYTES_MAX: Final = 9 * 1024 * 1024
 """A larger record would not fit into its topic beside its headers."""
 
 TRAJECTORY_TAG: Final = "t:"
-CONTROL_TAG: Final = "c:"
 PROGRESS_TAG: Final = "p:"
 """Tags of what a request publishes; its key follows."""
 
@@ -261,7 +259,7 @@ def _reward_failed(book: Requests, row: Row, event: TaskFailed, now: Now) -> Non
     book.encode(row)
 
 
-# ENCODING, LOGGING, REPORTING
+# ENCODING, LOGGING
 
 
 def _encoded(book: Requests, row: Row, event: TrajectoryEncoded, now: Now) -> None:
@@ -286,20 +284,10 @@ def _encode_failed(book: Requests, row: Row, event: EncodeFailed, now: Now) -> N
 
 
 def _logged(book: Requests, row: Row, event: Published, now: Now) -> None:
-    record = logged_of(row, book.setup, offset=event.offset, at_ns=now.wall_ns)
-    append = Append(
-        topic=book.setup.topics.control, key=row.place.trajectory.encode(), value=encode(record)
-    )
-    book.enter(row, Phase.REPORTING)
-    book.out.publish.append(Publish(record=append, tag=CONTROL_TAG + row.key))
+    book.logged(row, event.offset)
 
 
-def _reported(book: Requests, row: Row, event: Published, now: Now) -> None:
-    book.counts["logged"] += 1
-    book.gone(row)
-
-
-_FINISHED: Final = (Phase.REWARDING, Phase.ENCODING, Phase.LOGGING, Phase.REPORTING)
+_FINISHED: Final = (Phase.REWARDING, Phase.ENCODING, Phase.LOGGING)
 
 _TABLE: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.PROMPTING, Prompted): _prompted,
@@ -328,7 +316,6 @@ _TABLE: Final[dict[tuple[Phase, Any], Handler]] = {
 
 _ACKNOWLEDGED: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.LOGGING, TRAJECTORY_TAG): _logged,
-    (Phase.REPORTING, CONTROL_TAG): _reported,
     (Phase.RUNNING, PROGRESS_TAG): _chunk_published,
     (Phase.LEAVING, PROGRESS_TAG): _chunk_published,
     **{(phase, PROGRESS_TAG): _chunk_published for phase in _FINISHED},

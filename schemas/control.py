@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.wire import Unknown, decode_tagged, kebab, kinds_of
 
@@ -115,17 +116,11 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
     """Trajectory id to its newest progress record."""
 
 
-class TrajectoryLogged(Control, frozen=True, kw_only=True):
-    """A trajectory lies in the log at (partition, offset); its value bytes have this sha256."""
+class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory of a `trajectories logged` record; its version is the record's."""
 
-    worker: str
-    epoch: int
-    group: str
     trajectory: str
     attempt: int
-    version: int
-    digest: str
-    """Weights digest (hex)."""
     partition: int
     offset: int
     sha256: str
@@ -133,9 +128,90 @@ class TrajectoryLogged(Control, frozen=True, kw_only=True):
     tokens: int
     """Sampled tokens."""
     reward: float | None
-    """None exactly when not `valid`."""
-    valid: bool
+    """None exactly when the trajectory is not valid."""
     finish: FinishReason
+
+
+class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
+    """The fact that a trajectory lies in the log: an entry with what its record says of all."""
+
+    at_ns: int
+    worker: str
+    epoch: int
+    version: int
+    digest: str
+    trajectory: str
+    attempt: int
+    partition: int
+    offset: int
+    sha256: str
+    bytes: int
+    tokens: int
+    reward: float | None
+    finish: FinishReason
+
+    @property
+    def group(self) -> str:
+        """Id of its group."""
+        return group_of(self.trajectory)
+
+    @property
+    def valid(self) -> bool:
+        """Whether its reward counts."""
+        return self.reward is not None
+
+
+class TrajectoriesLogged(Control, frozen=True, kw_only=True):
+    """Trajectories of one version lie in the log, each at its (partition, offset).
+
+    A worker reports once per turn of its loop, not once per trajectory: a record costs about as
+    much as ten entries. Each entry is judged by itself.
+    """
+
+    worker: str
+    epoch: int
+    version: int
+    digest: str
+    """Weights digest (hex)."""
+    trajectories: tuple[LoggedEntry, ...]
+    """At least one."""
+
+    def facts(self) -> list[TrajectoryLogged]:
+        """Every entry as a fact of its own, in order."""
+        return [
+            TrajectoryLogged(
+                at_ns=self.at_ns,
+                worker=self.worker,
+                epoch=self.epoch,
+                version=self.version,
+                digest=self.digest,
+                trajectory=one.trajectory,
+                attempt=one.attempt,
+                partition=one.partition,
+                offset=one.offset,
+                sha256=one.sha256,
+                bytes=one.bytes,
+                tokens=one.tokens,
+                reward=one.reward,
+                finish=one.finish,
+            )
+            for one in self.trajectories
+        ]
+
+
+class RequestReleased(Control, frozen=True, kw_only=True):
+    """A worker has let go of a request, as a `move` asked: it goes on elsewhere.
+
+    `resume` reaches every token that was sampled here; None for a request that never ran.
+    """
+
+    worker: str
+    epoch: int
+    trajectory: str
+    attempt: int
+    resume: Resume | None = None
+    kv: Blob | None = None
+    """The KV cache of all tokens but the last, in the run's handover directory."""
 
 
 class RequestFailed(Control, frozen=True, kw_only=True):
@@ -239,7 +315,8 @@ AnyControl = (
     | WorkerJoined
     | WorkerReady
     | WorkerLeft
-    | TrajectoryLogged
+    | TrajectoriesLogged
+    | RequestReleased
     | RequestFailed
     | StepCommitted
     | BatchRefused
@@ -254,7 +331,8 @@ KINDS = kinds_of(
     WorkerJoined,
     WorkerReady,
     WorkerLeft,
-    TrajectoryLogged,
+    TrajectoriesLogged,
+    RequestReleased,
     RequestFailed,
     StepCommitted,
     BatchRefused,

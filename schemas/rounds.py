@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from dora_pipe.schemas.control import Resume, TakenGroup
-from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.identity import Purpose, trajectory_id
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
 
 Fate = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
@@ -93,8 +94,18 @@ class Dispatch(Decision, frozen=True, kw_only=True):
     spec: GroupSpec
 
 
-class Place(Decision, frozen=True, kw_only=True):
-    """A request goes to a worker, under an attempt number."""
+class PlacedSibling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
+    """One sibling of a `place`: under which attempt, and from where it goes on."""
+
+    sibling: int
+    attempt: int
+    resume: Resume | None = None
+    kv: Blob | None = None
+    """The KV cache that a move left behind; the request is prefilled without it."""
+
+
+class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it was placed: one sibling of a `place`, with what that says of all."""
 
     spec: GroupSpec
     trajectory: str
@@ -103,6 +114,51 @@ class Place(Decision, frozen=True, kw_only=True):
     worker: str
     epoch: int
     resume: Resume | None = None
+    kv: Blob | None = None
+    reason: str = ""
+
+
+class Place(Decision, frozen=True, kw_only=True):
+    """Requests of a group go to a worker, each under its own attempt number."""
+
+    spec: GroupSpec
+    worker: str
+    epoch: int
+    siblings: tuple[PlacedSibling, ...]
+    """Which of the group, each with its attempt."""
+
+    def requests(self) -> list[PlacedRequest]:
+        """Every request by itself, in order."""
+        return [
+            PlacedRequest(
+                spec=self.spec,
+                trajectory=trajectory_id(self.spec.group, one.sibling),
+                sibling=one.sibling,
+                attempt=one.attempt,
+                worker=self.worker,
+                epoch=self.epoch,
+                resume=one.resume,
+                kv=one.kv,
+                reason=self.reason,
+            )
+            for one in self.siblings
+        ]
+
+
+class Move(Decision, frozen=True, kw_only=True):
+    """A worker shall let go of a running request, so that another of its version goes on with it.
+
+    The worker answers with `request released`; only then is the request placed on `to`.
+    """
+
+    trajectory: str
+    attempt: int
+    worker: str
+    epoch: int
+    to: str
+    """Worker that shall go on with it."""
+    to_epoch: int
+    """Role epoch of `to`."""
 
 
 class Cancel(Decision, frozen=True, kw_only=True):
@@ -158,7 +214,7 @@ class StopRun(Decision, frozen=True, kw_only=True):
     """No group is open and no step is left (or a user stopped the run): every role may go."""
 
 
-AnyDecision = Dispatch | Place | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun
+AnyDecision = Dispatch | Place | Move | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -25,11 +25,12 @@ from dora_pipe.history.entries import (
 from dora_pipe.history.findings import Findings
 from dora_pipe.schemas.control import (
     RequestFailed,
+    RequestReleased,
     TrajectoryLogged,
     WorkerJoined,
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
-from dora_pipe.schemas.rounds import Dispatch, Fate, Place
+from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest
 
 
 class Accounts:
@@ -84,12 +85,12 @@ class Accounts:
         entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
         self.groups[spec.group] = self.open[spec.group] = entry
 
-    def placed(self, decision: Place, at: Moment) -> None:
+    def placed(self, decision: PlacedRequest, at: Moment) -> None:
         """A new attempt at a request."""
         entry = self.request(decision.trajectory)
         if entry is None:
             return
-        entry.waiting = False
+        entry.waiting, entry.moving = False, False
         placement = Placement(
             attempt=decision.attempt,
             worker=decision.worker,
@@ -127,6 +128,29 @@ class Accounts:
         present = entry.placements[-1]
         same = (present.attempt, present.epoch) == (fact.attempt, fact.epoch)
         return "bound" if same else "superseded"
+
+    def moved(self, decision: Move) -> None:
+        """A worker was asked to let go of a request."""
+        entry = self.request(decision.trajectory)
+        if entry is not None:
+            entry.moving = True
+
+    def released(self, fact: RequestReleased, at: Moment) -> None:
+        """A worker has let go of a request that moves; it waits for another placement."""
+        entry = self.request(fact.trajectory)
+        if entry is None:
+            self._wrong(at, f"{fact.trajectory} is released, which was never dispatched")
+            return
+        worker = self.workers.get(fact.epoch)
+        present = entry.placements[-1] if entry.placements else None
+        if worker is None or worker.departure or present is None:
+            return
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
+            return
+        if not entry.moving:
+            self._wrong(at, f"{fact.trajectory} is released although nobody asked to move it")
+            return
+        self._lost(self.groups[group_of(fact.trajectory)], entry, fault=False)
 
     def failed(self, fact: RequestFailed, at: Moment) -> None:
         """An attempt came to nothing."""

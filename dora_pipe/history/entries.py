@@ -69,6 +69,8 @@ class RequestEntry:
     bound: Logged | None = None
     errors: list[str] = field(default_factory=list)
     """Of failed attempts: ``attempt 2: Timeout: ...``."""
+    moving: bool = False
+    """Its worker was asked to let go of it."""
     waiting: bool = False
     """Its newest attempt lost its worker; it queues for another placement."""
     faults: int = 0

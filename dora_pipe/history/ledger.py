@@ -25,10 +25,11 @@ from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
     RequestFailed,
+    RequestReleased,
     RoleStarted,
     RunStarted,
     StepCommitted,
-    TrajectoryLogged,
+    TrajectoriesLogged,
     WeightsAdopted,
     WorkerJoined,
     WorkerLeft,
@@ -40,6 +41,7 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     End,
     Fence,
+    Move,
     Place,
     StopRun,
     TakeBatch,
@@ -122,8 +124,11 @@ class Ledger:
                 self._worker_ready(record, at)
             case WorkerLeft():
                 self._worker_left(record, at)
-            case TrajectoryLogged():
-                self.accounts.log(record, at)
+            case TrajectoriesLogged():
+                for logged in record.facts():
+                    self.accounts.log(logged, at)
+            case RequestReleased():
+                self.accounts.released(record, at)
             case RequestFailed():
                 self.accounts.failed(record, at)
             case StepCommitted():
@@ -226,7 +231,10 @@ class Ledger:
             case Dispatch():
                 accounts.dispatched(decision, at)
             case Place():
-                accounts.placed(decision, at)
+                for placed in decision.requests():
+                    accounts.placed(placed, at)
+            case Move():
+                accounts.moved(decision)
             case Assign():
                 if (worker := accounts.workers.get(decision.epoch)) is not None:
                     worker.target = decision.version

@@ -23,7 +23,7 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     TakenGroup,
 )
-from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.identity import Purpose, group_of
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -33,7 +33,9 @@ from dora_pipe.schemas.rounds import (
     End,
     Fence,
     GroupSpec,
+    Move,
     Place,
+    PlacedRequest,
     Round,
     StopRun,
     TakeBatch,
@@ -134,7 +136,10 @@ class Legality:
             case Dispatch():
                 self._dispatch(decision, at)
             case Place():
-                self._place(decision, where)
+                for placed in decision.requests():
+                    self._place(placed, where)
+            case Move():
+                self._move(decision, where)
             case Assign():
                 self._assign(decision, where)
             case Cancel() | Drain() | Fence():
@@ -172,7 +177,7 @@ class Legality:
             self._wrong(spec.group, f"is dispatched in round {at.round} against the bound: {why}")
         self._books.add(spec)
 
-    def _place(self, decision: Place, where: str) -> None:
+    def _place(self, decision: PlacedRequest, where: str) -> None:
         group = self._ledger.accounts.groups.get(decision.spec.group)
         entry = self._ledger.accounts.request(decision.trajectory)
         who = decision.trajectory
@@ -197,6 +202,24 @@ class Legality:
         if worker is not None and worker.target != group.spec.version:
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
+
+    def _move(self, decision: Move, where: str) -> None:
+        """Only what runs there now may move, and only to a worker of its version (C1)."""
+        who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
+        group = self._ledger.accounts.groups.get(group_of(who))
+        if entry is None or group is None:
+            self._wrong(who, f"moves in {where} but was never dispatched")
+            return
+        last = entry.placements[-1] if entry.placements else None
+        present = None if last is None or entry.waiting else (last.attempt, last.epoch)
+        if present != (decision.attempt, decision.epoch) or entry.bound or entry.failed:
+            found = f"attempt {decision.attempt} on epoch {decision.epoch}"
+            self._wrong(who, f"moves in {where} from where it does not run", present, found)
+        self._worker(decision.worker, decision.epoch, f"move {who}", where)
+        to = self._worker(decision.to, decision.to_epoch, f"move {who}", where)
+        if to is not None and to.target != group.spec.version:
+            message = f"moves in {where} to {decision.to}, assigned to another version"
+            self._wrong(who, message, group.spec.version, to.target)
 
     def _assign(self, decision: Assign, where: str) -> None:
         self._worker(decision.worker, decision.epoch, "assign", where)

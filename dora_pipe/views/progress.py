@@ -12,6 +12,7 @@ from dora_pipe.schemas.control import (
     BatchRefused,
     RunStarted,
     StepCommitted,
+    TrajectoriesLogged,
     TrajectoryLogged,
     WeightsAdopted,
     WorkerJoined,
@@ -88,8 +89,8 @@ class Progress:
                 prompts = min(evaluation["prompts"], control.eval_rows)
                 self._evaluation_size = prompts * evaluation["siblings"]
                 self.steps_last = control.config["run"]["steps"]
-            case TrajectoryLogged():
-                return self._logged_one(control)
+            case TrajectoriesLogged():
+                return [line for fact in control.facts() for line in self._logged_one(fact)]
             case StepCommitted():
                 return [self._step(control).text()]
             case WorkerJoined():

@@ -102,23 +102,45 @@ CONTROL: tuple[control.AnyControl, ...] = (
         reason="drained",
         progress={f"{GROUP}-002": Resume(tokens=128, partition=2, offset=17)},
     ),
-    control.TrajectoryLogged(
+    control.TrajectoriesLogged(
         at_ns=AT_NS,
         worker="w0",
         epoch=7,
-        group=GROUP,
-        trajectory=f"{GROUP}-000",
-        attempt=1,
         version=3,
         digest=DIGEST,
-        partition=2,
-        offset=90,
-        sha256=SHA256,
-        bytes=1431,
-        tokens=21,
-        reward=0.75,
-        valid=True,
-        finish="stop",
+        trajectories=(
+            control.LoggedEntry(
+                trajectory=f"{GROUP}-000",
+                attempt=1,
+                partition=2,
+                offset=90,
+                sha256=SHA256,
+                bytes=1431,
+                tokens=21,
+                reward=0.75,
+                finish="stop",
+            ),
+            control.LoggedEntry(
+                trajectory=f"{GROUP}-001",
+                attempt=2,
+                partition=2,
+                offset=91,
+                sha256=SHA256,
+                bytes=1502,
+                tokens=24,
+                reward=None,
+                finish="length",
+            ),
+        ),
+    ),
+    control.RequestReleased(
+        at_ns=AT_NS,
+        worker="w0",
+        epoch=7,
+        trajectory=f"{GROUP}-002",
+        attempt=1,
+        resume=Resume(tokens=130, partition=2, offset=18),
+        kv=policy.Blob(sha256=SHA256, bytes=65_536),
     ),
     control.RequestFailed(
         at_ns=AT_NS,
@@ -179,10 +201,21 @@ CONTROL: tuple[control.AnyControl, ...] = (
 
 COST = metrics.Cost(total_s=10.5, bus_s=1.25, control_s=0.5, codec_s=0.75, rss_bytes=123_456_789)
 
+WAIT = metrics.Wait(
+    name="groups",
+    words=f"groups {GROUP} (version 3, 1 of 8 open) and 1 more",
+    since_ns=AT_NS - 31_000_000_000,
+    limit_s=30.0,
+    overdue=True,
+    still=True,
+    blockers=(metrics.Blocker("group", GROUP),),
+    more=1,
+)
+
 METRICS: tuple[metrics.AnyMetrics, ...] = (
     metrics.WorkerStatus(
         at_ns=AT_NS,
-        waits_for="a decision",
+        waits=(WAIT,),
         cost=COST,
         worker="w0",
         epoch=7,
@@ -195,7 +228,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
     ),
     metrics.TrainerStatus(
         at_ns=AT_NS,
-        waits_for="batch 5",
+        waits=(),
         cost=COST,
         role_epoch=2,
         step=5,
@@ -205,7 +238,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
     ),
     metrics.OrchestratorStatus(
         at_ns=AT_NS,
-        waits_for="g0000000043",
+        waits=(WAIT,),
         cost=COST,
         role_epoch=1,
         version=5,
@@ -241,12 +274,29 @@ DECISIONS: tuple[rounds.AnyDecision, ...] = (
     rounds.Place(
         reason="its worker was lost",
         spec=SPEC,
-        trajectory=f"{GROUP}-002",
-        sibling=2,
-        attempt=2,
         worker="w0",
         epoch=7,
-        resume=Resume(tokens=128, partition=2, offset=17),
+        siblings=(
+            rounds.PlacedSibling(
+                sibling=2, attempt=2, resume=Resume(tokens=128, partition=2, offset=17)
+            ),
+            rounds.PlacedSibling(
+                sibling=3,
+                attempt=3,
+                resume=Resume(tokens=130, partition=2, offset=18),
+                kv=policy.Blob(sha256=SHA256, bytes=65_536),
+            ),
+            rounds.PlacedSibling(sibling=5, attempt=1),
+        ),
+    ),
+    rounds.Move(
+        reason="version 3 fits on w1",
+        trajectory=f"{GROUP}-002",
+        attempt=1,
+        worker="w0",
+        epoch=7,
+        to="w1",
+        to_epoch=9,
     ),
     rounds.Cancel(
         reason="its group failed", trajectory=f"{GROUP}-004", attempt=1, worker="w0", epoch=7

@@ -19,7 +19,7 @@ from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,
     StepCommitted,
-    TrajectoryLogged,
+    TrajectoriesLogged,
     WorkerJoined,
     WorkerReady,
 )
@@ -95,14 +95,31 @@ def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
     return damage
 
 
-def _placed(**changes: Any) -> Callable[[Tamper], str]:
+def _placed(attempt: int | None = None, **changes: Any) -> Callable[[Tamper], str]:
+    """A placement says something else; with `attempt`, of its first sibling."""
+
+    def change(one: Place) -> Place:
+        siblings = list(one.siblings)
+        if attempt is not None:
+            siblings[0] = msgspec.structs.replace(siblings[0], attempt=attempt)
+        return msgspec.structs.replace(one, siblings=tuple(siblings), **changes)
+
     def damage(log: Tamper) -> str:
-        return _decide(
-            log,
-            Place,
-            lambda one: msgspec.structs.replace(one, **changes),
-            such=lambda one: one.attempt == 1,
-        ).trajectory
+        place = _decide(log, Place, change, such=lambda one: one.siblings[0].attempt == 1)
+        return place.requests()[0].trajectory
+
+    return damage
+
+
+def _logged(entry: dict[str, Any], **changes: Any) -> Callable[[Tamper], str]:
+    """A report says something else, or its first entry does."""
+
+    def damage(log: Tamper) -> str:
+        row, record = log.facts(TrajectoriesLogged)[15]
+        first = msgspec.structs.replace(record.trajectories[0], **entry)
+        entries = (first, *record.trajectories[1:])
+        log.rewrite(row, msgspec.structs.replace(record, trajectories=entries, **changes))
+        return f"control:{row.offset}"
 
     return damage
 
@@ -145,7 +162,7 @@ def _placed_on_a_fenced_worker(log: Tamper) -> str:
         log,
         Place,
         lambda one: msgspec.structs.replace(one, worker=fenced.worker, epoch=fenced.epoch),
-        place=180,
+        place=60,
     )
     return fenced.worker
 
@@ -285,11 +302,11 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "two fates": (_ended("cancelled", "trained"), "C2", "has two fates"),
     "no group": (_ended("failed", "strange"), "C2", "was never dispatched"),
     "logged stranger": (
-        _fact(TrajectoryLogged, 30, trajectory="g0000009999-000"),
+        _logged({"trajectory": "g0000009999-000"}),
         "control",
         "was never dispatched",
     ),
-    "logged by nobody": (_fact(TrajectoryLogged, 30, epoch=99_999), "control", "never joined"),
+    "logged by nobody": (_logged({}, epoch=99_999), "control", "never joined"),
     "ready for nothing": (_fact(WorkerReady, 3, version=99), "control", "which nobody published"),
     "ready stranger": (_fact(WorkerReady, 3, epoch=99_999), "control", "never joined with"),
     "hosted weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),

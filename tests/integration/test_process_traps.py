@@ -20,7 +20,7 @@ from dora_pipe.schemas.control import (
     AnyControl,
     StepCommitted,
     TakenTrajectory,
-    TrajectoryLogged,
+    TrajectoriesLogged,
     WorkerJoined,
     decode_control,
 )
@@ -89,10 +89,11 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
         fence = _fence_of(bus, topics, STOPPED.role, epochs[0])
         late = [
             fact
-            for offset, fact in control
-            if isinstance(fact, TrajectoryLogged)
-            and fact.epoch == epochs[0]
+            for offset, record in control
+            if isinstance(record, TrajectoriesLogged)
+            and record.epoch == epochs[0]
             and offset >= fence.control_next
+            for fact in record.facts()
         ]
         report = audit(bus, topics, directory_of(STOPPED, folder).path / "policies")
     assert late, "it was stopped before it logged anything: the trap was not set"

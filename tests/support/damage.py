@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from dora_pipe.schemas.control import StepCommitted, TakenGroup, TrajectoryLogged
+from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.rounds import Dispatch
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.tamper import Tamper
@@ -89,7 +89,7 @@ def train_fenced(log: Tamper) -> str:
     }
     fenced = next(
         fact
-        for _, fact in log.facts(TrajectoryLogged)
+        for *_, fact in log.logged()
         if fact.trajectory in used and used[fact.trajectory].epoch != fact.epoch
     )
 
@@ -153,10 +153,8 @@ def change_round(log: Tamper) -> str:
 
 def change_reward(log: Tamper) -> str:
     """Control says another reward than the record."""
-    row, fact = next(
-        (row, fact) for row, fact in log.facts(TrajectoryLogged)[40:] if fact.reward == 0.0
-    )
-    log.rewrite(row, msgspec.structs.replace(fact, reward=1.0))
+    row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
+    log.log_otherwise(row, record, place, reward=1.0)
     return fact.trajectory
 
 
@@ -200,9 +198,9 @@ def forge_everything(log: Tamper) -> str:
     changed = log.reencode(row, another_token)
     sha256 = dict(changed.headers)["sha256"].decode()
     log.put(changed)
-    for at, one in log.facts(TrajectoryLogged):
+    for at, record, place, one in log.logged():
         if (one.partition, one.offset) == (row.partition, row.offset):
-            log.rewrite(at, msgspec.structs.replace(one, sha256=sha256, bytes=len(changed.value)))
+            log.log_otherwise(at, record, place, sha256=sha256, bytes=len(changed.value))
 
     def change(step: int, group: TakenGroup) -> TakenGroup:
         trajectories = tuple(

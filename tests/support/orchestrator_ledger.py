@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dora_pipe.config.model import Config
 from dora_pipe.schemas.control import AnyControl, StepCommitted, WorkerJoined
-from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
     Dispatch,
     End,
@@ -59,10 +58,11 @@ class Ledger:
                 assert decision.spec.group not in self.specs, "dispatched twice"
                 self.specs[decision.spec.group] = decision.spec
             elif isinstance(decision, Place):
-                assert decision.spec == self.specs[group_of(decision.trajectory)]
-                attempts = self.placements.setdefault(decision.trajectory, {})
-                assert decision.attempt == len(attempts) + 1, "attempts are not contiguous"
-                attempts[decision.attempt] = decision.epoch
+                assert decision.spec == self.specs[decision.spec.group]
+                for one in decision.requests():
+                    attempts = self.placements.setdefault(one.trajectory, {})
+                    assert one.attempt == len(attempts) + 1, "attempts are not contiguous"
+                    attempts[one.attempt] = decision.epoch
             elif isinstance(decision, TakeBatch):
                 self._take(decision)
             elif isinstance(decision, End):

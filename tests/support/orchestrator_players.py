@@ -15,10 +15,12 @@ from dora_pipe.schemas.rounds import (
     Drain,
     Fence,
     Place,
+    PlacedRequest,
     StopRun,
     TakeBatch,
 )
 from tests.support import orchestrator_records as records
+from tests.support.singly import as_record
 
 if TYPE_CHECKING:
     from tests.support.orchestrator_world import World
@@ -39,9 +41,9 @@ class PlayWorker:
         self.frozen = False
         self.version = -1
         self.draining = False
-        self.waiting: deque[Place] = deque()
-        self.running: dict[str, Place] = {}
-        self.late: list[tuple[int, Place]] = []
+        self.waiting: deque[PlacedRequest] = deque()
+        self.running: dict[str, PlacedRequest] = {}
+        self.late: list[tuple[int, PlacedRequest]] = []
         """What ended while it was frozen: (life, place)."""
 
     def join(self) -> None:
@@ -83,7 +85,8 @@ class PlayWorker:
             life, load_s = self.life, self.world.chances.load_s
             self.world.after(load_s, lambda: self._loaded(life, decision))
         elif isinstance(decision, Place):
-            self._place(decision)
+            for request in decision.requests():
+                self._place(request)
         elif isinstance(decision, Cancel):
             self.running.pop(decision.trajectory, None)
             self.waiting = deque(
@@ -95,7 +98,7 @@ class PlayWorker:
         elif not self.frozen:
             self.die(self.world.chance.random())
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: PlacedRequest) -> None:
         assert place.spec.version == self.version, "placed on a worker of another version"
         assert len(self.running) + len(self.waiting) < self.slots + self.prefetch, "overfull"
         chance, chances = self.world.chance, self.world.chances
@@ -116,10 +119,10 @@ class PlayWorker:
             life = self.life
             self.world.after(tokens * chances.token_s, self._ender(life, place))
 
-    def _ender(self, life: int, place: Place) -> Callable[[], None]:
+    def _ender(self, life: int, place: PlacedRequest) -> Callable[[], None]:
         return lambda: self._ended(life, place)
 
-    def _ended(self, life: int, place: Place) -> None:
+    def _ended(self, life: int, place: PlacedRequest) -> None:
         if life != self.life or self.running.get(place.trajectory) is not place:
             return
         if self.frozen:
@@ -130,7 +133,7 @@ class PlayWorker:
         self._fill()
         self._maybe_leave()
 
-    def _report(self, place: Place) -> None:
+    def _report(self, place: PlacedRequest) -> None:
         chance, chances = self.world.chance, self.world.chances
         if chance.random() < chances.failure:
             self.world.tell(records.failed(place, retryable=chance.random() < 0.5))
@@ -141,7 +144,7 @@ class PlayWorker:
         if chance.random() < chances.invalid:
             reward = None
         offset = self.world.ledger.next_offset()
-        self.world.tell(records.logged(place, reward=reward, offset=offset))
+        self.world.tell(as_record(records.logged(place, reward=reward, offset=offset)))
 
     def _loaded(self, life: int, assign: Assign) -> None:
         if life != self.life:
@@ -181,7 +184,6 @@ class PlayWorker:
     def _status(self) -> WorkerStatus:
         return WorkerStatus(
             at_ns=self.world.clock.wall_ns(),
-            waits_for="",
             cost=self.world.cost(),
             worker=self.name,
             epoch=self.epoch,

@@ -14,6 +14,7 @@ from dora_pipe.schemas.control import (
     ExclusiveRole,
     Offender,
     RequestFailed,
+    RequestReleased,
     Resume,
     RoleStarted,
     RunStarted,
@@ -24,9 +25,8 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
     WorkerReady,
 )
-from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.wire import canonical, sha256_hex
 
 RUN = "tiny"
@@ -124,13 +124,14 @@ def left(worker: str, epoch: int, progress: dict[str, Resume] | None = None) -> 
     return WorkerLeft(at_ns=0, worker=worker, epoch=epoch, reason="test", progress=progress or {})
 
 
-def logged(place: Place, *, reward: float | None = 1.0, offset: int = 100) -> TrajectoryLogged:
+def logged(
+    place: PlacedRequest, *, reward: float | None = 1.0, offset: int = 100
+) -> TrajectoryLogged:
     """What a worker reports when the placed request is in the log."""
     return TrajectoryLogged(
         at_ns=0,
         worker=place.worker,
         epoch=place.epoch,
-        group=group_of(place.trajectory),
         trajectory=place.trajectory,
         attempt=place.attempt,
         version=place.spec.version,
@@ -141,12 +142,23 @@ def logged(place: Place, *, reward: float | None = 1.0, offset: int = 100) -> Tr
         bytes=1000,
         tokens=20,
         reward=reward,
-        valid=reward is not None,
         finish="stop",
     )
 
 
-def failed(place: Place, *, retryable: bool = True) -> RequestFailed:
+def released(place: PlacedRequest, resume: Resume | None = None) -> RequestReleased:
+    """A worker has let go of a request."""
+    return RequestReleased(
+        at_ns=0,
+        worker=place.worker,
+        epoch=place.epoch,
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        resume=resume,
+    )
+
+
+def failed(place: PlacedRequest, *, retryable: bool = True) -> RequestFailed:
     """A placed request came to nothing."""
     return RequestFailed(
         at_ns=0,

@@ -17,10 +17,11 @@ from dora_pipe.errors import SchemaError
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import AnyControl
-from dora_pipe.schemas.rounds import AnyDecision, Assign, LeaseExpired, Place, TakeBatch
+from dora_pipe.schemas.control import AnyControl, TrajectoryLogged
+from dora_pipe.schemas.rounds import AnyDecision, Assign, LeaseExpired, PlacedRequest, TakeBatch
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
+from tests.support.singly import as_record, placed
 
 
 class Stage:
@@ -31,7 +32,7 @@ class Stage:
         self.state = State()
         self.offset = 0
         self.decided: list[AnyDecision] = []
-        self.placed: dict[str, Place] = {}
+        self.placed: dict[str, PlacedRequest] = {}
         """The newest placement of every request, ended or not."""
         self.batch: TakeBatch | None = None
         """The newest batch decision."""
@@ -42,20 +43,19 @@ class Stage:
         self.tell(records.role_started("trainer", 0))
         return self
 
-    def tell(self, record: AnyControl | Unknown | SchemaError) -> int:
+    def tell(self, record: AnyControl | TrajectoryLogged | Unknown | SchemaError) -> int:
         """Fold one control record; its offset."""
         offset, self.offset = self.offset, self.offset + 2
-        apply_control(self.state, offset, record)
+        apply_control(self.state, offset, as_record(record))
         return offset
 
     def plan(self, *, limit: int = 1000) -> list[AnyDecision]:
         """Decide, apply, and remember."""
         found = decide(self.state, limit=limit)
         self.decided += found
+        self.placed |= {one.trajectory: one for one in placed(found)}
         for one in found:
-            if isinstance(one, Place):
-                self.placed[one.trajectory] = one
-            elif isinstance(one, TakeBatch):
+            if isinstance(one, TakeBatch):
                 self.batch = one
         return found
 

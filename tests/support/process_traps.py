@@ -33,7 +33,7 @@ STOPPED: Final = Order(
     number=2,
     seed=SEED,
     role="w1",
-    at=Point(moment="before", what="trajectory-logged", nth=2),
+    at=Point(moment="before", what="trajectories-logged", nth=2),
     stop=True,
 )
 KILLED_AT: Final = 200

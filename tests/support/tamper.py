@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from dora_pipe.schemas.control import (
     AnyControl,
     StepCommitted,
     TakenGroup,
+    TrajectoriesLogged,
     TrajectoryLogged,
     decode_control,
 )
@@ -132,6 +133,22 @@ class Tamper:
         """Control records of a kind."""
         return [(row, record) for row, record in self.control() if isinstance(record, kind)]
 
+    def logged(self) -> list[tuple[Row, TrajectoriesLogged, int, TrajectoryLogged]]:
+        """Every reported trajectory: its record, and where in that it stands."""
+        return [
+            (row, record, place, fact)
+            for row, record in self.facts(TrajectoriesLogged)
+            for place, fact in enumerate(record.facts())
+        ]
+
+    def log_otherwise(
+        self, row: Row, record: TrajectoriesLogged, place: int, **changes: Any
+    ) -> None:
+        """Another entry in a report."""
+        entries = list(record.trajectories)
+        entries[place] = msgspec.structs.replace(entries[place], **changes)
+        self.rewrite(row, msgspec.structs.replace(record, trajectories=tuple(entries)))
+
     def rounds(self) -> list[tuple[Row, Round]]:
         """The rounds."""
         return [(row, decode_round(row.value)) for row in self.rows("decisions")]
@@ -180,7 +197,7 @@ class Tamper:
         rows = {(row.partition, row.offset): row for row in self.rows("trajectories")}
         found = [
             (rows[fact.partition, fact.offset], fact)
-            for _, fact in self.facts(TrajectoryLogged)
+            for *_, fact in self.logged()
             if used.get(fact.trajectory) == (fact.partition, fact.offset)
         ]
         return found[place]

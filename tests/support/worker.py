@@ -29,12 +29,13 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import Purpose, group_id, group_seed, partition_of, trajectory_id
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Cancel, GroupSpec, Place, Round
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Cancel, GroupSpec, PlacedRequest, Round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import Unknown, encode
 from tests.support.inline_tasks import InlineTasks, Numbers
+from tests.support.singly import as_decision, singly
 
 TOPICS = Topics("r")
 PARTITIONS = 2
@@ -212,14 +213,14 @@ class World:
         epoch = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
         return Worker(self, setup_of(epoch, decisions_from, **changes), tasks or InlineTasks())
 
-    def decide(self, *decisions: AnyDecision, role_epoch: int = 1) -> None:
+    def decide(self, *decisions: AnyDecision | PlacedRequest, role_epoch: int = 1) -> None:
         """Append a round."""
         record = Round(
             ordinal=self.rounds,
             role_epoch=role_epoch,
             now_ns=0,
             control_next=0,
-            decisions=decisions,
+            decisions=tuple(map(as_decision, decisions)),
         )
         self.rounds += 1
         self.writer.append([Append(topic=TOPICS.decisions, value=encode(record))])
@@ -243,8 +244,8 @@ class World:
         attempt: int = 1,
         resume: Resume | None = None,
         purpose: Purpose = "train",
-    ) -> Place:
-        return Place(
+    ) -> PlacedRequest:
+        return PlacedRequest(
             reason="t",
             spec=spec_of(ordinal, version, purpose, self.digest(version)),
             trajectory=trajectory_id(group_id(purpose, ordinal), sibling),
@@ -255,7 +256,7 @@ class World:
             resume=resume,
         )
 
-    def cancel(self, place: Place) -> Cancel:
+    def cancel(self, place: PlacedRequest) -> Cancel:
         return Cancel(
             reason="t",
             trajectory=place.trajectory,
@@ -315,7 +316,7 @@ class World:
         return [decode_control(record.value) for record in self.records(TOPICS.control)]
 
     def facts(self, kind: type[T]) -> list[T]:
-        return [record for record in self.control() if isinstance(record, kind)]
+        return [record for record in singly(self.control()) if isinstance(record, kind)]
 
     def statuses(self) -> list[WorkerStatus]:
         found = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]

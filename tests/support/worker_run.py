@@ -22,13 +22,15 @@ from dora_pipe.producers.tasks.vocabulary import write_word_tokenizer
 from dora_pipe.schemas.control import (
     AnyControl,
     RunStarted,
+    TrajectoryLogged,
     WorkerJoined,
     decode_control,
 )
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, Place, Round
+from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, PlacedRequest, Round
 from dora_pipe.schemas.wire import Unknown, encode
+from tests.support.singly import as_decision, singly
 from tests.support.worker import PARTITIONS, TOPICS, digest_of, spec_of
 
 TURNS_MAX = 4_000
@@ -78,9 +80,13 @@ class Run:
     def append(self, topic: str, record: msgspec.Struct) -> int:
         return self.bus.writer().append([Append(topic=topic, value=encode(record))])[0]
 
-    def decide(self, *decisions: AnyDecision) -> None:
+    def decide(self, *decisions: AnyDecision | PlacedRequest) -> None:
         record = Round(
-            ordinal=self.rounds, role_epoch=1, now_ns=0, control_next=0, decisions=decisions
+            ordinal=self.rounds,
+            role_epoch=1,
+            now_ns=0,
+            control_next=0,
+            decisions=tuple(map(as_decision, decisions)),
         )
         self.rounds += 1
         self.append(TOPICS.decisions, record)
@@ -98,16 +104,21 @@ class Run:
         return [(at, one) for at, one in self.control() if isinstance(one, WorkerJoined)]
 
     def count(self, kind: type) -> int:
-        return sum(isinstance(one, kind) for _, one in self.control())
+        return sum(isinstance(one, kind) for one in singly(one for _, one in self.control()))
+
+    def logged(self) -> list[TrajectoryLogged]:
+        """Every trajectory that was reported, one by one."""
+        facts = singly(one for _, one in self.control())
+        return [one for one in facts if isinstance(one, TrajectoryLogged)]
 
     def assign(self, epoch: int) -> Assign:
         return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=digest_of(0))
 
-    def place(self, epoch: int, ordinal: int = 0) -> Place:
+    def place(self, epoch: int, ordinal: int = 0) -> PlacedRequest:
         spec: GroupSpec = msgspec.structs.replace(
             spec_of(ordinal), dataset_digest=dataset_digest(task_of_the_run(), "train")[0]
         )
-        return Place(
+        return PlacedRequest(
             reason="t",
             spec=spec,
             trajectory=trajectory_id(spec.group, 0),

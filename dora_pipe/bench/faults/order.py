@@ -115,9 +115,9 @@ AIMED: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
     "worker": (
         ("middle", "trajectory", 5),
         ("after", "trajectory", 5),
-        ("middle", "trajectory-logged", 5),
-        ("commit", "trajectory-logged", 5),
-        ("after", "trajectory-logged", 5),
+        ("middle", "trajectories-logged", 5),
+        ("commit", "trajectories-logged", 5),
+        ("after", "trajectories-logged", 5),
         ("middle", "progress", 4),
         ("after", "worker-joined", 1),
     ),

@@ -56,7 +56,7 @@ def test_thirty_rounds_strike_every_role_ten_times_four_of_them_at_random() -> N
     [
         ("worker", "middle", "trajectory"),
         ("worker", "after", "trajectory"),
-        ("worker", "middle", "trajectory-logged"),
+        ("worker", "middle", "trajectories-logged"),
         ("trainer", "middle", "step-committed"),
         ("trainer", "before", "step-committed"),
         ("trainer", "named", "weights"),

@@ -117,7 +117,6 @@ def _fact(name: str, reward: float | None) -> TrajectoryLogged:
         at_ns=0,
         worker="w0",
         epoch=1,
-        group=name.rpartition("-")[0],
         trajectory=name,
         attempt=1,
         version=0,
@@ -128,7 +127,6 @@ def _fact(name: str, reward: float | None) -> TrajectoryLogged:
         bytes=1,
         tokens=1,
         reward=reward,
-        valid=reward is not None,
         finish="stop",
     )
 

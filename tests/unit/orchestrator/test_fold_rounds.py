@@ -15,6 +15,7 @@ from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
     Place,
+    PlacedSibling,
     Round,
     StopRun,
     TakeBatch,
@@ -24,6 +25,7 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
+from tests.support.singly import as_record
 
 Logged = list[tuple[Round, list[tuple[int, bytes]]]]
 
@@ -38,7 +40,7 @@ class Recorder(Stage):
 
     def tell(self, record: Any) -> int:
         offset = super().tell(record)
-        self.unfolded.append((offset, encode(record)))
+        self.unfolded.append((offset, encode(as_record(record))))
         return offset
 
     def plan(self, *, limit: int = 1000) -> list[AnyDecision]:
@@ -195,7 +197,7 @@ def _first(log: Logged, kind: type[Any]) -> tuple[int, int, Any]:
     [
         (Dispatch, {"seed": 1}, "not the group that comes next"),
         (Dispatch, {"deadline": 99}, "not the group that comes next"),
-        (Place, {"attempt": 4}, "not the next attempt"),
+        (Place, {"siblings": (PlacedSibling(sibling=0, attempt=4),)}, "not the next attempt"),
         (Place, {"worker": "w7"}, "is not there"),
         (TakeBatch, {"step": 1}, "is not the next one"),
         (TakeBatch, {"groups": ()}, "without groups"),

@@ -14,6 +14,7 @@ from dora_pipe.schemas.control import KINDS, AnyControl, WeightsAdopted
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged
+from tests.support.singly import as_record
 
 CONFIG = records.make_config()
 
@@ -42,7 +43,8 @@ def every_kind(stage: Stage) -> list[AnyControl]:
         records.joined("", slots=4),
         records.ready("w0", 9_999, 0),
         records.left("w0", 9_999),
-        msgspec.structs.replace(records.logged(place), epoch=9_999),
+        as_record(msgspec.structs.replace(records.logged(place), epoch=9_999)),
+        records.released(msgspec.structs.replace(place, epoch=9_999)),
         msgspec.structs.replace(records.failed(place), worker="nobody"),
         records.committed(7, stage.batch.groups),
         records.refused(7, ["g0000000000"]),
@@ -73,10 +75,7 @@ def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothin
     wrong: list[dict[str, Any]] = [
         {"version": 1},
         {"digest": records.weights(1)},
-        {"group": "g0000000009"},
         {"partition": 1 - legal.partition},
-        {"valid": False},
-        {"reward": None},
     ]
     for change in wrong:
         before = stage.copy()
@@ -85,6 +84,19 @@ def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothin
         assert stage.state.tally.rejected == before.tally.rejected + 1
     stage.tell(legal)
     assert legal.trajectory not in stage.state.requests
+
+
+def test_each_trajectory_of_a_report_is_judged_by_itself() -> None:
+    stage = busy()
+    first, second = (records.logged(stage.placed[name]) for name in stage.running()[:2])
+    report = as_record(first)
+    wrong = msgspec.structs.replace(first, partition=1 - first.partition)
+    entries = [as_record(one).trajectories[0] for one in (wrong, second, first, first)]
+    stage.tell(msgspec.structs.replace(report, trajectories=tuple(entries)))
+    assert stage.state.tally.rejected == 1
+    assert "wrong partition" in stage.state.tally.rejection
+    assert stage.state.tally.superseded == 1, "the second record of the first trajectory"
+    assert not {first.trajectory, second.trajectory} & stage.state.requests.keys()
 
 
 @pytest.mark.parametrize("place", range(1, len(KINDS)))

@@ -6,9 +6,10 @@ import pytest
 
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.rounds import Fence, Place, Progressed
+from dora_pipe.schemas.rounds import Fence, Progressed
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
+from tests.support.singly import placed as placed_by
 
 
 def one_group(**changes: object) -> Stage:
@@ -183,7 +184,7 @@ def test_request_that_queues_again_stands_before_younger_groups() -> None:
     stage.worker("w0", slots=3)
     assert stage.state.queues[0][0].trajectory == "g0000000001-001"
     stage.tell(records.failed(stage.placed["g0000000000-000"]))
-    placed = [one for one in stage.plan() if isinstance(one, Place)]
+    placed = placed_by(stage.plan())
     assert [one.trajectory for one in placed] == ["g0000000000-000"]
 
 

@@ -21,7 +21,6 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Fence,
     LeaseExpired,
-    Place,
     PlanPeriod,
     Progressed,
     Round,
@@ -31,6 +30,8 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
+from tests.support.singly import as_record
+from tests.support.singly import placed as placed_by
 
 TOPICS = Topics("tiny")
 COST = Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
@@ -64,7 +65,7 @@ class Bench:
 
     def fact(self, record: Any) -> Record:
         """A control record, as the bus gives it."""
-        value = record if isinstance(record, bytes) else encode(record)
+        value = record if isinstance(record, bytes) else encode(as_record(record))
         self.offset += 3
         self.control.append((self.offset, value))
         return Record(topic=TOPICS.control, partition=0, offset=self.offset, key=b"k", value=value)
@@ -73,7 +74,6 @@ class Bench:
         """A worker's metrics record."""
         status = WorkerStatus(
             at_ns=0,
-            waits_for="",
             cost=COST,
             worker=worker,
             epoch=epoch,
@@ -147,7 +147,7 @@ def test_rounds_fold_to_the_machines_own_state() -> None:
     bench = Bench(run__steps=1, groups__per_step=1)
     bench.serving()
     for _ in range(2):
-        for place in [one for one in bench.rounds[-1].decisions if isinstance(one, Place)]:
+        for place in placed_by(bench.rounds[-1].decisions):
             bench.turn(bench.fact(records.logged(place)))
     training = bench.machine.state.training
     assert training is not None
@@ -199,7 +199,7 @@ def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "decide", lambda state: decide(state, limit=6))
     bench = Bench(groups__per_step=8)
     bench.serving(slots=16)
-    placed = len([one for one in bench.rounds[-1].decisions if isinstance(one, Place)])
+    placed = len(placed_by(bench.rounds[-1].decisions))
     assert placed == 4
     assert bench.machine.wake_at() == 0
     while bench.machine.wake_at() == 0:
@@ -221,7 +221,7 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
         Progressed(trajectory=lost[1], resume=resume),
         Fence(worker="w0", epoch=silent, reason=found[2].reason),
     ]
-    placed = {one.trajectory: one for one in found if isinstance(one, Place)}
+    placed = {one.trajectory: one for one in placed_by(found)}
     assert placed.keys() == set(lost)
     assert (placed[lost[1]].resume, placed[lost[0]].resume) == (resume, None)
     assert {one.worker for one in placed.values()} == {"w1"}
@@ -231,7 +231,7 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
 def test_metrics_or_control_of_its_epoch_keep_a_worker_alive(sign: str) -> None:
     bench = Bench()
     epoch = bench.serving()
-    place = next(one for one in bench.rounds[-1].decisions if isinstance(one, Place))
+    place = placed_by(bench.rounds[-1].decisions)[0]
     for _ in range(5):
         assert not [one for one in bench.wait(4) if isinstance(one, LeaseExpired)]
         if sign == "metrics":
@@ -261,7 +261,7 @@ def test_worker_that_joins_again_before_its_lease_ends_passes_its_progress_on() 
     found = bench.turn(bench.fact(records.joined("w0")))
     assert found[0] == Progressed(trajectory=lost[0], resume=resume)
     found = bench.turn(bench.fact(records.ready("w0", bench.offset, 0)))
-    placed = {one.trajectory: one for one in found if isinstance(one, Place)}
+    placed = {one.trajectory: one for one in placed_by(found)}
     assert placed[lost[0]].resume == resume
     assert placed[lost[0]].attempt == 2
 

@@ -24,6 +24,8 @@ from dora_pipe.schemas.rounds import (
 )
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
+from tests.support.singly import as_decision
+from tests.support.singly import placed as placed_by
 
 
 def kinds(decisions: list[AnyDecision]) -> list[str]:
@@ -52,7 +54,7 @@ def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
     assert stage.plan() == [], "a loading worker gets nothing"
     stage.load()
     decisions = stage.plan()
-    assert [type(one) for one in decisions] == [Dispatch, Place, Place, Dispatch, Place, Place]
+    assert [type(one) for one in decisions] == [Dispatch, Place, Dispatch, Place]
 
 
 def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
@@ -87,7 +89,7 @@ def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
     assert len(specs(stage)) == 1
     assert len(stage.state.queues[0]) == 3
     stage.finish("g0000000000-000")
-    placed = [one.trajectory for one in stage.plan() if isinstance(one, Place)]
+    placed = [one.trajectory for one in placed_by(stage.plan())]
     assert placed == ["g0000000000-001"], "queued siblings go before new groups"
     assert len(specs(stage)) == 1
 
@@ -105,7 +107,7 @@ def test_requests_spread_over_the_workers_slots_before_anything_is_prefetched() 
     stage.join("w1", slots=3, prefetch=2)
     stage.plan()
     stage.load()
-    placed = [one.worker for one in stage.plan() if isinstance(one, Place)]
+    placed = [one.worker for one in placed_by(stage.plan())]
     assert sorted(placed[:5]) == ["w0", "w0", "w1", "w1", "w1"]
     assert sorted(placed[5:]) == ["w0", "w0", "w1"]
 
@@ -271,7 +273,7 @@ def test_training_requests_of_a_version_go_before_its_evaluation() -> None:
     stage.tell(records.failed(stage.placed["e0000000000-000"]))
     assert stage.state.tally.superseded == 1
     stage.finish(stage.running()[0])
-    placed = [one.trajectory for one in stage.settle() if isinstance(one, Place)]
+    placed = [one.trajectory for one in placed_by(stage.settle())]
     assert placed[0].startswith("g")
 
 
@@ -364,7 +366,7 @@ def test_no_request_is_placed_on_a_worker_without_room_or_with_another_version()
     stage = Stage(groups__size=4).begin()
     stage.worker("w0", slots=1)
     place = stage.placed["g0000000000-000"]
-    more = msgspec.structs.replace(place, trajectory="g0000000000-001", sibling=1)
+    more = as_decision(msgspec.structs.replace(place, trajectory="g0000000000-001", sibling=1))
     before = stage.state.digest()
     with pytest.raises(InvariantBroken, match="w0 is full"):
         apply_decision(stage.state, more)

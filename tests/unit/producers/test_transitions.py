@@ -32,7 +32,7 @@ from dora_pipe.producers.transitions import VALUE_BYTES_MAX, take, take_publishe
 from dora_pipe.runtime import Now, Outputs, Published
 from dora_pipe.schemas.control import RequestFailed, Resume, decode_control
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import Place
+from dora_pipe.schemas.rounds import PlacedRequest
 from tests.support.worker import setup_of, spec_of
 
 NOW = Now(mono_ns=5, wall_ns=10**18)
@@ -66,7 +66,6 @@ EVENTS: dict[str, Any] = {
     "encode failed": EncodeFailed(request=KEY, message="log-prob is not <= 0"),
     "chunk": ProgressEncoded(request=KEY, value=b"p"),
     "trajectory there": Published(tag=f"t:{KEY}", topic="r.trajectories", partition=0, offset=4),
-    "fact there": Published(tag=f"c:{KEY}", topic="r.control", partition=0, offset=4),
     "chunk there": Published(tag=f"p:{KEY}", topic="r.progress", partition=0, offset=4),
 }
 
@@ -99,12 +98,9 @@ TABLE: dict[tuple[str, str], Phase | None] = {
     ("ENCODING", "encode failed"): None,
     ("ENCODING", "chunk"): Phase.ENCODING,
     ("ENCODING", "chunk there"): Phase.ENCODING,
-    ("LOGGING", "trajectory there"): Phase.REPORTING,
+    ("LOGGING", "trajectory there"): None,
     ("LOGGING", "chunk"): Phase.LOGGING,
     ("LOGGING", "chunk there"): Phase.LOGGING,
-    ("REPORTING", "fact there"): None,
-    ("REPORTING", "chunk"): Phase.REPORTING,
-    ("REPORTING", "chunk there"): Phase.REPORTING,
     ("LEAVING", "chunk"): Phase.LEAVING,
     ("LEAVING", "chunk there"): None,
     ("LEAVING", "encode failed"): None,
@@ -115,7 +111,7 @@ TABLE: dict[tuple[str, str], Phase | None] = {
 def _fresh(resume: Resume | None = None) -> Requests:
     book = Requests(setup_of(epoch=9, stop_timeout_ns=10**9))
     book.versions = frozenset({0})
-    place = Place(
+    place = PlacedRequest(
         reason="t",
         spec=spec_of(0),
         trajectory=TRAJECTORY,
@@ -176,9 +172,6 @@ MAKE: dict[str, Callable[[], Requests]] = {
     "REWARDING": lambda: _with(_running(), "tokens", "stopped"),
     "ENCODING": lambda: _with(_running(), "tokens", "stopped", "rewarded"),
     "LOGGING": lambda: _with(_running(), "tokens", "stopped", "rewarded", "encoded"),
-    "REPORTING": lambda: _with(
-        _running(), "tokens", "stopped", "rewarded", "encoded", "trajectory there"
-    ),
     "LEAVING": _leaving,
 }
 

@@ -27,12 +27,20 @@ from tests.golden import arrow_values, make, values
 EXTRA = {"later_field": {"deep": [1, None]}}
 
 
-class Logged0(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="trajectory-logged"):
-    """What a reader before this version knew of `trajectory logged`."""
+class Entry0(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry with two fields."""
+
+    trajectory: str
+    reward: float | None
+
+
+class Logged0(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="trajectories-logged"
+):
+    """What a reader before this version knew of `trajectories logged`."""
 
     worker: str
-    trajectory: str
-    valid: bool
+    trajectories: tuple[Entry0, ...]
 
 
 class Batch0(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +100,9 @@ def test_round_with_later_fields_is_read() -> None:
     plain |= EXTRA
     plain["decisions"][0] |= EXTRA
     plain["decisions"][0]["spec"] |= EXTRA
-    plain["decisions"][1]["resume"].append("later")
+    place = plain["decisions"][1]
+    place["siblings"][0][2].append("later")
+    place["siblings"][1].append("later")
     plain["observations"][0] |= EXTRA
     assert rounds.decode_round(msgspec.json.encode(plain)) == values.ROUND
 
@@ -114,9 +124,10 @@ def test_round_with_a_later_kind_inside_is_refused_with_its_place(place: str) ->
 
 
 def test_older_reader_reads_todays_control_record() -> None:
-    logged = next(one for one in values.CONTROL if isinstance(one, control.TrajectoryLogged))
+    logged = next(one for one in values.CONTROL if isinstance(one, control.TrajectoriesLogged))
     older = msgspec.json.decode(encode(logged), type=Logged0)
-    assert (older.worker, older.trajectory, older.valid) == ("w0", "g0000000042-000", True)
+    assert older.worker == "w0"
+    assert older.trajectories[1] == Entry0(trajectory="g0000000042-001", reward=None)
 
 
 def test_older_reader_reads_todays_batch_with_its_longer_arrays() -> None:

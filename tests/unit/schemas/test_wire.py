@@ -24,11 +24,18 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 TAKE_BATCH = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch))
 COST = METRICS[0].cost
 
+
+def _entry(reward: float | None) -> control.LoggedEntry:
+    record = BY_KIND["TrajectoriesLogged"]
+    assert isinstance(record, control.TrajectoriesLogged)
+    return msgspec.structs.replace(record.trajectories[0], reward=reward)
+
+
 PLACES: list[tuple[str, Any, str]] = [
     ("StepCommitted", lambda x: {"figures": {"loss": x}}, "$.figures.loss"),
     ("StepCommitted", lambda x: {"settings": {"objective.kl": x}}, "$.settings.objective.kl"),
     ("StepCommitted", lambda x: {"compute_s": x}, "$.compute_s"),
-    ("TrajectoryLogged", lambda x: {"reward": x}, "$.reward"),
+    ("TrajectoriesLogged", lambda x: {"trajectories": (_entry(x),)}, "$.trajectories[0].reward"),
     ("WorkerReady", lambda x: {"load_ms": x}, "$.load_ms"),
     ("Command", lambda x: {"args": {"value": [1, x]}}, "$.args.value[1]"),
     ("RunStarted", lambda x: {"config": {"a": {"b": x}}}, "$.config.a.b"),
@@ -60,7 +67,7 @@ def test_number_that_is_not_finite_is_refused_inside_a_round(value: float) -> No
 
 
 def test_null_that_means_unknown_is_written() -> None:
-    logged = msgspec.structs.replace(BY_KIND["TrajectoryLogged"], reward=None, valid=False)
+    logged = msgspec.structs.replace(BY_KIND["TrajectoriesLogged"], trajectories=(_entry(None),))
     assert b'"reward":null' in encode(logged)
     assert control.decode_control(encode(logged)) == logged
 
@@ -76,7 +83,7 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
     assert walked == {
         "RunStarted": ("config",),
         "WorkerReady": ("load_ms",),
-        "TrajectoryLogged": ("reward",),
+        "TrajectoriesLogged": ("trajectories",),
         "StepCommitted": ("figures", "settings", "compute_s"),
         "Command": ("args",),
         "WorkerStatus": ("cost",),

@@ -29,6 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.consumers.commits import History
 from dora_pipe.consumers.effects import (
@@ -44,7 +46,7 @@ from dora_pipe.consumers.effects import (
     TrainStep,
     Unreadable,
 )
-from dora_pipe.consumers.status import Gauges, Phase, waits_for
+from dora_pipe.consumers.status import Gauges, Phase, waits
 from dora_pipe.errors import SchemaError
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.batch import batch_digest
@@ -54,6 +56,7 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus
 from dora_pipe.schemas.rounds import StopRun, TakeBatch, decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.waiting import DEFAULT_LIMITS, Limits, WaitBook
 
 LOG = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class TrainerSetup:
     role_epoch: int
     checkpoint_every: int
     heartbeat_ns: int
+    limits: Limits = DEFAULT_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ class _Taken:
 class TrainerMachine:
     """A `dora_pipe.runtime.Machine`; `history` is what control said at the start, and is kept up.
 
-    `cached` tells how it is with the batch reader and its cache.
+    `cached` tells of the batch reader and its cache.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class TrainerMachine:
         self._stop_asked = False
         self._begun = False
         self._status_due_ns = 0
+        self._waits = WaitBook("trainer", setup.limits)
         self._out = Outputs()
 
     # The machine's port
@@ -181,16 +186,15 @@ class TrainerMachine:
     def _on_adopted(self, event: Adopted, now: Now) -> None:
         self._adopted = True
         self._replaying = event.step + 1
-        self._control(
-            WeightsAdopted(
-                at_ns=now.wall_ns,
-                step=event.step,
-                role_epoch=self._setup.role_epoch,
-                digest_committed=event.digest_committed,
-                digest_replayed=event.digest_replayed,
-                why=event.why,
-            )
+        adopted = WeightsAdopted(
+            at_ns=now.wall_ns,
+            step=event.step,
+            role_epoch=self._setup.role_epoch,
+            digest_committed=event.digest_committed,
+            digest_replayed=event.digest_replayed,
+            why=event.why,
         )
+        self._append(self._setup.topics.control, adopted)
 
     def _on_restored(self, event: Restored, now: Now) -> None:
         assert event.step == self.history.next_step
@@ -211,7 +215,7 @@ class TrainerMachine:
                 offenders=event.offenders,
             )
             self._refused = (event.step, event.attempt)
-            self._control(refused, tag="refused")
+            self._append(self._setup.topics.control, refused, tag="refused")
         else:
             self.phase = "training"
             settings = self._decision.settings
@@ -236,7 +240,7 @@ class TrainerMachine:
             return
         self.phase = "committing"
         self._commit = self._committed(event, now)
-        self._control(self._commit, tag="committed")
+        self._append(self._setup.topics.control, self._commit, tag="committed")
 
     def _on_published(self, event: Published, now: Now) -> None:
         if event.tag == "refused":
@@ -338,12 +342,6 @@ class TrainerMachine:
         newest = self._taken.get(last.step)
         return newest is not None and newest.decision.attempt > last.attempt
 
-    def _control(
-        self, record: StepCommitted | BatchRefused | WeightsAdopted, tag: str = ""
-    ) -> None:
-        append = Append(topic=self._setup.topics.control, key=KEY, value=encode(record))
-        self._out.publish.append(Publish(record=append, tag=tag))
-
     def _dead_letter(self, letter: DeadLetter) -> None:
         try:
             value, headers = encode_dead_letter(letter, record_bytes_max=DEAD_LETTER_BYTES_MAX)
@@ -354,22 +352,28 @@ class TrainerMachine:
         append = Append(topic=topic, key=KEY, value=value, headers=headers)
         self._out.publish.append(Publish(record=append))
 
+    def _append(self, topic: str, record: msgspec.Struct, tag: str = "") -> None:
+        append = Append(topic=topic, key=KEY, value=encode(record))
+        self._out.publish.append(Publish(record=append, tag=tag))
+
     def _heartbeat(self, now: Now) -> None:
+        """Waits are looked at in every turn: so it is known to the turn when one began."""
+        gauges, step = self._cached(), self.history.next_step
+        found = waits(
+            self.phase,
+            step,
+            replayed=self._replaying,
+            caught_up=self._caught_up,
+            refused=self._refused,
+            reading=gauges.waits_for,
+        )
+        present = self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if now.mono_ns < self._status_due_ns:
             return
         self._status_due_ns = now.mono_ns + self._setup.heartbeat_ns
-        step = self.history.next_step
-        gauges = self._cached()
         status = TrainerStatus(
             at_ns=now.wall_ns,
-            waits_for=waits_for(
-                self.phase,
-                step,
-                replayed=self._replaying,
-                caught_up=self._caught_up,
-                refused=self._refused[1] if self._refused[0] == step else None,
-                reading=gauges.waits_for,
-            ),
+            waits=present,
             cost=self._cost(),
             role_epoch=self._setup.role_epoch,
             step=step,
@@ -377,8 +381,7 @@ class TrainerMachine:
             cached_records=gauges.records,
             cached_bytes=gauges.bytes,
         )
-        append = Append(topic=self._setup.topics.metrics, key=KEY, value=encode(status))
-        self._out.publish.append(Publish(record=append))
+        self._append(self._setup.topics.metrics, status)
 
 
 _HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {

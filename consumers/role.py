@@ -43,6 +43,7 @@ from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.waiting import Limits
 
 LOG = logging.getLogger(__name__)
 
@@ -141,12 +142,13 @@ def _serve(
     meter: Meter,
     stop: Callable[[], bool],
 ) -> None:
-    port = ThreadPort(_opener(here, history), meter)
+    port, timing = ThreadPort(_opener(here, history), meter), here.config.timing
     setup = TrainerSetup(
         topics=here.topics,
         role_epoch=role_epoch,
         checkpoint_every=here.config.trainer.checkpoint_every,
-        heartbeat_ns=int(here.config.timing.heartbeat_s * 1e9),
+        heartbeat_ns=int(timing.heartbeat_s * 1e9),
+        limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
     )
     with closing(port):
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)

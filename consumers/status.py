@@ -1,8 +1,11 @@
-"""What the trainer says of itself: its phases, and in words what it waits for."""
+"""What the trainer says of itself: its phases, and what it waits for."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+from dora_pipe.schemas.metrics import Blocker
+from dora_pipe.waiting import Found, LimitKind
 
 Phase = Literal[
     "restoring", "idle", "reading", "refusing", "training", "publishing", "committing", "ended"
@@ -19,34 +22,55 @@ class Gauges(NamedTuple):
     """What it has not reached yet, in words."""
 
 
-def waits_for(
+def waits(
     phase: Phase,
     step: int,
     *,
     replayed: int,
     caught_up: bool,
-    refused: int | None,
+    refused: tuple[int, int],
     reading: str = "",
-) -> str:
-    """What stands between the trainer and the next step; empty while it works.
+) -> list[Found]:
+    """What stands between the trainer and the next step; nothing while it works.
 
     `step` is the next one, `replayed` the committed step that a restart comes to next, `refused`
-    the attempt of the next step that was refused last, `reading` what the reader waits for.
+    the (step, attempt) that was refused last, `reading` what the reader waits for.
 
-    Example: ``waits_for("idle", 7, ...) == "batch of step 7: no decision yet"``
+    Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
     """
-    if phase == "restoring":
-        return f"replay of the committed steps: at step {replayed} of {step}" if step else ""
-    if phase == "reading":
-        return f"batch of step {step}: {reading or 'its trajectories are being read'}"
-    if phase == "refusing":
-        return f"batch of step {step}: its refusal is not acknowledged yet"
-    if phase == "committing":
-        return f"commit of step {step}: not acknowledged yet"
-    if phase != "idle":
-        return ""
-    if not caught_up:
-        return "decisions: those made before this start are being read"
-    if refused is not None:
-        return f"batch of step {step}: attempt {refused} was refused, no other yet"
-    return f"batch of step {step}: no decision yet"
+    key, here = str(step), (Blocker("step", str(step)),)
+    decided = (Blocker("role", "orchestrator"), *here)
+    batch = f"batch of step {step}"
+    match phase:
+        case "restoring" if step:
+            words = f"replay of the committed steps: at step {replayed} of {step}"
+            return [_found("replay", words, str(replayed), "work", here)]
+        case "reading":
+            words = f"{batch}: {reading or 'its trajectories are being read'}"
+            return [_found("trajectories", words, key, "short", (_topic("trajectories"), *here))]
+        case "refusing":
+            words = f"{batch}: its refusal is not acknowledged yet"
+            return [_found("refusal", words, key, "short", (_topic("control"), *here))]
+        case "committing":
+            words = f"commit of step {step}: not acknowledged yet"
+            return [_found("commit", words, key, "short", (_topic("control"), *here))]
+        case "idle" if not caught_up:
+            words = "decisions: those made before this start are being read"
+            return [_found("decisions", words, key, "short", (_topic("decisions"),))]
+        case "idle" if refused[0] == step:
+            words = f"{batch}: attempt {refused[1]} was refused, no other yet"
+            return [_found("batch", words, f"{key}/{refused[1]}", "work", decided)]
+        case "idle":
+            return [_found("batch", f"{batch}: no decision yet", key, "work", decided)]
+        case _:
+            return []
+
+
+def _found(
+    name: str, words: str, key: str, limit: LimitKind, blockers: tuple[Blocker, ...]
+) -> Found:
+    return Found(name=name, words=words, key=key, limit=limit, still=True, blockers=blockers)
+
+
+def _topic(name: str) -> Blocker:
+    return Blocker("topic", name)

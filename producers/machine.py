@@ -37,8 +37,9 @@ from dora_pipe.producers.engines.port import RequestFinished, TokensSampled, Wei
 from dora_pipe.producers.requests import Requests
 from dora_pipe.producers.rows import Phase, WorkerSetup
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
-from dora_pipe.producers.transitions import take, take_published
-from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
+from dora_pipe.producers.transitions import PROGRESS_TAG, take, take_published
+from dora_pipe.producers.waits import Situation, waits
+from dora_pipe.runtime import BUS_TURN_NS, CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.control import WorkerLeft, WorkerReady
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import (
@@ -52,6 +53,7 @@ from dora_pipe.schemas.rounds import (
     decode_round,
 )
 from dora_pipe.schemas.wire import encode
+from dora_pipe.waiting import Found, WaitBook
 
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker's name."""
@@ -68,18 +70,9 @@ class Hosted:
 NOTHING: Final = Hosted(-1, "")
 """What a worker hosts before its first assignment."""
 
-_ORDER: Final = (
-    Phase.RUNNING,
-    Phase.ENVIRONMENT,
-    Phase.REWARDING,
-    Phase.PROMPTING,
-    Phase.RESUMING,
-    Phase.WAITING,
-    Phase.ENCODING,
-    Phase.LOGGING,
-    Phase.LEAVING,
-)
-"""What a worker is said to wait for: the first of these that some request is in."""
+PROGRESS_STATUS_NS: Final = BUS_TURN_NS
+"""A status follows an acknowledged progress record at once, but so long after the last one: what it
+names is what a lost request goes on from."""
 
 
 class WorkerMachine:
@@ -105,6 +98,10 @@ class WorkerMachine:
         self._leaving = ""
         self._leave_by_ns = 0
         self._status_ns = 0
+        self._said_ns = -PROGRESS_STATUS_NS
+        self._waits = WaitBook(setup.worker, setup.limits)
+        self._loading_ns = 0
+        self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
         self._role_epoch = -1
 
     @property
@@ -126,6 +123,7 @@ class WorkerMachine:
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """Take the inputs in order, then start whatever has become possible."""
         out = self.requests.out = Outputs()
+        self.requests.now_ns = now.mono_ns
         for one in inputs:
             if not self.finished:
                 _INPUTS[type(one)](self, one, now)
@@ -136,19 +134,16 @@ class WorkerMachine:
             return Outputs()
         return out
 
-    def waits_for(self) -> str:
-        """In words; empty while tokens are being sampled."""
-        if self.loading:
-            return f"the weights of version {self.loading.version}"
-        for phase in _ORDER:
-            count = self.requests.in_phase(phase)
-            if count and phase is Phase.RUNNING:
-                return ""
-            if count:
-                return f"{phase.value} ({count})"
-        if self.hosted is NOTHING:
-            return "a first version to host"
-        return f"requests of version {self.hosted.version}"
+    def waits(self, before_ns: int) -> list[Found]:
+        """What it waits for; beside its work, only what began before a monotonic time."""
+        at = Situation(
+            hosted=self.hosted.version,
+            loading=self.loading.version if self.loading else None,
+            loading_ns=self._loading_ns,
+            tokens_ns=self._tokens[1],
+            before_ns=before_ns,
+        )
+        return waits(self.requests.rows.values(), at)
 
     # Inputs
 
@@ -172,6 +167,8 @@ class WorkerMachine:
 
     def _on_published(self, event: Published, now: Now) -> None:
         take_published(self.requests, event, now)
+        if event.tag.startswith(PROGRESS_TAG):
+            self._status_ns = min(self._status_ns, self._said_ns + PROGRESS_STATUS_NS)
 
     def _on_request_event(self, event: Any, now: Now) -> None:
         take(self.requests, event, now)
@@ -280,15 +277,16 @@ class WorkerMachine:
             if requests.generating(self.hosted.version):
                 requests.fill(self.hosted.version)
             else:
-                self._load()
+                self._load(now)
         elif self.loading is None:
             requests.fill(self.hosted.version)
         if now.mono_ns >= self._status_ns:
+            self._said_ns = now.mono_ns
             self._status_ns = now.mono_ns + self.setup.heartbeat_ns
             self._status(now)
 
-    def _load(self) -> None:
-        self.loading = self.target
+    def _load(self, now: Now) -> None:
+        self.loading, self._loading_ns = self.target, now.mono_ns
         effect = LoadWeights(version=self.target.version, digest=self.target.digest)
         self.requests.out.effects.append(effect)
 
@@ -328,9 +326,12 @@ class WorkerMachine:
 
     def _status(self, now: Now) -> None:
         requests = self.requests
+        if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
+            self._tokens = (requests.tokens_total, now.mono_ns)
+        found = self.waits(now.mono_ns - self.setup.heartbeat_ns)
         status = WorkerStatus(
             at_ns=now.wall_ns,
-            waits_for=self.waits_for(),
+            waits=self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
             cost=self._cost(),
             worker=self.setup.worker,
             epoch=self.setup.epoch,

@@ -69,6 +69,8 @@ class Requests:
         self.versions: frozenset[int] = frozenset()
         """Versions that a request may (again) wait for here."""
         self.tokens_total = 0
+        self.now_ns = 0
+        """Monotonic; of this turn."""
         self.left: dict[str, Resume] = {}
         """Progress of requests that were put down because the worker leaves."""
         self._logged: dict[tuple[int, str], list[LoggedEntry]] = {}
@@ -111,6 +113,7 @@ class Requests:
             params=params,
             seed=seed_of(place),
             placed_ns=now.wall_ns,
+            since_ns=now.mono_ns,
             resume=place.resume,
         )
         self._phases[row.phase] += 1
@@ -227,7 +230,7 @@ class Requests:
             self._count_generating(row, -1 if was else +1)
         self._phases[row.phase] -= 1
         self._phases[phase] += 1
-        row.phase = phase
+        row.phase, row.since_ns = phase, self.now_ns
 
     def ask_prompt(self, row: Row) -> None:
         """A request needs its prompt (again)."""

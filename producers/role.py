@@ -43,6 +43,7 @@ from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.waiting import Limits
 
 LOG = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ POLL_S: Final = 0.25
 
 REJOINS_MAX: Final = 8
 """Fences that a process survives; a worker that is fenced more often than that is not well."""
+
+TASK_CALLS: Final = 3
+"""Time limits of a task call that a request may wait for one: others may be before it."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -213,6 +217,8 @@ def _setup(
     decisions_from: int,
 ) -> WorkerSetup:
     config, stop_ids = here.config, tokenizer.stop_ids
+    # Task calls that are killed by their own time limit are no alarm.
+    calls_s = TASK_CALLS * max(config.task.reward_timeout_s, config.task.environment_timeout_s)
     return WorkerSetup(
         topics=here.topics,
         worker=here.name,
@@ -230,6 +236,9 @@ def _setup(
             "train": sampling_params(config.sampling, stop_ids),
             "eval": sampling_params(config.evaluation.sampling, stop_ids),
         },
+        limits=Limits(
+            short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
+from dora_pipe.waiting import DEFAULT_LIMITS, Limits
 
 
 class Phase(StrEnum):

@@ -21,13 +21,46 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
 
 
+class Blocker(msgspec.Struct, frozen=True, array_like=True):
+    """Who or what a wait ends with. Example: ``Blocker("group", "g0000000017")``"""
+
+    kind: str
+    """`group`, `trajectory`, `worker`, `version`, `step`, `role`, `topic` or `user`."""
+    id: str
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that a role waits for."""
+
+    name: str
+    """Which wait it is; stays the same while `words` may change: `batch`, `groups`, `reward`."""
+    words: str
+    since_ns: int
+    """The role's wall clock when this wait began."""
+    limit_ms: int | None = None
+    """A longer wait raises an alarm; None: it may last as long as it likes."""
+    overdue: bool = False
+    """It is longer than its limit: the alarm."""
+    still: bool = False
+    """The role does nothing until it ends; the others go on beside its work."""
+    blockers: tuple[Blocker, ...] = ()
+    """The first few of those that it ends with, most urgent first."""
+    more: int = 0
+    """Blockers that are left out."""
+
+
 class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
     """Base of the metrics records."""
 
     at_ns: int
-    waits_for: str
-    """What the role waits for, in words; empty when it works."""
+    waits: tuple[Wait, ...] = ()
+    """What the role waits for; the one that stops its work, if there is one, comes first."""
     cost: Cost
+
+    @property
+    def waits_for(self) -> str:
+        """What the role waits for instead of working, in words; empty when it works."""
+        return self.waits[0].words if self.waits and self.waits[0].still else ""
 
 
 class WorkerStatus(Metrics, frozen=True, kw_only=True):

@@ -202,6 +202,11 @@ class Timing(Section, frozen=True, kw_only=True):
     """How long a silent role counts as alive; more than two heartbeats."""
     plan_period_s: PositiveFloat = 30.0
     """The orchestrator plans anew at least this often."""
+    alarm_s: PositiveFloat = 30.0
+    """A role that waits longer raises an alarm: for an acknowledgement, a reward, a first token."""
+    alarm_work_s: PositiveFloat = 600.0
+    """The same for waits that last as long as others work (a batch, groups, weights), until the
+    run has shown how long they last; then four times the longest lately, at least `alarm_s`."""
     restarts_max: NonNegative = 5
     """Restarts of one role within `restart_window_s` before `run` gives up."""
     restart_window_s: PositiveFloat = 60.0

@@ -146,7 +146,7 @@ def test_reward_under_way_does_not_hold_a_slot() -> None:
     worker = world.start(slots=1, tasks=tasks)
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 2)
-    assert worker.machine.waits_for() == "rewards (2)"
+    assert [one.words for one in worker.machine.waits(0)] == ["rewards (2)"]
     tasks.held.clear()
     world.until_idle(worker)
     assert len(world.facts(TrajectoryLogged)) == 2

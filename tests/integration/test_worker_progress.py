@@ -164,7 +164,7 @@ def test_finished_requests_are_still_logged_before_the_worker_leaves() -> None:
 
     worker.runtime.run(stop)
     kinds = [type(record).__name__ for record in world.control()]
-    assert kinds[-2:] == ["TrajectoryLogged", "WorkerLeft"]
+    assert kinds[-2:] == ["TrajectoriesLogged", "WorkerLeft"]
 
 
 def test_worker_that_leaves_does_not_wait_for_ever_for_a_reward() -> None:

@@ -24,7 +24,7 @@ def test_waiting_environment_holds_no_slot_and_its_next_turn_prefills_everything
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 2)
     assert worker.engine.active == 0
-    assert worker.machine.waits_for() == "environments (2)"
+    assert [one.words for one in worker.machine.waits(0)] == ["environments (2)"]
     tasks.held.clear()
     world.until_idle(worker)
     trajectory = world.trajectories()["g0000000000-000"]

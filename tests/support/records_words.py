@@ -77,7 +77,9 @@ TOPICS = {
 
 PARTS = (
     ("GroupSpec", "rounds"),
+    ("PlacedSibling", "rounds"),
     ("Resume", "control"),
+    ("LoggedEntry", "control"),
     ("TakenGroup", "control"),
     ("TakenTrajectory", "control"),
     ("Offender", "control"),
@@ -86,6 +88,8 @@ PARTS = (
     ("Tensor", "policy"),
     ("Blob", "policy"),
     ("Times", "trajectory"),
+    ("Wait", "metrics"),
+    ("Blocker", "metrics"),
     ("Cost", "metrics"),
 )
 
@@ -105,12 +109,14 @@ COMMON = {
     "attempt": "Which try this is; a batch or a request that is tried again gets the next number.",
     "batch_digest": "See `schemas/batch.py`: what the batch is made of.",
     "bytes": "Size of the value.",
+    "Blocker.id": "Which one: an id, a worker's name, a number, a role, the end of a topic's name.",
     "Blob.bytes": "Size of the file.",
     "Manifest.bytes": "Size of all tensors.",
     "cached_bytes": "Size of the records in the cache.",
     "cached_records": "Trajectories read ahead of their batch.",
     "compute_s": "Wall time of forward, backward and update.",
     "config_digest": "sha256 of `config`.",
+    "Wait.words": "The wait as a person reads it.",
     "cost": "What the role's CPU time went into.",
     "data_epoch": "Pass over the data set, from 0.",
     "dataset_digest": "sha256 of the data set.",
@@ -217,7 +223,6 @@ COMMON = {
     "turn": "Turn of the model that it belongs to, from 0.",
     "used_tokens": "Tokens in the KV cache.",
     "user": "Who asks.",
-    "valid": "Whether the reward counts.",
     "verb": "What is asked.",
     "version": "Policy version.",
     "Segment.version": "Policy version that sampled it; -1 for what no engine made.",

@@ -288,7 +288,7 @@ class World:
             self.ticks(worker, 1)
         raise AssertionError(
             f"not within {ticks_max} ticks; it waits for: "
-            f"{worker.machine.waits_for()!r}, {worker.counts}"
+            f"{worker.machine.waits(0)}, {worker.counts}"
         )
 
     def until_idle(self, worker: Worker) -> None:

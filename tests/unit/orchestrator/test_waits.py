@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.waits import blockers, waits_for
+from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.waits import blockers, waits
+from dora_pipe.schemas.metrics import Blocker
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
+
+
+def waits_for(state: State) -> str:
+    """The words of what the run stands still for; empty when it is over."""
+    return "".join(one.words for one in waits(state) if one.still)
 
 
 def test_every_phase_of_a_run_has_its_words() -> None:
@@ -65,3 +71,40 @@ def test_at_the_end_the_evaluation_that_is_open_is_named() -> None:
     stage.commit()
     stage.settle()
     assert waits_for(stage.state) == "groups e0000000001 (version 1, 1 of 1 open)"
+
+
+def test_waits_name_whose_turn_it_is_as_typed_blockers() -> None:
+    stage = Stage(run__steps=2, groups__per_step=1).begin()
+    stage.worker("w0", slots=1)
+    (groups,) = waits(stage.state)
+    assert (groups.name, groups.key, groups.limit) == ("groups", "0", "work")
+    assert list(groups.blockers) == [Blocker("group", "g0000000000")]
+    stage.finish_all()
+    (trainer,) = waits(stage.state, since_ns=7)
+    assert (trainer.name, trainer.since_ns) == ("trainer", 7)
+    assert list(trainer.blockers) == [Blocker("role", "trainer"), Blocker("step", "0")]
+
+
+def test_pause_may_last_and_a_missing_worker_may_not() -> None:
+    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    (worker,) = waits(stage.state)
+    assert (worker.name, worker.limit) == ("worker", "short")
+    stage.tell(records.command("pause"))
+    stage.worker("w0", slots=1)
+    stage.settle()
+    (pause,) = waits(stage.state)
+    assert (pause.name, pause.limit) == ("pause", "free")
+    assert list(pause.blockers) == [Blocker("user", "resume")]
+
+
+def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
+    stage = Stage(groups__per_step=1, groups__size=2).begin()
+    stage.worker("w0", slots=1)
+    assert [one.name for one in waits(stage.state)] == ["groups"]
+    stage.lose("w0")
+    assert stage.state.queues
+    # A worker that is there, and shall host nothing of it.
+    stage.state.workers["w1"] = Worker(name="w1", epoch=99, slots=1, prefetch=0)
+    found = {one.name: one for one in waits(stage.state)}
+    assert list(found["host"].blockers) == [Blocker("version", "0")]
+    assert not found["host"].still

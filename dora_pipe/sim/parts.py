@@ -179,19 +179,14 @@ class PlainParts:
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
         """Production's ports, paced."""
-        engine = SimulatedEngine(
-            slots=plan.slots,
-            context_tokens=plan.context_tokens,
-            lengths=self.lengths,
-            now_ns=site.clock.wall_ns,
-        )
+        engine = self.engine(site, plan)
         tasks = self.tasks(site)
         return WorkerParts(
             ports=[
                 TimedTaskPort(TaskPort(tasks, Numbers()), tasks),
                 self._codec(site),
                 self._progress(site),
-                self._engine(site, engine, plan),
+                self._engine_port(site, engine, plan),
             ],
             kv_used=lambda: engine.kv_used_tokens,
             kv_tokens=plan.slots * plan.context_tokens,
@@ -216,6 +211,15 @@ class PlainParts:
         )
         return TrainerParts(ports=[port], cached=inner.cached)
 
+    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
+        """The engine of a worker."""
+        return SimulatedEngine(
+            slots=plan.slots,
+            context_tokens=plan.context_tokens,
+            lengths=self.lengths,
+            now_ns=site.clock.wall_ns,
+        )
+
     def tasks(self, site: Site) -> SimTasks:
         """The task pool of a worker."""
         return SimTasks(site.clock, answer=self.answer, delay_ns=lambda call: self.delays.task_ns)
@@ -236,7 +240,7 @@ class PlainParts:
             again_ns=lambda: self.delays.progress_ns,
         )
 
-    def _engine(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:
+    def _engine_port(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(
             engine,
             site.store.weights_path,

@@ -93,8 +93,9 @@ def _loop(
 ) -> None:
     role.machine = machine
     role.ports = ports
+    driven = machine if world.watch is None else world.watch.overhear(role, machine)
     role.runtime = Runtime(
-        machine,
+        driven,
         bus=role.bus,
         writer=writer,
         ports=ports,

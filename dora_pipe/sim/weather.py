@@ -17,6 +17,10 @@ RESTART_NS: Final = 500_000_000
 """A supervisor starts a role again after so long."""
 
 
+IN_ORDER: Final = frozenset({"ended", "left", "replaced", "the world ends"})
+"""Ends after which nobody starts a role again."""
+
+
 class Weather(Protocol):
     """See the head of this file."""
 
@@ -25,17 +29,21 @@ class Weather(Protocol):
         ...
 
     def died(self, role: Role, why: str) -> int | None:
-        """It ended otherwise than in order: when to start it again (ns from now), None: never."""
+        """It ended: when to start it again (ns from now), None: never.
+
+        `why` is the outcome of its machine (`ended`, `left`, `fenced`, `replaced`, `failed`),
+        `killed`, or the error that ended it.
+        """
         ...
 
 
 class FairWeather:
-    """Nothing goes wrong; what dies all the same is started again."""
+    """Nothing goes wrong; what dies all the same is started again, what ends in order is not."""
 
     def born(self, role: Role) -> FaultPlan:
         """No faults."""
         return NO_FAULTS
 
     def died(self, role: Role, why: str) -> int | None:
-        """Soon."""
-        return RESTART_NS
+        """Soon, if it did not mean to."""
+        return None if why in IN_ORDER else RESTART_NS

@@ -25,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -90,6 +90,8 @@ class Role:
     due_ns: int = NEVER_NS
     pending_ns: list[int] = field(default_factory=list)
     """When records that it reads become visible."""
+    acting: bool = False
+    """In the middle of a turn."""
     asleep: bool = False
     """In the middle of a turn, which waits for the bus."""
     dead: bool = False
@@ -103,12 +105,20 @@ class Role:
         return self.name in (ORCHESTRATOR, TRAINER)
 
 
-Watch = Callable[[Sequence[Record], Role | None], None]
-"""Told of every append that landed: its records, and whose turn it is."""
+class Watcher(Protocol):
+    """Sees what happens in a world; whatever it raises ends the world."""
+
+    def appended(self, records: Sequence[Record], role: Role | None) -> None:
+        """Records landed in the log, in the turn of this role (None: in nobody's)."""
+        ...
+
+    def overhear(self, role: Role, machine: Machine) -> Machine:
+        """The machine that the loop drives: this one, or one that passes everything on to it."""
+        ...
 
 
 class World:
-    """See the head of this file. All roles are started at once; `watch` sees every append."""
+    """See the head of this file. With `start`, all roles are started at once."""
 
     def __init__(
         self,
@@ -120,7 +130,7 @@ class World:
         seed: int = 0,
         rows: int = 40,
         eval_rows: int = 3,
-        watch: Watch | None = None,
+        watch: Watcher | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
@@ -136,7 +146,7 @@ class World:
         """Turns of roles and things that happened to them."""
         self.ends: list[tuple[int, Role]] = []
         """Incarnations that ended, with the time."""
-        self._watch = watch
+        self.watch = watch
         self._heap: list[tuple[int, int, int, Role | Callable[[], None]]] = []
         self._serial = count()
         self._numbers = count()
@@ -158,8 +168,7 @@ class World:
         self.log.watch = self._appended
         self.run_started = self._run_started(rows, eval_rows)
         if start:
-            for name in (ORCHESTRATOR, *self.plans, TRAINER):
-                self.start(name)
+            self.start_all(len(self.plans))
 
     def __enter__(self) -> World:
         return self
@@ -195,6 +204,11 @@ class World:
             self._schedule(role, hidden_ms * MS)
         return role
 
+    def start_all(self, workers: int) -> None:
+        """The orchestrator, so many of the planned workers, the trainer."""
+        for name in (ORCHESTRATOR, *list(self.plans)[:workers], TRAINER):
+            self.start(name)
+
     def present(self, name: str) -> Role | None:
         """The newest living incarnation of a name."""
         found = [role for role in self.roles.values() if role.name == name]
@@ -205,7 +219,9 @@ class World:
         if role.dead:
             return
         self._ended(role, why)
-        self._again(role, why)
+        ns = self.weather.died(role, why)
+        if ns is not None:
+            self.after(ns, lambda: self._restart(role.name))
 
     def pause(self, role: Role, ns: int) -> None:
         """What SIGSTOP and SIGCONT do: it gets no turn for so long, and knows nothing of it."""
@@ -215,6 +231,11 @@ class World:
         """What SIGTERM does: it ends in order."""
         if role.runtime is not None and not role.dead:
             role.runtime.stop()
+            self.wake(role)
+
+    def wake(self, role: Role) -> None:
+        """Give it a turn now."""
+        if role.runtime is not None and not (role.dead or role.asleep):
             self._schedule(role, self.clock.ns)
 
     def open_bus(self, role: Role) -> MemoryBus:
@@ -269,35 +290,32 @@ class World:
     def _turn(self, role: Role) -> None:
         """One tick, or the beginning of an incarnation."""
         outer, self._acting = self._acting, role
-        role.due_ns = NEVER_NS
+        role.due_ns, role.acting = NEVER_NS, True
         try:
             if role.runtime is None:
                 self._build(role)
             else:
                 self._tick(role.runtime, role)
         except Killed:
-            self._close(role)
+            assert role.dead
         except LogTruncated:
             raise
         except BusError as error:
-            why = f"{type(error).__name__}: {error.message}"
-            self._ended(role, why)
-            self._again(role, why)
+            self.kill(role, f"{type(error).__name__}: {error.message}")
         finally:
-            self._acting = outer
+            self._acting, role.acting = outer, False
+            if role.dead:
+                self._close(role)
 
     def _tick(self, runtime: Runtime, role: Role) -> None:
         turn_ns = runtime.next_turn_ns
         runtime.tick()
         if runtime.next_turn_ns != turn_ns:
             role.pending_ns = [ns for ns in role.pending_ns if ns > self.clock.ns]
-        if not role.machine.finished:
+        if role.machine.finished:
+            self.kill(role, str(getattr(role.machine, "outcome", "ended")))
+        elif not role.dead:
             self._schedule(role, self._due_ns(runtime, role))
-            return
-        end = str(getattr(role.machine, "outcome", "ended"))
-        self._ended(role, end)
-        if end in ("fenced", "failed"):
-            self._again(role, end)
 
     def _due_ns(self, runtime: Runtime, role: Role) -> int:
         """World time of the next turn."""
@@ -339,7 +357,7 @@ class World:
         role.dead, role.end = True, why
         self.roles.pop(role.number, None)
         self.ends.append((self.clock.ns, role))
-        if not role.asleep:
+        if not role.acting:
             self._close(role)
 
     def _close(self, role: Role) -> None:
@@ -349,13 +367,8 @@ class World:
             close()
         role.on_close.clear()
 
-    def _again(self, role: Role, why: str) -> None:
-        """Start it again when the weather says so, unless somebody else has its name by then."""
-        ns = self.weather.died(role, why)
-        if ns is not None:
-            self.after(ns, lambda: self._restart(role.name))
-
     def _restart(self, name: str) -> None:
+        """Start it again, unless somebody else has its name by now."""
         if self.present(name) is None:
             self.start(name)
 
@@ -373,8 +386,8 @@ class World:
                     due_ns = max(ns, turn_ns, self.clock.ns)
                     if due_ns < role.due_ns:
                         self._schedule(role, due_ns)
-        if self._watch is not None:
-            self._watch(records, self._acting)
+        if self.watch is not None:
+            self.watch.appended(records, self._acting)
 
     def _now_ms(self) -> int:
         return self.clock.ns // MS

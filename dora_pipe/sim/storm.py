@@ -1,0 +1,375 @@
+"""The faults of a run: what strikes when, as its seed has drawn it.
+
+Three kinds: what befalls single appends and polls (`BadBus`), single calls of the task
+(`BadParts`), and what strikes a role or the whole world at a time of its own (`Storm.strike`).
+`calm` ends all of it: whoever is stopped goes on, whoever is dead is started again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Final
+
+from dora_pipe.bus.memory import AppendFault, FaultPlan
+from dora_pipe.bus.port import Append
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.wire import encode
+from dora_pipe.sim.draw import Draw
+from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
+from dora_pipe.sim.weather import RESTART_NS
+from dora_pipe.sim.world import Role, World
+
+ALL: Final = 1 << 30
+"""Every record of an append lands."""
+
+JUMP_NS: Final = 3600 * 10**9
+"""A wall clock jumps by at most so much, either way."""
+
+
+class Storm:
+    """The weather of one run; `struck` counts what happened."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.chance = Random(f"storm {draw.seed}")
+        self.struck: Counter[str] = Counter()
+        self.over = False
+        self.outage_ns = 0
+        """Nobody reaches the bus before then."""
+        self.gone: set[str] = set()
+        """Workers that are not started again."""
+        self.ended = False
+        """The run is over: nobody is started again."""
+        self._world: World | None = None
+        kinds = [name for name in _STRIKES if name in draw.faults]
+        self._kinds = sorted(kinds)
+        self._weights = [draw.faults[name] for name in self._kinds]
+
+    # What the world asks
+
+    def born(self, role: Role) -> FaultPlan:
+        """A bus that is as bad as the seed says; perhaps a wall clock that is off."""
+        if "clock-jump" in self.draw.faults and not self.over:
+            role.clock.wall_off_ns = self.chance.randint(-JUMP_NS, JUMP_NS)
+        return BadBus(self, role)
+
+    def died(self, role: Role, why: str) -> int | None:
+        """Soon, while there is something to do; never if it is gone for good."""
+        if self.ended or role.name in self.gone or why in ("ended", "replaced"):
+            return None
+        if why == "left" and not self.over:
+            return None
+        return RESTART_NS if self.over else self._while()
+
+    # What strikes
+
+    def begin(self, world: World) -> None:
+        """From now on it strikes."""
+        self._world = world
+        if "gaps" in self.draw.faults:
+            self.struck["gaps"] += 1
+        if "clock-rate" in self.draw.faults:
+            self.struck["clock-rate"] += 1
+        if self._kinds:
+            world.after(self._pause(), self._strike)
+
+    def at_least(self, count: int) -> None:
+        """Strike until so many faults have."""
+        while self.struck.total() < count:
+            self.strike(self.chance.choice(self._kinds))
+
+    def calm(self) -> None:
+        """No more faults; the living go on, the others are started again."""
+        world = self.world
+        self.over, self.outage_ns = True, 0
+        self.gone.clear()
+        for role in list(world.roles.values()):
+            role.paused_until_ns = world.clock.ns
+            world.wake(role)
+        for name in [ORCHESTRATOR, TRAINER, *(plan.name for plan in self.draw.workers)][
+            : 2 + self.draw.first
+        ]:
+            if world.present(name) is None:
+                world.start(name)
+        self.tell("resume")
+
+    @property
+    def world(self) -> World:
+        """The world that it strikes."""
+        assert self._world is not None
+        return self._world
+
+    def befalls(self, kind: str) -> bool:
+        """Whether this kind befalls a call now; then it is counted."""
+        if self.over or kind not in self.draw.faults:
+            return False
+        struck = self.chance.random() < self.draw.task_share
+        self.struck[kind] += struck
+        return struck
+
+    def tell(self, verb: str, **args: object) -> None:
+        """A user's command; on a bus of the user's own, which is always there."""
+        record = Command(
+            at_ns=self.world.clock.wall_ns(),
+            user="sim",
+            verb=verb,
+            args={key.replace("__", "."): value for key, value in args.items()},
+        )
+        self.put(self.world.topics.control, encode(record))
+
+    def put(self, topic: str, value: bytes) -> None:
+        """A record from outside."""
+        self.world.bus.writer().append([Append(topic=topic, value=value)])
+
+    def _strike(self) -> None:
+        if self.over:
+            return
+        self.strike(self.chance.choices(self._kinds, self._weights)[0])
+        self.world.after(self._pause(), self._strike)
+
+    def strike(self, kind: str) -> None:
+        """Let one of its faults strike now."""
+        if _STRIKES[kind](self):
+            self.struck[kind] += 1
+
+    def _pause(self) -> int:
+        return int(self.chance.expovariate(1.0) * self.draw.strike_ns)
+
+    def _while(self) -> int:
+        return int(self.chance.expovariate(1.0) * self.draw.away_ns)
+
+    def _one(self, name: str) -> Role | None:
+        """A living incarnation; of workers, any of them."""
+        if name != "worker":
+            return self.world.present(name)
+        workers = [role for role in self.world.roles.values() if not role.exclusive]
+        return self.chance.choice(workers) if workers else None
+
+    def _any(self) -> Role | None:
+        return self._one(self.chance.choice(("worker", "worker", TRAINER, ORCHESTRATOR)))
+
+
+Strike = Callable[[Storm], bool]
+"""Strikes; whether there was anything to strike."""
+
+
+def _kill(name: str) -> Strike:
+    def strike(storm: Storm) -> bool:
+        role = storm._one(name)
+        if role is not None:
+            storm.world.kill(role)
+        return role is not None
+
+    return strike
+
+
+def _kill_appending(storm: Storm) -> bool:
+    role = storm._any()
+    if role is None or not isinstance(role.bus.faults, BadBus):
+        return False
+    role.bus.faults.doomed = True
+    return True
+
+
+def _pause(name: str) -> Strike:
+    def strike(storm: Storm) -> bool:
+        role = storm._one(name)
+        if role is not None:
+            storm.world.pause(role, storm._while())
+        return role is not None
+
+    return strike
+
+
+def _zombie(name: str) -> Strike:
+    def strike(storm: Storm) -> bool:
+        role = storm._one(name)
+        if role is None or role.runtime is None:
+            return False
+        storm.world.pause(role, 2 * storm._while())
+        storm.world.start(role.name)
+        return True
+
+    return strike
+
+
+def _outage(storm: Storm) -> bool:
+    storm.outage_ns = storm.world.clock.ns + storm._while()
+    return True
+
+
+def _outage_one(storm: Storm) -> bool:
+    role = storm._any()
+    if role is None or not isinstance(role.bus.faults, BadBus):
+        return False
+    role.bus.faults.outage_ns = storm.world.clock.ns + storm._while()
+    return True
+
+
+def _clock_jump(storm: Storm) -> bool:
+    role = storm._any()
+    if role is not None:
+        role.clock.wall_off_ns = storm.chance.randint(-JUMP_NS, JUMP_NS)
+    return role is not None
+
+
+def _join(storm: Storm) -> bool:
+    absent = [name for name in storm.world.plans if storm.world.present(name) is None]
+    if not absent:
+        return False
+    name = storm.chance.choice(absent)
+    storm.gone.discard(name)
+    storm.world.start(name)
+    return True
+
+
+def _drain(storm: Storm) -> bool:
+    role = storm._one("worker")
+    if role is not None:
+        storm.tell("drain", worker=role.name)
+    return role is not None
+
+
+def _terminate(storm: Storm) -> bool:
+    role = storm._one("worker")
+    if role is None or role.runtime is None:
+        return False
+    storm.world.stop(role)
+    return True
+
+
+def _depart(storm: Storm) -> bool:
+    role = storm._one("worker")
+    if role is None:
+        return False
+    storm.gone.add(role.name)
+    storm.world.kill(role)
+    return True
+
+
+def _command_pause(storm: Storm) -> bool:
+    storm.tell("pause")
+    storm.world.after(storm._while(), lambda: storm.tell("resume"))
+    return True
+
+
+def _command_bound(storm: Storm) -> bool:
+    if storm.chance.random() < 0.5:
+        storm.tell("set", staleness__max_staleness=storm.chance.randrange(4))
+    else:
+        storm.tell("set", staleness__in_flight_batches=1.0 + 2 * storm.chance.random())
+    return True
+
+
+def _command_odd(storm: Storm) -> bool:
+    chance = storm.chance.randrange(4)
+    if chance == 0:
+        storm.tell("dance")
+    elif chance == 1:
+        storm.tell("set", staleness__max_staleness=-1)
+    elif chance == 2:
+        storm.tell("drain", worker="nobody")
+    else:
+        storm.tell("set", groups__size=1)
+    return True
+
+
+def _fail_batch(storm: Storm) -> bool:
+    storm.tell("fail-batch")
+    return True
+
+
+def _garbage(storm: Storm) -> bool:
+    topics = storm.world.topics
+    topic = storm.chance.choice((topics.control, topics.metrics, topics.trajectories))
+    values = (b"", b"{", b'{"kind":"dance","at_ns":1}', bytes(range(256)))
+    storm.put(topic, storm.chance.choice(values))
+    return True
+
+
+_STRIKES: Final[dict[str, Strike]] = {
+    "kill-worker": _kill("worker"),
+    "kill-trainer": _kill(TRAINER),
+    "kill-orchestrator": _kill(ORCHESTRATOR),
+    "kill-appending": _kill_appending,
+    "pause-worker": _pause("worker"),
+    "pause-trainer": _pause(TRAINER),
+    "pause-orchestrator": _pause(ORCHESTRATOR),
+    "zombie-worker": _zombie("worker"),
+    "zombie-trainer": _zombie(TRAINER),
+    "zombie-orchestrator": _zombie(ORCHESTRATOR),
+    "outage": _outage,
+    "outage-one": _outage_one,
+    "clock-jump": _clock_jump,
+    "join": _join,
+    "drain": _drain,
+    "terminate": _terminate,
+    "depart": _depart,
+    "command-pause": _command_pause,
+    "command-bound": _command_bound,
+    "command-odd": _command_odd,
+    "command-fail-batch": _fail_batch,
+    "garbage": _garbage,
+}
+
+
+class BadBus:
+    """What befalls the appends and polls of one incarnation."""
+
+    def __init__(self, storm: Storm, role: Role) -> None:
+        self._storm = storm
+        self._role = role
+        self.outage_ns = 0
+        """It does not reach the bus before then."""
+        self.doomed = False
+        """It dies in its next append."""
+
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+        """See `FaultPlan`."""
+        storm = self._storm
+        if storm.over:
+            return None
+        if self._is_away():
+            return AppendFault(kind="failed")
+        if self.doomed:
+            storm.world.kill(self._role, "killed while appending")
+            return AppendFault(kind="unknown", lands=storm.chance.randint(0, len(records)))
+        if storm.chance.random() >= storm.draw.append_share:
+            return None
+        return self._befall(len(records))
+
+    def on_poll(self, call: int) -> bool:
+        """See `FaultPlan`."""
+        storm = self._storm
+        if storm.over:
+            return False
+        refused = "poll-refused" in storm.draw.faults
+        if refused and storm.chance.random() < storm.draw.append_share:
+            storm.struck["poll-refused"] += 1
+            return True
+        return self._is_away()
+
+    def _is_away(self) -> bool:
+        return self._storm.world.clock.ns < max(self.outage_ns, self._storm.outage_ns)
+
+    def _befall(self, records: int) -> AppendFault | None:
+        storm = self._storm
+        kinds = [kind for kind in _APPENDS if kind in storm.draw.faults]
+        if self._role.exclusive:  # What an exclusive writer appends is visible when it is told so.
+            kinds = [kind for kind in kinds if kind != "delayed"]
+        if not kinds:
+            return None
+        kind = storm.chance.choice(kinds)
+        storm.struck[kind] += 1
+        if kind == "append-refused":
+            return AppendFault(kind=storm.chance.choice(("failed", "full")))
+        if kind == "append-unknown":
+            return AppendFault(kind="unknown", lands=ALL)
+        if kind == "append-torn":
+            return AppendFault(kind="unknown", lands=storm.chance.randrange(records))
+        return AppendFault(kind="delayed", delay_ms=storm.chance.randint(1, 400))
+
+
+_APPENDS: Final = ("append-refused", "append-unknown", "append-torn", "delayed")

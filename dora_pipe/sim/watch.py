@@ -1,0 +1,279 @@
+"""Feeds the checkers with every record as it is appended; decides what is read when.
+
+Control records are booked when a round folds them, in the order of their offsets; decisions when
+their round is appended. What needs no order (role epochs, what an incarnation says after it left)
+is looked at at once. What the orchestrator hears is overheard at its machine, for the leases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.errors import InvariantBroken, SchemaError
+from dora_pipe.runtime import CaughtUp, Machine, Now, Outputs
+from dora_pipe.schemas.control import RoleStarted, WorkerJoined, WorkerLeft, decode_control
+from dora_pipe.schemas.metrics import (
+    OrchestratorStatus,
+    TrainerStatus,
+    WorkerStatus,
+    decode_metrics,
+)
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fence, LeaseExpired, Round, decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown, encode
+from dora_pipe.sim.account import Account
+from dora_pipe.sim.checks import Checks
+from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
+from dora_pipe.sim.world import Role
+
+GAP_HEARTBEATS: Final = 2
+"""The orchestrator listens as long as its reactions are at most so many heartbeats apart."""
+
+LEASE_SLACK_NS: Final = 150_000_000
+"""A record that is there may be heard by the next turn of the bus only, and so on."""
+
+
+_SPEAKERS: Final = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
+
+
+class Watch:
+    """Sees a world's log; raises InvariantBroken at the first thing that is wrong.
+
+    Example: ``watch = Watch(topics, heartbeat_ns, lease_ns); World(..., watch=watch.appended)``
+    """
+
+    def __init__(self, topics: Topics, *, heartbeat_ns: int, lease_ns: int) -> None:
+        self.account = Account(self.wrong)
+        self.kinds: Counter[str] = Counter()
+        """Records, decisions and observations by kind."""
+        self.records = 0
+        self.waits: dict[str, str] = {}
+        """What each role said last that it waits for."""
+        self.stopped = False
+        self._checks = Checks(self.account, self.wrong)
+        self._topics = topics
+        self._gap_ns = GAP_HEARTBEATS * heartbeat_ns
+        self._lease_ns = lease_ns
+        self._control: deque[Record] = deque()
+        self._round: Round | None = None
+        self._control_next = 0
+        self._left: set[tuple[str, int]] = set()
+        self._newest: Counter[str] = Counter()
+        self._ears: dict[int, _Heard] = {}
+        self._heard = _Heard()
+        """Of the orchestrator that has appended the present round."""
+
+    def wrong(self, check: str, what: str) -> None:
+        """Something does not hold. Raises InvariantBroken, the name of the check first."""
+        raise InvariantBroken(f"{check}: {what}")
+
+    def appended(self, records: Sequence[Record], role: Role | None) -> None:
+        """Records landed, by this role (None: by somebody outside)."""
+        self.records += len(records)
+        for record in records:
+            if record.topic == self._topics.decisions:
+                self._heard = self._ears.get(-1 if role is None else role.number, self._heard)
+                self._on_round(record)
+            elif record.topic == self._topics.control:
+                self._control.append(record)
+                self._said(record)
+            elif record.topic == self._topics.metrics:
+                self._status(record)
+            else:
+                self.kinds[record.topic.rpartition(".")[2]] += 1
+
+    def overhear(self, role: Role, machine: Machine) -> Machine:
+        """The machine, with an ear at it if it is the orchestrator's."""
+        if role.name != ORCHESTRATOR:
+            return machine
+        heard = self._ears[role.number] = _Heard()
+        return _Overheard(machine, self, heard)
+
+    def at_end(self) -> None:
+        """The run is over: every group has its fate."""
+        for name, group in self.account.groups.items():
+            if not group.fate:
+                self.wrong("fate", f"{name} has none")
+        bound = self.account.config
+        if bound is not None and self.account.version < self.account.steps:
+            self.wrong("live", f"{self.account.version} steps were committed")
+
+    # Control and metrics, as they come
+
+    def _said(self, record: Record) -> None:
+        try:
+            found: Any = decode_control(record.value)
+        except SchemaError:
+            self.kinds["control unreadable"] += 1
+            return
+        if isinstance(found, Unknown):
+            self.kinds["control unknown"] += 1
+            return
+        self.kinds[f"control {type(found).__struct_config__.tag}"] += 1
+        if isinstance(found, RoleStarted):
+            if self._newest[found.role] != found.role_epoch:
+                what = f"{found.role} takes role epoch {found.role_epoch}"
+                self.wrong("epochs", f"{what}, {self._newest[found.role]} comes next")
+            self._newest[found.role] += 1
+        worker = getattr(found, "worker", None)
+        if worker is None:
+            return
+        epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
+        if (worker, epoch) in self._left:
+            self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
+        if isinstance(found, WorkerLeft):
+            self._left.add((worker, epoch))
+
+    def _status(self, record: Record) -> None:
+        try:
+            found = decode_metrics(record.value)
+        except SchemaError:
+            self.kinds["metrics unreadable"] += 1
+            return
+        if isinstance(found, Unknown):
+            self.kinds["metrics unknown"] += 1
+        else:
+            self.kinds[f"metrics {type(found).__struct_config__.tag}"] += 1
+            name = getattr(found, "worker", "") or _SPEAKERS[type(found)]
+            self.waits[name] = found.waits_for
+            if isinstance(found, TrainerStatus):
+                self.kinds[f"trainer {found.phase}"] += 1
+
+    # Rounds
+
+    def _on_round(self, record: Record) -> None:
+        round_ = decode_round(record.value)
+        folded = self._fold(round_)
+        self._links(round_, folded)
+        for one in round_.observations:
+            self.kinds[f"observed {type(one).__struct_config__.tag}"] += 1
+            if isinstance(one, LeaseExpired):
+                self._lease(one)
+        for decision in round_.decisions:
+            self.kinds[f"decided {type(decision).__struct_config__.tag}"] += 1
+            if isinstance(decision, Fence):
+                self._expect_progress(decision)
+            elif type(decision).__name__ == "StopRun":
+                self.stopped = True
+            if not decision.reason:
+                self.wrong("rounds", f"round {round_.ordinal} decides without a reason")
+        self._checks.round(round_)
+        self._round, self._control_next = round_, round_.control_next
+
+    def _fold(self, round_: Round) -> bytes:
+        """Book the control records of a round; their share of the chain."""
+        content = b""
+        while self._control and self._control[0].offset < round_.control_next:
+            record = self._control.popleft()
+            size, offset = len(record.value).to_bytes(8, "big"), record.offset.to_bytes(8, "big")
+            content += offset + size + record.value
+            try:
+                found = decode_control(record.value)
+            except SchemaError:
+                continue
+            self.account.fact(record.offset, found)
+        return content
+
+    def _links(self, round_: Round, folded: bytes) -> None:
+        last, who = self._round, f"round {round_.ordinal}"
+        ordinal = 0 if last is None else last.ordinal + 1
+        if self.stopped:
+            self.wrong("rounds", f"{who} comes after the end of the run")
+        if round_.ordinal != ordinal:
+            self.wrong("rounds", f"{who} comes where round {ordinal} was expected")
+        if round_.role_epoch != self.account.epochs.get("orchestrator", round_.role_epoch):
+            self.wrong("epochs", f"{who} is of role epoch {round_.role_epoch}, which is not newest")
+        if last is not None and (
+            round_.now_ns < last.now_ns or round_.control_next < last.control_next
+        ):
+            self.wrong("rounds", f"{who} goes back")
+        chain = GENESIS_CHAIN if last is None else last.chain
+        bare = encode(msgspec.structs.replace(round_, chain=""))
+        if hashlib.sha256(bytes.fromhex(chain) + folded + bare).hexdigest() != round_.chain:
+            self.wrong("rounds", f"{who}: the chain is broken")
+
+    # Leases and progress: what the orchestrator has heard
+
+    def reacts(self, heard: _Heard, inputs: Sequence[Any], now: Now) -> None:
+        """An orchestrator reacts to these."""
+        if heard.last_ns is not None and now.mono_ns - heard.last_ns <= self._gap_ns:
+            heard.listened_ns += now.mono_ns - heard.last_ns
+        heard.last_ns = now.mono_ns
+        for one in inputs:
+            if isinstance(one, CaughtUp):
+                heard.since_ns = heard.listened_ns
+            elif isinstance(one, Record):
+                self._hears(heard, one)
+
+    def _hears(self, heard: _Heard, record: Record) -> None:
+        try:
+            if record.topic == self._topics.control:
+                found: Any = decode_control(record.value)
+            else:
+                found = decode_metrics(record.value)
+        except SchemaError:
+            return
+        worker = getattr(found, "worker", None)
+        if worker is None:
+            return
+        one = (worker, record.offset if isinstance(found, WorkerJoined) else found.epoch)
+        heard.of[one] = heard.listened_ns
+        if isinstance(found, WorkerStatus):
+            heard.progress[one] = {name: resume.tokens for name, resume in found.progress.items()}
+
+    def _lease(self, one: LeaseExpired) -> None:
+        heard = self._heard
+        since_ns = max(heard.of.get((one.worker, one.epoch), 0), heard.since_ns)
+        silent_ns = heard.listened_ns - since_ns
+        if silent_ns < self._lease_ns - LEASE_SLACK_NS:
+            what = f"the lease of {one.worker} ends after {silent_ns / 1e9:.3f} s of silence"
+            self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
+
+    def _expect_progress(self, fence: Fence) -> None:
+        """What a fenced worker had said of its requests must not be lost."""
+        told = self._heard.progress.get((fence.worker, fence.epoch), {})
+        worker = self.account.workers.get(fence.epoch)
+        for name in () if worker is None else worker.requests & told.keys():
+            request = self.account.requests[name]
+            request.known_tokens = max(request.known_tokens, told[name])
+
+
+class _Heard:
+    """What one incarnation of the orchestrator has heard."""
+
+    def __init__(self) -> None:
+        self.last_ns: int | None = None
+        self.listened_ns = 0
+        """Its own time, without the gaps."""
+        self.since_ns = 0
+        self.of: dict[tuple[str, int], int] = {}
+        self.progress: dict[tuple[str, int], dict[str, int]] = {}
+
+
+class _Overheard:
+    """A machine whose inputs somebody else hears too."""
+
+    def __init__(self, machine: Machine, watch: Watch, heard: _Heard) -> None:
+        self._machine = machine
+        self._watch = watch
+        self._heard = heard
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        return self._machine.positions()
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        self._watch.reacts(self._heard, inputs, now)
+        return self._machine.react(inputs, now)
+
+    def wake_at(self) -> int:
+        return self._machine.wake_at()
+
+    @property
+    def finished(self) -> bool:
+        return self._machine.finished

@@ -9,20 +9,27 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``counter_sampling``: equal logits, seed and position give the equal token.
 - ``batch_invariant``: the bits of a request's logits do not depend on the other rows.
 - ``prefill_exact``: going on by prefill gives the same bits as never having stopped.
-- ``kv_export``: a running request can be handed over with its KV cache.
+- ``kv_export``: a running request can be taken out with its KV cache, and goes on elsewhere with
+  the bits it would have had.
+- ``interruptible``: weights can change under running requests, which are then prefilled again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 COUNTER_SAMPLING = "counter_sampling"
 BATCH_INVARIANT = "batch_invariant"
 PREFILL_EXACT = "prefill_exact"
 KV_EXPORT = "kv_export"
+INTERRUPTIBLE = "interruptible"
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 StopReason = Literal["stop", "length", "error"]
 """A stop token or string; the token limit or the end of the context; the engine gave up."""
@@ -47,6 +54,29 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kv:
+    """The KV cache of one request: of its whole sequence but the last token.
+
+    The last token's keys do not exist yet: it is the input of the next step. So a sequence of n
+    tokens goes on from a cache of n - 1 positions, as it does inside an engine.
+    """
+
+    tokens: int
+    """Positions [0, tokens) of the sequence."""
+    layout: str
+    """Which engine's arrangement of which model's sizes this is; only an equal one is taken."""
+    weights: str
+    """Digest (hex) of the weights that made it."""
+    arrays: Mapping[str, Array] = field(compare=False)
+    """By name; little endian, row-major. They share no memory with the engine's cache."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A request to run: `token_ids` (prompt, and whatever was sampled before) are prefilled.
 
@@ -63,6 +93,8 @@ class EngineRequest:
     params: SamplingParams
     emit_every: int = 0
     """Emit `TokensSampled` after every so many tokens; 0 only at the end."""
+    kv: Kv | None = None
+    """The KV cache of all `token_ids` but the last; None: they are prefilled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +131,16 @@ class WeightsLoaded:
     load_ms: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A request that was taken out of its slot."""
+
+    sampled: TokensSampled | None
+    """What was sampled and not yet emitted."""
+    kv: Kv | None
+    """None while its prompt was not complete in the cache, or for want of `kv_export`."""
+
+
 EngineEvent = TokensSampled | RequestFinished | WeightsLoaded
 
 
@@ -122,7 +164,33 @@ class Engine(Protocol):
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request into a free slot. Raises ValueError when none is free or it cannot fit."""
+        """Take a request into a free slot. Raises ValueError when none is free or it cannot fit.
+
+        A request with a KV cache goes on from that; one that cannot be taken is a ValueError too,
+        ask `kv_error` before.
+        """
+        ...
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """Why the KV cache of a request cannot be taken; None if it can, or there is none."""
+        ...
+
+    def export(self, request: str) -> Exported | None:
+        """Take a request out, between two steps; None for an unknown one.
+
+        No event follows: what it had sampled is in the answer. With `kv_export`, another engine of
+        the same weights that gets the sequence and `kv` goes on with the very same bits.
+        """
+        ...
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """Replace the weights under running requests; only with `interruptible`.
+
+        Answers with the tokens that were sampled under the old weights and not yet emitted, then
+        `WeightsLoaded`. Every running request keeps its tokens, its slot and its limits; the next
+        step prefills its whole sequence again and goes on as a fresh request with that prefix would
+        under the new weights. Raises as `load` does; then nothing has changed.
+        """
         ...
 
     def cancel(self, request: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sized
 from typing import Protocol
 
-from dora_pipe.producers.engines.port import EngineRequest, SamplingParams
+from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.engines.stops import Decode, StopText
 
 
@@ -33,6 +33,17 @@ def check_request(
     if request.emit_every < 0:
         raise ValueError(f"{name}: emit_every {request.emit_every} is negative")
     _check_params(name, request.params)
+
+
+def kv_mismatch(request: EngineRequest, kv: Kv, *, layout: str, weights: str) -> str | None:
+    """Why a KV cache does not belong under this request here; what the arrays are is not asked."""
+    if kv.weights != weights:
+        return "other weights"
+    if kv.layout != layout:
+        return "another layout"
+    if kv.tokens != len(request.token_ids) - 1 or kv.tokens < 1:
+        return "another number of tokens"
+    return None
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:

@@ -1,9 +1,9 @@
 """An engine without a model: tokens and lengths are hashes, a step takes no real time.
 
-It keeps every promise it declares (counter sampling, batch invariance, exact prefill), so that
-the roles and the simulator can be tested with it, and it needs neither torch nor a device. The
-tokens are a function of (weights digest, seed, position): a trajectory that was mixed from two
-policy versions does not equal one of either.
+It keeps every promise it declares, so that the roles and the simulator can be tested with it, and
+it needs neither torch nor a device. Its KV cache is what its next token depends on, so that the
+cache of another request or another policy is noticed. The tokens are a function of (weights digest,
+seed, position): a trajectory that was mixed from two policy versions does not equal one of either.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from dora_pipe.errors import PolicyError
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    KV_EXPORT,
     PREFILL_EXACT,
     EngineEvent,
     EngineRequest,
+    Exported,
+    Kv,
     RequestFinished,
     StopReason,
     TokensSampled,
     WeightsLoaded,
 )
-from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.requests import check_request, kv_mismatch, stop_text
 from dora_pipe.producers.engines.stops import Decode, StopText
 
 VOCABULARY = 96
@@ -37,6 +43,10 @@ LENGTH_MU = 1.2
 LENGTH_SIGMA = 1.3
 LENGTH_UNITS_MAX = 60
 """Turn lengths in tokens are 2 n + 3, n log-normal(mu, sigma) within 1..60: the demo's."""
+
+LAYOUT = "simulated-1"
+KV_ARRAY = "state"
+"""The one array of an exported cache: uint64 [2], seed and position."""
 
 _MASK = (1 << 64) - 1
 _GREEDY_SEED = 0
@@ -73,9 +83,15 @@ class _Row:
     turn_ends: int
     """The count of sampled tokens at which the end token comes."""
     stops: StopText | None
+    computed: bool = False
+    """Its cache is complete: it came with one, or a step has prefilled it."""
     first_token_ns: int = 0
     new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
+
+
+def _seed(request: EngineRequest) -> int:
+    return _GREEDY_SEED if request.params.temperature == 0 else request.seed
 
 
 class SimulatedEngine:
@@ -88,7 +104,9 @@ class SimulatedEngine:
 
     name = "simulated"
     version = "1"
-    declares = frozenset({COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT})
+    declares = frozenset(
+        {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
+    )
     device = "none"
     dtype = "none"
 
@@ -107,15 +125,28 @@ class SimulatedEngine:
         self._decode = decode
         self._now_ns = now_ns
         self._key = 0
+        self._digest = ""
         self._rows: dict[str, _Row] = {}
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """Take `digest` for the weights; the file is not read. Raises as the port says."""
         if self._rows:
             raise ValueError(f"{len(self._rows)} rows are active; weights change between requests")
+        return self._load(version, digest)
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; the file is not read."""
+        loaded = self._load(version, digest)
+        pending = [self._emit(row) for row in self._rows.values() if row.new_tokens]
+        for row in self._rows.values():
+            row.computed = False
+        return [*pending, loaded]
+
+    def _load(self, version: int, digest: str) -> WeightsLoaded:
         if version < 0 or not digest:
             raise PolicyError(f"version {version} with digest {digest!r} is no policy")
         self._key = int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big")
+        self._digest = digest
         return WeightsLoaded(version=version, digest=digest, load_ms=0.0)
 
     def add(self, request: EngineRequest) -> None:
@@ -123,7 +154,10 @@ class SimulatedEngine:
         check_request(
             request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
         )
-        seed = _GREEDY_SEED if request.params.temperature == 0 else request.seed
+        misfit = self.kv_error(request)
+        if misfit is not None:
+            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+        seed = _seed(request)
         self._rows[request.request] = _Row(
             request=request,
             seed=seed,
@@ -131,6 +165,39 @@ class SimulatedEngine:
             sampled=request.sampled,
             turn_ends=self._turn_end(seed, request.sampled),
             stops=stop_text(request, self._decode),
+            computed=request.kv is not None,
+        )
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port."""
+        kv = request.kv
+        if kv is None:
+            return None
+        misfit = kv_mismatch(request, kv, layout=LAYOUT, weights=self._digest)
+        if misfit is not None:
+            return misfit
+        if set(kv.arrays) != {KV_ARRAY}:
+            return "other arrays"
+        array = kv.arrays[KV_ARRAY]
+        if array.dtype != np.uint64:
+            return "another type"
+        if array.shape != (2,):
+            return "another shape"
+        wanted = [_seed(request) & _MASK, len(request.token_ids)]
+        return None if array.tolist() == wanted else "another request"
+
+    def export(self, request: str) -> Exported | None:
+        """See the port."""
+        row = self._rows.pop(request, None)
+        if row is None:
+            return None
+        state = np.array([row.seed & _MASK, row.position], np.uint64)
+        kv = Kv(
+            tokens=row.position - 1, layout=LAYOUT, weights=self._digest, arrays={KV_ARRAY: state}
+        )
+        complete = row.computed and kv.tokens > 0
+        return Exported(
+            sampled=self._emit(row) if row.new_tokens else None, kv=kv if complete else None
         )
 
     def cancel(self, request: str) -> None:
@@ -181,6 +248,7 @@ class SimulatedEngine:
         row.new_tokens.append(token)
         row.new_logprobs.append(logprob)
         row.position += 1
+        row.computed = True
         row.sampled += 1
         if row.sampled == row.turn_ends:
             row.turn_ends = self._turn_end(row.seed, row.sampled)

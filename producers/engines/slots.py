@@ -6,7 +6,7 @@ number of rows. Only rows that emit or end are looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,12 +65,14 @@ class SlotTable:
         self._logprobs = np.zeros((slots, context_tokens), np.float32)
         self._sampler_logprobs = np.zeros((slots, context_tokens), np.float32)
 
-    def enter(self, slot: int, request: EngineRequest, stops: StopText | None) -> None:
-        """Take over a checked request."""
+    def enter(
+        self, slot: int, request: EngineRequest, stops: StopText | None, *, cached: int = 0
+    ) -> None:
+        """Take over a checked request, with the first `cached` positions in the cache."""
         params, tokens = request.params, np.array(request.token_ids, np.int64)
         self.prompts[slot] = tokens
         self.length[slot] = len(tokens)
-        self.cached[slot] = 0
+        self.cached[slot] = cached
         self.last[slot] = tokens[-1]
         self._names[slot] = request.request
         self._arrivals[slot] = self._arrived
@@ -90,6 +92,21 @@ class SlotTable:
         self._stop_texts.pop(slot, None)
         self.cached[slot] = 0
         return self._names[slot]
+
+    def pending(self, slot: int) -> TokensSampled | None:
+        """What was sampled and not yet emitted; it counts as emitted from now on."""
+        return self._emit(slot) if self._count[slot] > self._sent[slot] else None
+
+    def prefill_again(self, slot: int) -> None:
+        """Make the whole sequence of a slot its prompt, with nothing of it in the cache."""
+        count = int(self._count[slot])
+        given = self.prompts[slot][: self.length[slot] - count]
+        self.prompts[slot] = np.concatenate([given, self._tokens[slot, :count]])
+        self.cached[slot] = 0
+
+    def by_arrival(self, slots: Iterable[int]) -> list[int]:
+        """These slots in the order in which their requests came."""
+        return sorted(slots, key=lambda slot: int(self._arrivals[slot]))
 
     def take(
         self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
@@ -129,7 +146,7 @@ class SlotTable:
     def _taken(self, reasons: dict[int, StopReason | None]) -> tuple[list[EngineEvent], list[int]]:
         """Events of the slots that emit or end, and those that end."""
         events: list[EngineEvent] = []
-        for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
+        for slot in self.by_arrival(reasons):
             reason, error = reasons[slot], None
             if reason == "error":
                 error = f"the logits of token {self.length[slot] - 1} are not finite"

@@ -27,11 +27,15 @@ from dora_pipe.producers.engines import torch_probe
 from dora_pipe.producers.engines.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    KV_EXPORT,
     EngineEvent,
     EngineRequest,
+    Exported,
+    Kv,
     WeightsLoaded,
 )
-from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.requests import check_request, kv_mismatch, stop_text
 from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_attention import Piece, Run, StepAttention, split_pieces
@@ -47,6 +51,9 @@ from dora_pipe.producers.engines.torch_weights import (
 
 PREFILL_TOKENS_MAX = 512
 """Prompt tokens of one step; a longer prompt is prefilled over several."""
+
+KV_ARRAY = "kv"
+"""The one array of an exported cache: [layers, 2, kv_heads, tokens, head_dim], keys first."""
 
 
 class TorchEngine:
@@ -71,6 +78,7 @@ class TorchEngine:
         *,
         slots: int,
         context_tokens: int,
+        digest: str = "",
         declares: frozenset[str] = frozenset({COUNTER_SAMPLING}),
         decode: Decode | None = None,
         clock: Clock | None = None,
@@ -81,6 +89,8 @@ class TorchEngine:
         self.context_tokens = context_tokens
         self._model = model
         self._weights = weights
+        self._digest = digest
+        self._layout = _layout(model)
         self._decode = decode
         self._clock = clock or SystemClock()
         self._kv = KvCache(model, slots=slots, context_tokens=context_tokens)
@@ -114,13 +124,14 @@ class TorchEngine:
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
         files = weight_files(model_dir)
-        weights = _read_weights(model, files, model_dir)[0] if files else None
+        weights, digest = _read_weights(model, files, model_dir) if files else (None, "")
         try:
             return cls(
                 model,
                 weights,
                 slots=slots,
                 context_tokens=context_tokens,
+                digest=digest,
                 declares=_measured(model, weights),
                 decode=decode,
             )
@@ -134,6 +145,22 @@ class TorchEngine:
         """See the port."""
         if self._slot_of:
             raise ValueError(f"{self.active} rows are active; weights change between requests")
+        return self._load(weights, version=version, digest=digest)
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; the next steps prefill all rows again, as many tokens each as ever."""
+        loaded = self._load(weights, version=version, digest=digest)
+        slots = self._table.by_arrival(self._slot_of.values())
+        pending = [self._table.pending(slot) for slot in slots]
+        self._waiting.clear()
+        for slot in slots:
+            self._kv.release(slot)
+            self._table.prefill_again(slot)
+            self._waiting.append(slot)
+        self._changed = True
+        return [*(one for one in pending if one is not None), loaded]
+
+    def _load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         started_ns = self._clock.now_ns()
         fresh, found = _read_weights(self._model, [weights], weights)
         if found != digest:
@@ -141,7 +168,7 @@ class TorchEngine:
                 f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version"
                 f" {version}"
             )
-        self._weights = fresh
+        self._weights, self._digest = fresh, digest
         load_ms = (self._clock.now_ns() - started_ns) / 1e6
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 
@@ -156,12 +183,47 @@ class TorchEngine:
             raise ValueError(
                 f"{request.request}: token ids beyond a vocabulary of {self._model.vocabulary}"
             )
-        stops = stop_text(request, self._decode)
+        misfit = self.kv_error(request)
+        if misfit is not None:
+            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+        stops, kv = stop_text(request, self._decode), request.kv
         slot = self._free.pop()
         self._slot_of[request.request] = slot
-        self._table.enter(slot, request, stops)
+        self._table.enter(slot, request, stops, cached=kv.tokens if kv else 0)
+        if kv is not None:
+            self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port."""
+        kv = request.kv
+        if kv is None:
+            return None
+        misfit = kv_mismatch(request, kv, layout=self._layout, weights=self._digest)
+        if misfit is not None:
+            return misfit
+        if set(kv.arrays) != {KV_ARRAY}:
+            return "other arrays"
+        array, model = kv.arrays[KV_ARRAY], self._model
+        if array.dtype != np.float32:
+            return "another type"
+        shape = (model.layers, 2, model.kv_heads, kv.tokens, model.head_dim)
+        return None if array.shape == shape else "another shape"
+
+    def export(self, request: str) -> Exported | None:
+        """See the port. Its cache is complete as soon as its prompt is."""
+        slot = self._slot_of.get(request)
+        if slot is None:
+            return None
+        pending, tokens, kv = self._table.pending(slot), int(self._table.length[slot]) - 1, None
+        if tokens and self._table.cached[slot] == tokens:
+            array = self._kv.copied(slot, tokens).numpy()
+            kv = Kv(
+                tokens=tokens, layout=self._layout, weights=self._digest, arrays={KV_ARRAY: array}
+            )
+        self._leave(slot)
+        return Exported(sampled=pending, kv=kv)
 
     def cancel(self, request: str) -> None:
         """See the port."""
@@ -253,6 +315,11 @@ class TorchEngine:
         )
 
 
+def _layout(model: CausalLM) -> str:
+    """Names how this engine arranges keys: turned, the halves of each head interleaved."""
+    return f"torch-1 {model.family} {model.layers}x{model.kv_heads}x{model.head_dim}"
+
+
 def _read_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:
     """The weights in these files, checked against the model, and their digest."""
     tensors, digest = read_tensors(files)
@@ -269,4 +336,4 @@ def _measured(model: CausalLM, weights: Weights | None) -> frozenset[str]:
     engine = TorchEngine(
         part.model, part, slots=torch_probe.SLOTS, context_tokens=torch_probe.CONTEXT_TOKENS
     )
-    return torch_probe.probe(weights, engine)
+    return torch_probe.probe(weights, engine) | {KV_EXPORT, INTERRUPTIBLE}

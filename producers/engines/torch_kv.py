@@ -49,7 +49,10 @@ class Pool:
 
 
 class KvCache:
-    """See the module. A slot is in no pool, dense in one, or staged (one slot at a time)."""
+    """See the module.
+
+    A slot is in no pool, dense in one, staged (one slot at a time), or adopted: on its way in.
+    """
 
     def __init__(self, model: CausalLM, *, slots: int, context_tokens: int) -> None:
         self.model = model
@@ -69,6 +72,7 @@ class KvCache:
         self._pool_of = np.repeat(np.arange(len(sizes)), np.diff([0, *sizes]))
         self._dense: dict[int, tuple[int, int]] = {}
         self._staged: tuple[int, int] | None = None
+        self._adopted: dict[int, torch.Tensor] = {}
         self._keys = np.array(sizes)
         self._bases = np.array([pool.base for pool in self.pools])
         self.order: Integers = np.zeros(0, np.int64)
@@ -98,6 +102,22 @@ class KvCache:
         pool = self.pools[self.pool_of(last_position)]
         pool.data[:, :, pool.capacity - 1].zero_()
         self._staged = (slot, self.pool_of(last_position))
+
+    def adopt(self, slot: int, data: torch.Tensor) -> None:
+        """Give a slot that is nowhere keys and values from outside, as `copied` gave them.
+
+        They are copied into a row when the slot enters a pool.
+        """
+        assert slot not in self._dense and not self.is_staged(slot)
+        self._adopted[slot] = data
+
+    def copied(self, slot: int, used: int) -> torch.Tensor:
+        """A copy of the first `used` keys and values [layers, 2, kv_heads, used, head_dim]."""
+        whole = self._adopted.get(slot)
+        if whole is None:
+            pool, row = self.place(slot)
+            whole = self.pools[pool].data[:, :, row]
+        return whole[:, :, :, :used].clone(memory_format=torch.contiguous_format)
 
     def release(self, slot: int) -> None:
         """Take the slot out, if it is in."""
@@ -143,7 +163,7 @@ class KvCache:
             self._staged = None
             return pool.data[:, :, pool.capacity - 1]
         if slot not in self._dense:
-            return None
+            return self._adopted.pop(slot, None)
         number, row = self._dense.pop(slot)
         self.pools[number].slots[row] = HOLE
         return self.pools[number].data[:, :, row]

@@ -19,6 +19,8 @@ from dora_pipe.producers.engines import torch_engine
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    KV_EXPORT,
     PREFILL_EXACT,
     EngineRequest,
     SamplingParams,
@@ -28,6 +30,7 @@ from tests.support.engine_contract import Result, request, run
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
 
 LOGPROB_TOLERANCE = 1e-4
+PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama_gqa"])
@@ -40,7 +43,7 @@ def open_engine(directory: Path, *, slots: int = 8, context_tokens: int = 512) -
 
 
 def test_one_thread_keeps_every_promise(directory: Path) -> None:
-    assert open_engine(directory).declares == {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT}
+    assert open_engine(directory).declares == PROMISES
 
 
 def test_logprobs_are_those_of_transformers(directory: Path) -> None:

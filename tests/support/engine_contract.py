@@ -17,6 +17,8 @@ import pytest
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    KV_EXPORT,
     PREFILL_EXACT,
     Engine,
     EngineRequest,
@@ -163,7 +165,8 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 def check_declarations_are_known(subject: Subject) -> None:
     """An engine says what it is."""
     engine = subject.open(slots=3, context_tokens=64)
-    assert engine.declares <= {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, "kv_export"}
+    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE}
+    assert engine.declares <= known
     assert engine.slots == 3 and engine.context_tokens == 64
     assert engine.name and engine.version and engine.device and engine.dtype
 

@@ -1,0 +1,52 @@
+"""Running requests that are handed over, or whose weights change: asked of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT
+from tests.contract.test_engine_contract import subject
+from tests.support import engine_moves as moves
+from tests.support.engine_contract import Subject
+
+__all__ = ["subject"]
+
+HANDED_OVER: list[Callable[[Subject], None]] = [
+    moves.check_moved_requests_end_as_if_they_had_stayed,
+    moves.check_a_request_moves_again_and_again,
+    moves.check_what_is_not_complete_has_no_cache,
+    moves.check_export_leaves_the_others_alone,
+    moves.check_unfit_caches_are_refused,
+]
+
+INTERRUPTED: list[Callable[[Subject], None]] = [
+    moves.check_weights_change_under_running_requests,
+    moves.check_weights_change_again_and_again,
+    moves.check_refused_weights_leave_running_requests_alone,
+]
+
+
+@pytest.mark.parametrize("check", HANDED_OVER, ids=lambda check: check.__name__)
+def test_running_request_is_handed_over(subject: Subject, check: Callable[[Subject], None]) -> None:
+    _ask(subject, KV_EXPORT)
+    check(subject)
+
+
+@pytest.mark.parametrize("check", INTERRUPTED, ids=lambda check: check.__name__)
+def test_weights_change_under_requests(subject: Subject, check: Callable[[Subject], None]) -> None:
+    _ask(subject, INTERRUPTIBLE)
+    check(subject)
+
+
+def test_request_whose_cache_is_lost_on_its_way_is_prefilled(subject: Subject) -> None:
+    _ask(subject, KV_EXPORT)
+    moves.check_moved_requests_end_as_if_they_had_stayed(subject, lambda kv: None, cuts=(7,))
+
+
+def _ask(subject: Subject, what: str) -> None:
+    engine: Any = subject.open(slots=1)
+    if what not in engine.declares:
+        pytest.skip(f"{subject.name} does not declare {what}")

@@ -1,0 +1,268 @@
+"""What an engine that lets go of running requests must do: hand over, take up, change weights.
+
+Beside `engine_contract`, whose subjects and results are used. A carrier takes a KV cache from one
+engine to the other; the plain one hands the object on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dora_pipe.producers.engines.port import (
+    INTERRUPTIBLE,
+    KV_EXPORT,
+    Engine,
+    EngineRequest,
+    Kv,
+    WeightsLoaded,
+)
+from tests.support.engine_contract import Result, Subject, request, requests, run, take
+
+Carrier = Callable[[Kv], Kv | None]
+"""None: the cache is lost on its way, the request is prefilled."""
+
+STEPS_MAX = 5000
+
+
+def plain(kv: Kv) -> Kv | None:
+    """The cache as it is."""
+    return kv
+
+
+def steps(engine: Engine, results: dict[str, Result], count: int) -> None:
+    """So many steps; what they give goes to the results."""
+    for _ in range(count):
+        for event in engine.step():
+            assert not isinstance(event, WeightsLoaded)
+            take(results[event.request], event)
+
+
+def finish(engine: Engine, results: dict[str, Result]) -> None:
+    """Steps until the engine is idle."""
+    for _ in range(STEPS_MAX):
+        if not engine.active:
+            return
+        steps(engine, results, 1)
+    raise AssertionError("the engine does not end")
+
+
+def move(
+    source: Engine, target: Engine, one: EngineRequest, result: Result, carry: Carrier = plain
+) -> bool:
+    """Take a request from one running engine to another; whether its cache went along."""
+    found = source.export(one.request)
+    assert found is not None and source.export(one.request) is None
+    if found.sampled is not None:
+        take(result, found.sampled)
+    sequence = [*one.token_ids, *result.tokens]
+    kv = carry(found.kv) if found.kv is not None else None
+    again = replace(
+        one, token_ids=sequence, sampled=one.sampled + len(result.tokens), kv=kv, emit_every=7
+    )
+    if kv is not None:
+        assert kv.tokens == len(sequence) - 1
+        assert target.kv_error(again) is None
+    target.add(again)
+    return kv is not None
+
+
+def check_moved_requests_end_as_if_they_had_stayed(
+    subject: Subject, carry: Carrier = plain, *, count: int = 16, cuts: Sequence[int] = (1, 7, 40)
+) -> None:
+    """Every bit is that of never having moved, whatever runs where it comes and where it goes."""
+    source, target = subject.open(slots=count + 4), subject.open(slots=count + 8)
+    assert KV_EXPORT in source.declares
+    wanted = requests(subject, count, seed=4, max_tokens=90)
+    wholes = run(subject.open(slots=count), wanted)
+    for cut in cuts:
+        company = requests(subject, 6, seed=cut, max_tokens=150)
+        company = [replace(one, request=f"c{one.request}") for one in company]
+        results = {one.request: Result() for one in [*wanted, *company]}
+        for one in company:
+            target.add(one)
+        steps(target, results, 3)
+        for one in wanted:
+            source.add(replace(one, emit_every=5))
+        steps(source, results, cut)
+        running = [one for one in wanted if results[one.request].reason is None]
+        for one in running[::2]:
+            went_along = move(source, target, one, results[one.request], carry)
+            # In the first step not every prompt has its turn.
+            assert went_along or cut == 1 or carry is not plain
+            steps(target, results, 1)
+        finish(source, results)
+        finish(target, results)
+        assert {one.request: results[one.request] for one in wanted} == wholes, f"cut {cut}"
+        assert (source.kv_used_tokens, target.kv_used_tokens) == (0, 0)
+
+
+def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = plain) -> None:
+    """To and fro between two engines, also before its first step in the new one."""
+    engines = [subject.open(slots=3), subject.open(slots=5)]
+    one = request("r", [5, 6, 7, 8], max_tokens=120, seed=3)
+    whole = run(engines[0], [one])["r"]
+    result = {"r": Result()}
+    engines[0].add(one)
+    for at, between in enumerate((1, 0, 2, 27, 33, 0, 0, 31)):
+        steps(engines[at % 2], result, between)
+        move(engines[at % 2], engines[1 - at % 2], one, result["r"], carry)
+    finish(engines[0], result)
+    assert result["r"] == whole and engines[1].active == 0
+
+
+def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
+    """A request that was not prefilled, or has one token, comes without a cache; then slots are
+    free again."""
+    engine = subject.open(slots=2)
+    assert engine.export("nobody") is None
+    engine.add(request("a", [5, 6, 7]))
+    engine.add(request("b", [5]))
+    for name in "ab":
+        found = engine.export(name)
+        assert found is not None and (found.sampled, found.kv) == (None, None)
+    assert engine.active == 0 and engine.step() == []
+    wanted = requests(subject, 4)
+    assert run(engine, wanted) == run(subject.open(slots=2), wanted)
+
+
+def check_export_leaves_the_others_alone(subject: Subject) -> None:
+    """Taking rows out of a batch, in any order, changes no bit of those that stay."""
+    wanted = requests(subject, 10, seed=6, max_tokens=60)
+    alone = run(subject.open(slots=10), wanted)
+    engine = subject.open(slots=10)
+    results = {one.request: Result() for one in wanted}
+    for one in wanted:
+        engine.add(one)
+    gone = []
+    for name in ("r0", "r9", "r4", "r5"):
+        steps(engine, results, 2)
+        if engine.export(name) is not None:
+            gone.append(name)
+    finish(engine, results)
+    assert gone
+    for name, result in results.items():
+        assert name in gone or result == alone[name]
+
+
+def check_unfit_caches_are_refused(subject: Subject) -> None:
+    """A cache of another policy, request or model is named and refused; nothing changes."""
+    engine, other = subject.open(slots=2), subject.open(slots=2)
+    second, digest = subject.policies[1]
+    other.load(second, version=1, digest=digest)
+    one = request("r", [5, 6, 7, 8], max_tokens=20)
+    results = {}
+    for name, source in (("good", engine), ("other weights", other)):
+        source.add(one)
+        results[name] = {"r": Result()}
+        steps(source, results[name], 4)
+        found = source.export("r")
+        assert found is not None and found.sampled is not None and found.kv is not None
+        sequence = [*one.token_ids, *found.sampled.token_ids]
+        results[name]["again"] = replace(one, token_ids=sequence, sampled=4, kv=found.kv)
+    good: EngineRequest = results["good"]["again"]
+    kv = good.kv
+    assert kv is not None
+    (name, array), *_ = kv.arrays.items()
+    unfit = {
+        "other weights": results["other weights"]["again"].kv,
+        "another layout": replace(kv, layout="x"),
+        "another number of tokens": replace(kv, tokens=kv.tokens - 1),
+        "other arrays": replace(kv, arrays={"x": array}),
+        "another type": replace(kv, arrays={name: array.astype(np.float16)}),
+        "another shape": replace(kv, arrays={name: array[:-1]}),
+    }
+    for why, bad in unfit.items():
+        refused = replace(good, kv=bad)
+        assert engine.kv_error(refused) == why
+        with pytest.raises(ValueError, match=why):
+            engine.add(refused)
+        assert engine.active == 0
+    assert engine.kv_error(good) is None and engine.kv_error(one) is None
+    assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(4)
+
+
+def check_weights_change_under_running_requests(subject: Subject) -> None:
+    """Tokens before stay; what follows is what a fresh request with that prefix gets from the new
+    weights. Emitted or not: before `WeightsLoaded` come the old weights' tokens, all of them."""
+    (_, _), (second, digest) = subject.policies
+    engine, fresh = subject.open(slots=12), subject.open(slots=12)
+    assert INTERRUPTIBLE in engine.declares
+    fresh.load(second, version=1, digest=digest)
+    wanted = requests(subject, 10, seed=8, max_tokens=90)
+    wholes = run(subject.open(slots=10), wanted)
+    results = {one.request: Result() for one in wanted}
+    for number, one in enumerate(wanted):
+        engine.add(replace(one, emit_every=(0, 4)[number % 2]))
+    steps(engine, results, 6)
+    *pending, loaded = engine.reload_keeping(second, version=1, digest=digest)
+    assert isinstance(loaded, WeightsLoaded) and (loaded.version, loaded.digest) == (1, digest)
+    for event in pending:
+        assert not isinstance(event, WeightsLoaded)
+        take(results[event.request], event)
+    cuts, rests = {}, []
+    for one in wanted:
+        result = results[one.request]
+        assert result == replace_reason(wholes[one.request], result), "before the change"
+        if result.reason is None:
+            cut = cuts[one.request] = len(result.tokens)
+            rests.append(replace(one, token_ids=[*one.token_ids, *result.tokens], sampled=cut))
+    assert rests and {cuts[one.request] for one in rests} == {6}
+    engine.add(request("late", [9, 8, 7], max_tokens=20))
+    results["late"] = Result()
+    finish(engine, results)
+    expected = run(fresh, [*rests, request("late", [9, 8, 7], max_tokens=20)])
+    for name, cut in [*cuts.items(), ("late", 0)]:
+        assert results[name].after(cut) == expected[name], name
+    assert engine.kv_used_tokens == 0
+
+
+def replace_reason(whole: Result, part: Result) -> Result:
+    """The beginning of `whole`, as long as `part`, with its reason."""
+    size = len(part.tokens)
+    return Result(
+        tokens=whole.tokens[:size],
+        logprobs=whole.logprobs[:size],
+        sampler_logprobs=whole.sampler_logprobs[:size],
+        reason=part.reason,
+    )
+
+
+def check_weights_change_again_and_again(subject: Subject) -> None:
+    """Also before the first step, twice in a row, and back: then the tokens between differ only."""
+    first, second = subject.policies
+    engine = subject.open(slots=2)
+    one = request("r", [5, 6, 7], max_tokens=60, seed=4)
+    result = {"r": Result()}
+    engine.add(replace(one, emit_every=1))
+    for version, between in enumerate((0, 3, 0, 33, 2)):
+        steps(engine, result, between)
+        path, digest = (second, first)[version % 2]
+        (loaded,) = engine.reload_keeping(path, version=version, digest=digest)
+        assert isinstance(loaded, WeightsLoaded)
+    cut = len(result["r"].tokens)
+    finish(engine, result)
+    again = replace(one, token_ids=[*one.token_ids, *result["r"].tokens[:cut]], sampled=cut)
+    other = subject.open(slots=2)
+    other.load(second[0], version=1, digest=second[1])
+    assert result["r"].after(cut) == run(other, [again])["r"]
+
+
+def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
+    """A digest that is not that of the file: the requests go on under the old weights."""
+    from dora_pipe.errors import PolicyError
+
+    engine = subject.open(slots=4)
+    wanted = requests(subject, 4, seed=9)
+    wholes = run(engine, wanted)
+    results = {one.request: Result() for one in wanted}
+    for one in wanted:
+        engine.add(one)
+    steps(engine, results, 2)
+    with pytest.raises(PolicyError):
+        engine.reload_keeping(subject.policies[1][0], version=1, digest="")
+    finish(engine, results)
+    assert results == wholes

@@ -82,7 +82,8 @@ class _Look:
         except (pa.ArrowException, OSError, ValueError) as error:
             self._findings.add("policies", who, f"cannot be read: {error}")
             return
-        wanted = [one.trajectory for group in entry.fact.groups for one in group.trajectories]
+        # A trainer takes a batch in dispatch order; deadlines may have another one (`set`).
+        wanted = sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
         found = [row["trajectory"] for row in rows]
         message = "its rows are not the trajectories of the batch"
         if self._findings.same("policies", who, message, expected=wanted, found=found):

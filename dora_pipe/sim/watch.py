@@ -39,6 +39,7 @@ LEASE_SLACK_NS: Final = 150_000_000
 """A record that is there may be heard by the next turn of the bus only, and so on."""
 
 
+_LEASE: Final = b'"lease-expired"'
 _SPEAKERS: Final = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
 
 
@@ -63,7 +64,8 @@ class Watch:
         self._control: deque[Record] = deque()
         self._round: Round | None = None
         self._control_next = 0
-        self._left: set[tuple[str, int]] = set()
+        self._left: dict[tuple[str, int], bytes] = {}
+        """What incarnations said last, in order."""
         self._newest: Counter[str] = Counter()
         self._ears: dict[int, _Heard] = {}
         self._heard = _Heard()
@@ -125,10 +127,11 @@ class Watch:
         if worker is None:
             return
         epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
-        if (worker, epoch) in self._left:
+        last = self._left.get((worker, epoch))
+        if last is not None and last != record.value:  # appended again: it was not told
             self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
         if isinstance(found, WorkerLeft):
-            self._left.add((worker, epoch))
+            self._left[worker, epoch] = record.value
 
     def _status(self, record: Record) -> None:
         try:
@@ -187,8 +190,9 @@ class Watch:
             self.wrong("rounds", f"{who} comes after the end of the run")
         if round_.ordinal != ordinal:
             self.wrong("rounds", f"{who} comes where round {ordinal} was expected")
-        if round_.role_epoch != self.account.epochs.get("orchestrator", round_.role_epoch):
-            self.wrong("epochs", f"{who} is of role epoch {round_.role_epoch}, which is not newest")
+        if round_.role_epoch != self._newest[ORCHESTRATOR] - 1:
+            newest = self._newest[ORCHESTRATOR] - 1
+            self.wrong("epochs", f"{who} is of role epoch {round_.role_epoch}, {newest} is newest")
         if last is not None and (
             round_.now_ns < last.now_ns or round_.control_next < last.control_next
         ):
@@ -227,17 +231,26 @@ class Watch:
         if isinstance(found, WorkerStatus):
             heard.progress[one] = {name: resume.tokens for name, resume in found.progress.items()}
 
+    def decides(self, heard: _Heard, outputs: Outputs) -> None:
+        """It has decided; who was silent is judged by what it had heard when it did."""
+        for one in outputs.publish:
+            if one.record.topic == self._topics.decisions and _LEASE in one.record.value:
+                for observed in decode_round(one.record.value).observations:
+                    if isinstance(observed, LeaseExpired):
+                        at = (observed.worker, observed.epoch)
+                        since_ns = max(heard.of.get(at, 0), heard.since_ns)
+                        heard.silent_ns[at] = heard.listened_ns - since_ns
+                        heard.told[at] = heard.progress.get(at, {})
+
     def _lease(self, one: LeaseExpired) -> None:
-        heard = self._heard
-        since_ns = max(heard.of.get((one.worker, one.epoch), 0), heard.since_ns)
-        silent_ns = heard.listened_ns - since_ns
+        silent_ns = self._heard.silent_ns.get((one.worker, one.epoch), 0)
         if silent_ns < self._lease_ns - LEASE_SLACK_NS:
             what = f"the lease of {one.worker} ends after {silent_ns / 1e9:.3f} s of silence"
             self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
 
     def _expect_progress(self, fence: Fence) -> None:
         """What a fenced worker had said of its requests must not be lost."""
-        told = self._heard.progress.get((fence.worker, fence.epoch), {})
+        told = self._heard.told.get((fence.worker, fence.epoch), {})
         worker = self.account.workers.get(fence.epoch)
         for name in () if worker is None else worker.requests & told.keys():
             request = self.account.requests[name]
@@ -254,6 +267,10 @@ class _Heard:
         self.since_ns = 0
         self.of: dict[tuple[str, int], int] = {}
         self.progress: dict[tuple[str, int], dict[str, int]] = {}
+        self.silent_ns: dict[tuple[str, int], int] = {}
+        """How long those had been silent whose lease it let expire."""
+        self.told: dict[tuple[str, int], dict[str, int]] = {}
+        """What it knew of their requests then."""
 
 
 class _Overheard:
@@ -269,7 +286,9 @@ class _Overheard:
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         self._watch.reacts(self._heard, inputs, now)
-        return self._machine.react(inputs, now)
+        outputs = self._machine.react(inputs, now)
+        self._watch.decides(self._heard, outputs)
+        return outputs
 
     def wake_at(self) -> int:
         return self._machine.wake_at()

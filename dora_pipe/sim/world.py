@@ -56,6 +56,9 @@ MS: Final = 1_000_000
 TICK_NS: Final = 100_000
 """A turn of a role takes so long; its next one comes after that."""
 
+WAIT_NS: Final = 250 * MS
+"""Workers and trainer look this often whether the run has started."""
+
 EVENTS_MAX: Final = 2_000_000
 """A world with more events than this is running in a circle."""
 
@@ -142,6 +145,8 @@ class World:
         self.seed = seed
         self.roles: dict[int, Role] = {}
         """Incarnations that live, by number."""
+        self.begun = False
+        """Whether `run started` is in the log; workers and trainer wait for it."""
         self.events = 0
         """Turns of roles and things that happened to them."""
         self.ends: list[tuple[int, Role]] = []
@@ -345,6 +350,9 @@ class World:
     # Beginnings and ends
 
     def _build(self, role: Role) -> None:
+        if role.name != ORCHESTRATOR and not self.begun:
+            self._schedule(role, self.clock.ns + WAIT_NS)
+            return
         if role.name == ORCHESTRATOR:
             build_orchestrator(self, role)
         elif role.name == TRAINER:
@@ -377,6 +385,7 @@ class World:
     def _appended(self, records: Sequence[Record], visible_ms: int) -> None:
         """Wake whoever reads it."""
         topics = {record.topic for record in records}
+        self.begun = self.begun or self.topics.control in topics
         ns = max(self.clock.ns, visible_ms * MS)
         for role in self.roles.values():
             if role.runtime is not None and not topics.isdisjoint(role.reads):

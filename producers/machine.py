@@ -134,14 +134,15 @@ class WorkerMachine:
             return Outputs()
         return out
 
-    def waits(self, before_ns: int) -> list[Found]:
-        """What it waits for; beside its work, only what began before a monotonic time."""
+    def waits(self, now_ns: int) -> list[Found]:
+        """What it waits for at this monotonic time."""
         at = Situation(
             hosted=self.hosted.version,
             loading=self.loading.version if self.loading else None,
             loading_ns=self._loading_ns,
             tokens_ns=self._tokens[1],
-            before_ns=before_ns,
+            now_ns=now_ns,
+            heartbeat_ns=self.setup.heartbeat_ns,
         )
         return waits(self.requests.rows.values(), at)
 
@@ -328,7 +329,7 @@ class WorkerMachine:
         requests = self.requests
         if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
             self._tokens = (requests.tokens_total, now.mono_ns)
-        found = self.waits(now.mono_ns - self.setup.heartbeat_ns)
+        found = self.waits(now.mono_ns)
         status = WorkerStatus(
             at_ns=now.wall_ns,
             waits=self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),

@@ -23,6 +23,10 @@ NAMES: Final[Mapping[Phase, str]] = {
 }
 """Phases by urgency, with the name of the wait. A worker that samples waits for no other."""
 
+TOKENS_QUIET_NS: Final = 5_000_000_000
+"""An engine with requests that reports no token for so long is waited for. A slow one reports every
+few seconds, because it gathers tokens before it reports them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -35,8 +39,9 @@ class Situation:
     """When loading began."""
     tokens_ns: int
     """When the last token came, or when there was nothing to sample."""
-    before_ns: int
-    """What began later is not worth a word, unless the worker does nothing else."""
+    now_ns: int
+    heartbeat_ns: int
+    """What is younger is not worth a word, unless the worker does nothing else."""
 
 
 def waits(rows: Iterable[Row], at: Situation) -> list[Found]:
@@ -51,7 +56,7 @@ def waits(rows: Iterable[Row], at: Situation) -> list[Found]:
         first = _standing(phases, at)
     said = {one.name for one in first}
     for phase, of_phase in phases.items():
-        late = [row for row in of_phase if row.since_ns <= at.before_ns]
+        late = [row for row in of_phase if at.now_ns - row.since_ns >= at.heartbeat_ns]
         if late and NAMES[phase] not in said and phase not in _ENDLESS:
             first.append(_of_phase(phase, late, still=False))
     return first
@@ -63,7 +68,7 @@ _ENDLESS: Final = (Phase.RUNNING, Phase.WAITING)
 
 def _standing(phases: Mapping[Phase, list[Row]], at: Situation) -> list[Found]:
     if Phase.RUNNING in phases:
-        if at.tokens_ns > at.before_ns:
+        if at.now_ns - at.tokens_ns <= TOKENS_QUIET_NS:
             return []
         rows = phases[Phase.RUNNING]
         return [_of_phase(Phase.RUNNING, rows, still=True, since_ns=at.tokens_ns)]

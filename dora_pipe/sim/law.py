@@ -63,11 +63,10 @@ class Law:
         """The speed of a trainer on so many GPUs; a step of the published size."""
         return TrainerRates(fixed_s=self.train_fixed_s + self.train_gpu_s / gpus)
 
-    def limit_s(self, *, generating: int, training: int, tokens: float) -> float:
-        """No step can be shorter: max(T_train, total tokens x tau / slots)."""
+    def rollout_limit_s(self, gpus: int, tokens: float) -> float:
+        """Total tokens x tau / slots, with every slot full all the time."""
         tau_s = self.rates().tau(self.slots_per_gpu * GPUS_PER_WORKER)
-        rollout_s = tokens * tau_s / (self.slots_per_gpu * generating)
-        return max(self.trainer(training).fixed_s, rollout_s)
+        return tokens * tau_s / (self.slots_per_gpu * gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +170,7 @@ def misfit(minutes: Sequence[float]) -> float:
 def fit(say: Callable[[str], None] = lambda line: None) -> Law:
     """The best law on a grid; some five seconds. `say` hears of every number of slots."""
     fixed_s, gpu_s = training_law()
-    drawn = [
-        [EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS) for one in range(GROUPS)]
-        for seed in SEEDS
-    ]
+    drawn = _drawn()
     best: tuple[float, Law] | None = None
     for slots in SLOTS_TRIED:
         for rise in RISES_TRIED:
@@ -194,6 +190,19 @@ def fit(say: Callable[[str], None] = lambda line: None) -> Law:
         say(f"up to {slots} slots per GPU: rms error {math.sqrt(best[0]):.1%}, {best[1]}")
     assert best is not None
     return best[1]
+
+
+def mean_rollouts(law: Law) -> dict[int, float]:
+    """Units of `tau_s` of a synchronous rollout, by generating GPUs."""
+    drawn = _drawn()
+    return {gpus: _mean_units(drawn, gpus, law.slots_per_gpu, law.rise) for gpus in (32, 64, 128)}
+
+
+def _drawn() -> list[list[tuple[int, ...]]]:
+    return [
+        [EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS) for one in range(GROUPS)]
+        for seed in SEEDS
+    ]
 
 
 def _mean_units(

@@ -80,8 +80,11 @@ class Seeds:
 
     def staleness(self) -> dict[int, float]:
         """Mean histogram."""
-        keys = sorted({key for one in self.runs for key in one.staleness})
-        return {key: self.mean(lambda one, key=key: one.staleness.get(key, 0.0)) for key in keys}  # type: ignore[misc]
+        found: dict[int, float] = {}
+        for one in self.runs:
+            for key, share in one.staleness.items():
+                found[key] = found.get(key, 0.0) + share
+        return {key: found[key] / len(self.runs) for key in sorted(found)}
 
 
 def overlap(one: Mapping[int, float], other: Mapping[int, float]) -> float:

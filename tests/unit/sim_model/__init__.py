@@ -1,0 +1,1 @@
+"""Tests of modelled hardware and of what runs on it."""

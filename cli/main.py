@@ -15,8 +15,10 @@ from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
+from dora_pipe.cli.paper import paper
 from dora_pipe.cli.show import show
 from dora_pipe.cli.tell import tell
+from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
 
 EXIT_INTERRUPTED = 130
@@ -31,6 +33,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The configuration.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+sim_app = typer.Typer(help="Runs in virtual time.", no_args_is_help=True)
 
 _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
     "Start": (
@@ -44,7 +47,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         tell,
         doctor,
     ),
-    "Look": (look.runs, look.topics, look.cat, show),
+    "Look": (look.runs, look.topics, look.cat, show, why),
     "Trust": (trust.audit, trust.replay, trust.export),
 }
 for _panel, _commands in _COMMANDS.items():
@@ -52,8 +55,10 @@ for _panel, _commands in _COMMANDS.items():
         app.command(rich_help_panel=_panel)(_command)
 for _bench in (think.engine, think.bus, think.codec, faults):
     bench_app.command()(cast("Callable[..., None]", _bench))
+sim_app.command()(paper)
 config_app.command("show")(settings.show)
 app.add_typer(config_app, name="config", rich_help_panel="Start")
+app.add_typer(sim_app, name="sim", rich_help_panel="Think")
 app.add_typer(bench_app, name="bench", rich_help_panel="Think")
 
 

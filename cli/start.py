@@ -19,6 +19,7 @@ from dora_pipe.cli.rundir import RUNS, RunDir, create, find_run, opened, run_dir
 from dora_pipe.cli.settings import OverrideOption
 from dora_pipe.cli.supervisor import Supervisor
 from dora_pipe.cli.zygote import Zygote
+from dora_pipe.clock import SystemClock
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, UsageError
@@ -26,6 +27,7 @@ from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.views.alarms import Alarms
 from dora_pipe.views.lineage import policy_after
 from dora_pipe.views.progress import Progress
 
@@ -123,7 +125,9 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
     zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training, **dict.fromkeys(names, serving)}
     try:
         with _bus(directory, config) as bus:
-            progress = Progress(bus, Topics(config.run.name))
+            topics = Topics(config.run.name)
+            alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
+            progress = Progress(bus, topics, alarms=alarms)
             supervisor = Supervisor(
                 zygotes,
                 stop_order=(names, (roles.TRAINER,), (roles.ORCHESTRATOR,)),

@@ -20,6 +20,7 @@ from dora_pipe.schemas.control import (
     decode_control,
 )
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.views.alarms import Alarms
 
 POLL_RECORDS_MAX = 2000
 
@@ -52,10 +53,14 @@ class StepLine:
 class Progress:
     """Follows a run's control topic; `lines` are what happened since the last call.
 
-    Memory is bounded by the trajectories in flight: a commit takes its batch's out.
+    With `alarms`, theirs are among the lines. Memory is bounded by the trajectories in flight: a
+    commit takes its batch's out.
     """
 
-    def __init__(self, bus: Bus, topics: Topics, *, position: int = 0) -> None:
+    def __init__(
+        self, bus: Bus, topics: Topics, *, position: int = 0, alarms: Alarms | None = None
+    ) -> None:
+        self._alarms = alarms
         self._reader = bus.reader({TopicPartition(topics.control, 0): position})
         self._logged: dict[str, tuple[float | None, int]] = {}
         self._evaluating: dict[int, dict[str, float | None]] = {}
@@ -72,11 +77,13 @@ class Progress:
         records = self._reader.poll(timeout_s=timeout_s, records_max=POLL_RECORDS_MAX)
         for record in records:
             out.extend(self._take(record))
-        return out
+        return out + (self._alarms.lines() if self._alarms else [])
 
     def close(self) -> None:
-        """Let go of the reader."""
+        """Let go of the readers."""
         self._reader.close()
+        if self._alarms:
+            self._alarms.close()
 
     def _take(self, record: Record) -> Sequence[str]:
         try:
@@ -96,6 +103,8 @@ class Progress:
             case WorkerJoined():
                 return [f"{control.worker} joined ({control.engine}, {control.slots} slots)"]
             case WorkerLeft():
+                if self._alarms:
+                    self._alarms.forget(control.worker, control.epoch)
                 return [f"{control.worker} left: {control.reason}"]
             case BatchRefused():
                 why = "; ".join(f"{one.trajectory}: {one.why}" for one in control.offenders)

@@ -1,0 +1,105 @@
+"""Follows a run's statuses and says each alarm once: a wait beyond its limit, a role gone silent.
+
+It decides when silence is one: after a lease, on the clock of who looks. The first status that it
+reads of a role starts that role's clock, so that an old log raises nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.clock import Clock
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown
+from dora_pipe.views.why_chain import span
+from dora_pipe.views.why_log import epoch_of, role_of
+from dora_pipe.waiting import alarm_line
+
+POLL_RECORDS_MAX = 2000
+"""Statuses that one look takes in."""
+
+SAID_MAX = 1000
+"""Alarms that are remembered as said."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Role:
+    epoch: int
+    heard_ns: int
+    """Monotonic."""
+    last: str = ""
+    silent: bool = False
+
+
+class Alarms:
+    """The alarms of a run from now on.
+
+    Example: ``Alarms(bus, topics, lease_s=10.0, clock=SystemClock())``; call `lines` often.
+    """
+
+    def __init__(self, bus: Bus, topics: Topics, *, lease_s: float, clock: Clock) -> None:
+        count = bus.partitions(topics.metrics)
+        partitions = [TopicPartition(topics.metrics, one) for one in range(count)]
+        self._reader = bus.reader({at: bus.end(at) for at in partitions})
+        self._lease_ns = int(lease_s * 1e9)
+        self._clock = clock
+        self._roles: dict[str, _Role] = {}
+        self._left: dict[str, int] = {}
+        self._said: dict[tuple[str, int, str, int], None] = {}
+
+    def lines(self) -> list[str]:
+        """New alarms since the last call, for people."""
+        out: list[str] = []
+        for record in self._reader.poll(timeout_s=0.0, records_max=POLL_RECORDS_MAX):
+            try:
+                status = decode_metrics(record.value)
+            except SchemaError:
+                continue  # lossy by design
+            if not isinstance(status, Unknown):
+                out += self._take(status)
+        return out + self._silences()
+
+    def forget(self, worker: str, epoch: int) -> None:
+        """This incarnation has left in order: it need not be heard any more."""
+        self._left[worker] = epoch
+        known = self._roles.get(worker)
+        if known is not None and known.epoch <= epoch:
+            del self._roles[worker]
+
+    def close(self) -> None:
+        """Let go of the reader."""
+        self._reader.close()
+
+    def _take(self, status: AnyMetrics) -> list[str]:
+        name, epoch = role_of(status), epoch_of(status)
+        known = self._roles.get(name)
+        if epoch <= self._left.get(name, -1) or (known is not None and known.epoch > epoch):
+            return []  # of an incarnation that is over
+        last = status.waits_for
+        self._roles[name] = _Role(epoch=epoch, heard_ns=self._clock.now_ns(), last=last)
+        out = []
+        for wait in status.waits:
+            key = (name, epoch, wait.name, wait.since_ns)
+            if wait.overdue and key not in self._said:
+                self._remember(key)
+                out.append(alarm_line(name, wait, (status.at_ns - wait.since_ns) / 1e9))
+        return out
+
+    def _remember(self, key: tuple[str, int, str, int]) -> None:
+        self._said[key] = None
+        if len(self._said) > SAID_MAX:
+            del self._said[next(iter(self._said))]
+
+    def _silences(self) -> list[str]:
+        now_ns = self._clock.now_ns()
+        out = []
+        for name, role in self._roles.items():
+            silent_ns = now_ns - role.heard_ns
+            if silent_ns > self._lease_ns and not role.silent:
+                role.silent = True
+                last = f"; it waited for {role.last}" if role.last else ""
+                out.append(f"ALARM {name}: nothing heard for {span(silent_ns / 1e9)}{last}")
+        return out

@@ -1,0 +1,99 @@
+"""What a worker says it waits for, by what its requests are in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora_pipe.producers.rows import Phase, Row
+from dora_pipe.producers.waits import NAMES, TOKENS_QUIET_NS, Situation, waits
+from dora_pipe.schemas.metrics import Blocker
+from dora_pipe.schemas.rounds import PlacedRequest
+from tests.support.worker import setup_of, spec_of
+
+NOW_NS = 100_000_000_000
+HEARTBEAT_NS = 500_000_000
+
+
+def row(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> Row:
+    place = PlacedRequest(
+        spec=spec_of(ordinal),
+        trajectory=f"g{ordinal:010d}-000",
+        sibling=0,
+        attempt=1,
+        worker="w0",
+        epoch=3,
+    )
+    params = setup_of(3).params["train"]
+    return Row(
+        key=f"g{ordinal:010d}-000/1",
+        place=place,
+        params=params,
+        seed=1,
+        placed_ns=0,
+        phase=phase,
+        since_ns=NOW_NS - ago_ns,
+    )
+
+
+def situation(**changes: Any) -> Situation:
+    plain = {
+        "hosted": 4,
+        "loading": None,
+        "loading_ns": 0,
+        "tokens_ns": NOW_NS,
+        "now_ns": NOW_NS,
+        "heartbeat_ns": HEARTBEAT_NS,
+    }
+    return Situation(**(plain | changes))
+
+
+def test_worker_without_a_version_waits_for_the_orchestrator() -> None:
+    (found,) = waits([], situation(hosted=-1))
+    assert (found.name, found.words, found.still) == ("version", "a first version to host", True)
+    assert list(found.blockers) == [Blocker("role", "orchestrator")]
+
+
+def test_worker_without_requests_waits_for_those_of_its_version() -> None:
+    (found,) = waits([], situation())
+    assert (found.name, found.words, found.limit) == ("requests", "requests of version 4", "work")
+
+
+def test_loading_comes_before_everything_and_began_when_it_was_ordered() -> None:
+    (found,) = waits([row(Phase.WAITING)], situation(loading=9, loading_ns=7))
+    assert (found.name, found.key, found.since_ns, found.still) == ("weights", "9", 7, True)
+    assert list(found.blockers) == [Blocker("version", "9")]
+
+
+def test_worker_that_samples_waits_for_nothing() -> None:
+    assert waits([row(Phase.RUNNING), row(Phase.WAITING, 1, ago_ns=10**10)], situation()) == []
+
+
+def test_reward_that_takes_its_time_is_named_beside_the_work_from_its_oldest_on() -> None:
+    rows = [
+        row(Phase.RUNNING),
+        row(Phase.REWARDING, 1, ago_ns=HEARTBEAT_NS),
+        row(Phase.REWARDING, 2, ago_ns=3 * HEARTBEAT_NS),
+        row(Phase.REWARDING, 3, ago_ns=1),
+    ]
+    (found,) = waits(rows, situation())
+    assert (found.name, found.words, found.still) == ("reward", "rewards (2)", False)
+    assert found.since_ns == NOW_NS - 3 * HEARTBEAT_NS
+    assert [one.id for one in found.blockers] == ["g0000000002-000", "g0000000001-000"]
+
+
+def test_worker_whose_requests_all_wait_says_for_what_at_once() -> None:
+    (found,) = waits([row(Phase.REWARDING), row(Phase.LOGGING, 1)], situation())
+    assert (found.name, found.words, found.still) == ("reward", "rewards (1)", True)
+
+
+def test_engine_that_gives_no_token_for_long_is_waited_for() -> None:
+    quiet = situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS)
+    assert waits([row(Phase.RUNNING)], quiet) == []
+    (found,) = waits([row(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
+    assert (found.name, found.still) == ("tokens", True)
+    assert found.since_ns == NOW_NS - TOKENS_QUIET_NS - 1
+
+
+def test_every_phase_has_a_name() -> None:
+    assert set(NAMES) == set(Phase)
+    assert len(set(NAMES.values())) == len(NAMES)

@@ -1,0 +1,85 @@
+"""`dora-pipe sim paper` prints published and simulated figures side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dora_pipe.cli.main import app
+from dora_pipe.errors import ConfigError
+from dora_pipe.sim.law import FITTED
+from dora_pipe.sim.paper import Scenario, other_rows, published_rows, simulate, sweep_rows
+from dora_pipe.sim.paper_figures import overlap
+from dora_pipe.sim.tables import limit_min
+
+
+def rows(*words: str) -> list[dict[str, object]]:
+    """What a command prints, one object a line."""
+    result = CliRunner().invoke(app, ["sim", "paper", "--json", *words])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_lengths_and_law_stand_beside_what_was_published() -> None:
+    found = rows("--section", "lengths", "--section", "law")
+    assert {row["section"] for row in found} == {"lengths", "law"}
+    errors = [str(row["error"]) for row in found if row["error"]]
+    assert len(errors) == 13
+    assert max(abs(float(one.rstrip("%"))) for one in errors) < 15
+
+
+def test_an_unknown_section_is_named() -> None:
+    result = CliRunner().invoke(app, ["sim", "paper", "--section", "moon"])
+    assert isinstance(result.exception, ConfigError)
+    assert "moon" in result.exception.message
+
+
+def test_tables_for_people_have_titles_and_notes() -> None:
+    result = CliRunner().invoke(app, ["sim", "paper", "--section", "law"])
+    assert "One law from GPUs to slots" in result.stdout
+    assert "slots per GPU" in result.stdout
+
+
+def scenario(name: str, gpus: int) -> Scenario:
+    """A published row by name."""
+    return next(one for one in published_rows(gpus) if one.name == name)
+
+
+def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
+    """One smoke case of the whole path: synchronous is slowest, Algorithm 1 hides its rollout."""
+    sync = simulate(scenario("sync", 64), seed=1, steps=8, per_step=64)
+    dora = simulate(scenario("dora, Algorithm 1", 64), seed=1, steps=8, per_step=64)
+    assert sync.exposed_min > 5 * max(0.1, dora.exposed_min)
+    assert sync.staleness == {0: 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gpus", "within"),
+    [("sync", 64, 0.08), ("sync", 128, 0.08), ("one-step", 64, 0.12), ("one-step", 128, 0.18)],
+)
+def test_fitted_rows_lie_near_what_was_published(name: str, gpus: int, within: float) -> None:
+    row = scenario(name, gpus)
+    assert row.published.step_min is not None
+    found = simulate(row, seed=1, steps=10)
+    assert found.step_min == pytest.approx(row.published.step_min, rel=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "exposed"), [(64, 1.8), (128, 2.5)])
+def test_dora_hides_its_rollout_as_published(gpus: int, exposed: float) -> None:
+    row = scenario("dora, Algorithm 1", gpus)
+    found = simulate(row, seed=1)
+    assert found.exposed_min == pytest.approx(exposed, abs=1.2)
+    assert row.published.staleness is not None
+    assert overlap(found.staleness, row.published.staleness) > 0.6
+
+
+@pytest.mark.slow
+def test_no_row_beats_the_limit_of_its_hardware() -> None:
+    for make in (published_rows, sweep_rows, other_rows):
+        for row in make(64):
+            found = simulate(row, seed=2, steps=9)
+            assert found.step_min >= limit_min(row, FITTED) * 0.97, row.name

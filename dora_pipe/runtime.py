@@ -30,7 +30,7 @@ from dora_pipe.clock import Clock
 from dora_pipe.patience import patiently
 from dora_pipe.schemas.metrics import Cost
 
-BUS_TURN_NS: Final = 50_000_000
+BUS_TURN_NS: Final = 100_000_000
 """A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
 append costs about as much for one record as for ten; requests placed ahead hide the wait."""
 

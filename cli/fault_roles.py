@@ -98,6 +98,7 @@ def _orchestrator(directory: RunDir) -> None:
 
 
 def _worker(directory: RunDir, name: str) -> None:
+    from dora_pipe.producers.handover_files import DirectoryHandover
     from dora_pipe.producers.role import run_worker
 
     config, topics, injector, clock = _rigged(directory, name)
@@ -112,6 +113,7 @@ def _worker(directory: RunDir, name: str) -> None:
             worker=name,
             store=PolicyStore(directory.store(config)),
             engine_factory=engine,
+            handover=DirectoryHandover(directory.handover, clock=clock),
             stop=roles.StopFlag(),
             config=config,
             clock=clock,

@@ -121,6 +121,7 @@ def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:
 
 def worker(directory: RunDir, config: Config, name: str) -> None:
     """Be a rollout worker until the run ends or it is drained."""
+    from dora_pipe.producers.handover_files import DirectoryHandover
     from dora_pipe.producers.role import run_worker
 
     stop = StopFlag()
@@ -132,6 +133,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
             worker=name,
             store=PolicyStore(directory.store(config)),
             engine_factory=open_engine,
+            handover=DirectoryHandover(directory.handover, clock=SystemClock()),
             stop=stop,
             config=config,
         )

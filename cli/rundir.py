@@ -4,6 +4,7 @@ runs/NAME/
   config.toml     the resolved configuration
   log.sqlite      the log, unless the bus is elsewhere
   policies/       policies and checkpoints under their digests
+  handover/       KV caches on their way from worker to worker
   logs/           what each role said
 """
 
@@ -44,6 +45,11 @@ class RunDir:
     def logs(self) -> Path:
         """One file of talk per role."""
         return self.path / "logs"
+
+    @property
+    def handover(self) -> Path:
+        """Where workers of this machine hand KV caches to each other."""
+        return self.path / "handover"
 
     def config(self) -> Config:
         """The run's configuration as it was stored."""

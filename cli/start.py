@@ -119,6 +119,7 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
     roles.need_torch()
+    shutil.rmtree(directory.handover, ignore_errors=True)
     slim = Zygote(lambda name: _be(plan, name))
     serving = Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD)
     training = Zygote(lambda name: _be(plan, name), preload=roles.TRAINER_PRELOAD)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.port import EngineRequest, Kv
+from dora_pipe.producers.handover import KvLabel
 from dora_pipe.producers.tasks.port import Split
 from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -32,6 +34,10 @@ class EngineStarted:
 
     request: str
     at_ns: int
+    imported: bool = False
+    """It goes on from the KV cache that it came with; else it is prefilled."""
+    why: str = ""
+    """Why the KV cache that it came with was not taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,64 @@ class EngineCancel:
     """Let go of a request, in its slot or ahead of it; no event follows."""
 
     request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineExport:
+    """Take a running request out of its slot: a last `TokensSampled`, then `EngineExported`."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineExported:
+    """A request has left its slot; None: its KV cache is not to be had."""
+
+    request: str
+    kv: Kv | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutKv:
+    """Hand a KV cache over to whoever goes on with its request: `KvPut`."""
+
+    request: str
+    label: KvLabel
+    kv: Kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPut:
+    """Where the KV cache can be fetched; None when it was not kept, and `why`."""
+
+    request: str
+    blob: Blob | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchKv:
+    """Get the KV cache that another worker handed over: `KvFetched`."""
+
+    request: str
+    label: KvLabel
+    blob: Blob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFetched:
+    """The KV cache, its digest and label checked; None when there is none, and `why`."""
+
+    request: str
+    kv: Kv | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropKv:
+    """Nobody will go on from this KV cache any more; no event follows."""
+
+    blob: Blob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,10 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.errors import SchemaError
 from dora_pipe.producers.effects import (
     EncodeFailed,
+    EngineExported,
     EngineStarted,
+    KvFetched,
+    KvPut,
     LoadFailed,
     LoadWeights,
     Observed,
@@ -34,8 +37,9 @@ from dora_pipe.producers.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled, WeightsLoaded
+from dora_pipe.producers.moves import move
 from dora_pipe.producers.requests import Requests
-from dora_pipe.producers.rows import Phase, WorkerSetup
+from dora_pipe.producers.rows import WAITING_PHASES, Phase, WorkerSetup
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.producers.transitions import PROGRESS_TAG, take, take_published
 from dora_pipe.producers.waits import Situation, waits
@@ -47,6 +51,7 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Drain,
     Fence,
+    Move,
     Place,
     PlacedRequest,
     StopRun,
@@ -92,6 +97,7 @@ class WorkerMachine:
         self.loading: Hosted | None = None
         self.outcome: Outcome = "running"
         self.error = ""
+        self.run_over = False
         self._cost = cost
         self._kv_used = kv_used
         self._draining = ""
@@ -195,7 +201,7 @@ class WorkerMachine:
 
     # Decisions
 
-    def _mine(self, decision: Assign | Cancel | Drain | Fence | Place) -> bool:
+    def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place) -> bool:
         """Whether it is meant for this incarnation; a later one means that this is replaced."""
         if decision.worker != self.setup.worker:
             return False
@@ -242,6 +248,10 @@ class WorkerMachine:
         if self._mine(cancel):
             self.requests.cancel(cancel.trajectory, cancel.attempt)
 
+    def _on_move(self, decision: Move, now: Now) -> None:
+        if self._mine(decision):
+            move(self.requests, decision.trajectory, decision.attempt, now)
+
     def _on_assign(self, assign: Assign, now: Now) -> None:
         if not self._mine(assign) or self._leaving or self._draining:
             return
@@ -259,6 +269,7 @@ class WorkerMachine:
             self.outcome = "fenced"
 
     def _on_stop_run(self, stop: StopRun, now: Now) -> None:
+        self.run_over = True
         self._leaving = self._leaving or f"the run stopped: {stop.reason}"
         self._left(now)
 
@@ -272,15 +283,11 @@ class WorkerMachine:
         if late or ((self._leaving or self._draining) and not requests.rows):
             self._left(now)
             return
-        if self._leaving:
-            pass
-        elif self.loading is None and self.hosted != self.target:
-            if requests.generating(self.hosted.version):
+        if self.loading is None and not self._leaving:
+            if self.hosted == self.target or requests.generating(self.hosted.version):
                 requests.fill(self.hosted.version)
             else:
                 self._load(now)
-        elif self.loading is None:
-            requests.fill(self.hosted.version)
         if now.mono_ns >= self._status_ns:
             self._said_ns = now.mono_ns
             self._status_ns = now.mono_ns + self.setup.heartbeat_ns
@@ -338,7 +345,7 @@ class WorkerMachine:
             epoch=self.setup.epoch,
             version=self.hosted.version,
             active=requests.in_phase(Phase.RUNNING),
-            waiting=requests.in_phase(Phase.PROMPTING, Phase.RESUMING, Phase.WAITING),
+            waiting=requests.in_phase(*WAITING_PHASES),
             kv_used_tokens=self._kv_used(),
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
@@ -352,6 +359,9 @@ class WorkerMachine:
 
 _REQUEST_EVENTS: Final = (
     EngineStarted,
+    EngineExported,
+    KvFetched,
+    KvPut,
     TokensSampled,
     RequestFinished,
     Prompted,
@@ -378,6 +388,7 @@ _INPUTS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
 _DECISIONS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
     Place: WorkerMachine._on_place,
     Cancel: WorkerMachine._on_cancel,
+    Move: WorkerMachine._on_move,
     Assign: WorkerMachine._on_assign,
     Drain: WorkerMachine._on_drain,
     Fence: WorkerMachine._on_fence,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,6 +17,8 @@ from dora_pipe.errors import DoraError
 from dora_pipe.producers.effects import (
     EngineAdd,
     EngineCancel,
+    EngineExport,
+    EngineExported,
     EngineStarted,
     LoadFailed,
     LoadWeights,
@@ -95,7 +98,7 @@ class EnginePort:
     With `in_thread`, weights are loaded beside the loop.
     """
 
-    effects: tuple[type, ...] = (EngineAdd, EngineCancel, LoadWeights)
+    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, LoadWeights)
 
     def __init__(
         self,
@@ -116,13 +119,15 @@ class EnginePort:
         self._loading: threading.Thread | None = None
         self._loaded: list[WeightsLoaded | LoadFailed] = []
 
-    def start(self, effect: EngineAdd | EngineCancel | LoadWeights) -> None:
+    def start(self, effect: EngineAdd | EngineCancel | EngineExport | LoadWeights) -> None:
         """See the effects."""
         if isinstance(effect, EngineAdd):
             self._ahead[effect.request.request] = effect.request
         elif isinstance(effect, EngineCancel):
             if self._ahead.pop(effect.request, None) is None:
                 self._engine.cancel(effect.request)
+        elif isinstance(effect, EngineExport):
+            self._export(effect.request)
         elif self._in_thread:
             assert self._loading is None, "weights are loaded one version at a time"
             self._loading = threading.Thread(
@@ -167,11 +172,30 @@ class EnginePort:
         """Fill free slots in order. A request that the engine refuses has ended with an error."""
         while self._ahead and self._engine.active < self._engine.slots:
             name = next(iter(self._ahead))
-            events.append(EngineStarted(request=name, at_ns=self._clock.wall_ns()))
+            request, why = self._ahead.pop(name), None
+            if request.kv is not None:
+                why = self._engine.kv_error(request)
+                request = request if why is None else replace(request, kv=None)
+            started = EngineStarted(
+                request=name,
+                at_ns=self._clock.wall_ns(),
+                imported=request.kv is not None,
+                why=why or "",
+            )
+            events.append(started)
             try:
-                self._engine.add(self._ahead.pop(name))
+                self._engine.add(request)
             except ValueError as error:
                 events.append(RequestFinished(request=name, reason="error", error=str(error)))
+
+    def _export(self, name: str) -> None:
+        """Take a request out. One that has ended tells of that itself."""
+        found = self._engine.export(name)
+        if found is None:
+            return
+        if found.sampled is not None:
+            self._events.append(found.sampled)
+        self._events.append(EngineExported(request=name, kv=found.kv))
 
     def _load(self, effect: LoadWeights) -> None:
         try:

@@ -15,23 +15,24 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Final
 
 from dora_pipe.bus.port import Append
 from dora_pipe.producers.effects import (
+    DropKv,
     EncodeProgress,
     EncodeTrajectory,
     EngineAdd,
     EngineCancel,
     Score,
 )
-from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.rows import (
     GENERATING,
+    UNFINISHED,
     Phase,
     Row,
     WorkerSetup,
+    engine_request_of,
     key_of,
     logged_of,
     progress_of,
@@ -41,6 +42,7 @@ from dora_pipe.producers.rows import (
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.runtime import Now, Outputs, Publish
 from dora_pipe.schemas.control import (
+    Control,
     FinishReason,
     LoggedEntry,
     RequestFailed,
@@ -115,6 +117,7 @@ class Requests:
             placed_ns=now.wall_ns,
             since_ns=now.mono_ns,
             resume=place.resume,
+            blob=place.kv,
         )
         self._phases[row.phase] += 1
         self._generating[place.spec.version] += 1
@@ -123,7 +126,7 @@ class Requests:
     def cancel(self, trajectory: str, attempt: int) -> None:
         """Drop a request, unless it has finished already."""
         row = self.rows.get(key_of(trajectory, attempt))
-        if row is not None and (row.phase in GENERATING or row.phase is Phase.LEAVING):
+        if row is not None and row.phase in UNFINISHED:
             self.abandon(row)
         else:
             self.counts["cancelled too late"] += 1
@@ -143,10 +146,7 @@ class Requests:
             message=message,
             retryable=retryable,
         )
-        append = Append(
-            topic=self.setup.topics.control, key=place.trajectory.encode(), value=encode(record)
-        )
-        self.out.publish.append(Publish(record=append))
+        self.say(place.trajectory, record)
 
     def fill(self, version: int) -> None:
         """Hand waiting requests of a version to the engine: for its slots, and ahead of them.
@@ -191,12 +191,7 @@ class Requests:
                     digest=digest,
                     trajectories=tuple(entries[start : start + REPORTED_MAX]),
                 )
-                append = Append(
-                    topic=self.setup.topics.control,
-                    key=self.setup.worker.encode(),
-                    value=encode(record),
-                )
-                self.out.publish.append(Publish(record=append))
+                self.say(self.setup.worker, record)
         self._logged.clear()
 
     def leave(self) -> None:
@@ -220,6 +215,12 @@ class Requests:
         self._handed.clear()
         self._grown.clear()
         self._logged.clear()
+
+    def say(self, key: str, record: Control) -> None:
+        """Publish a fact."""
+        topic = self.setup.topics.control
+        append = Append(topic=topic, key=key.encode(), value=encode(record))
+        self.out.publish.append(Publish(record=append))
 
     # Steps of a request; `transitions` says when
 
@@ -246,11 +247,11 @@ class Requests:
         else:
             self._waiting.setdefault(row.place.spec.version, {})[row.key] = None
 
-    def run(self, row: Row, at_ns: int) -> None:
+    def run(self, row: Row, at_ns: int, *, imported: bool = False) -> None:
         """A request has its slot."""
         self._handed.pop(row.key, None)
         self.enter(row, Phase.RUNNING)
-        row.sequence.start_stay(at_ns)
+        row.sequence.start_stay(at_ns, imported=imported)
         row.started_ns = row.started_ns or at_ns
 
     def ended(self, row: Row, finish: FinishReason, now: Now) -> None:
@@ -296,12 +297,16 @@ class Requests:
 
     def last_chunk(self, row: Row) -> None:
         """A leaving request is put down as soon as all it has sampled is durable."""
-        if not self._chunk(row, 1) and not row.chunk_open:
+        if self.all_durable(row):
             self._put_down(row)
+
+    def all_durable(self, row: Row) -> bool:
+        """Whether its progress records hold all that was sampled; if not, the last is begun."""
+        return not self._chunk(row, 1) and not row.chunk_open
 
     def start_again(self, row: Row) -> None:
         """From the prompt on, under the same version and seed."""
-        self._release(row)
+        self.let_go(row)
         row.restarts += 1
         row.start_over()
         self.enter(row, Phase.PROMPTING)
@@ -319,10 +324,17 @@ class Requests:
 
     def abandon(self, row: Row) -> None:
         """Drop a request with all it holds."""
-        self._release(row)
+        self.let_go(row)
+        self.drop_kv(row)
         if row.episode or row.phase in (Phase.PROMPTING, Phase.REWARDING):
             self.out.effects.append(Forget(request=row.key))
         self.gone(row)
+
+    def drop_kv(self, row: Row) -> None:
+        """Nobody will go on from its KV cache any more."""
+        if row.blob is not None:
+            self.out.effects.append(DropKv(blob=row.blob))
+        row.blob = row.kv = None
 
     def gone(self, row: Row) -> None:
         """A request has no more business here."""
@@ -333,24 +345,11 @@ class Requests:
         del self.rows[row.key]
 
     def _hand(self, row: Row) -> None:
-        """Hand a request to the engine; of several turns only what is left may be sampled."""
-        sequence, params = row.sequence, row.params
+        """Hand a request to the engine."""
         self._unlist(row)
         self._handed[row.key] = None
-        sampled = sequence.sampled_tokens
         emit_every = min(self.setup.checkpoint_tokens, EMIT_EVERY_TOKENS)
-        if row.episode:
-            params = replace(params, max_tokens=params.max_tokens - sampled)
-            sampled = emit_every = 0
-        request = EngineRequest(
-            request=row.key,
-            token_ids=list(sequence.token_ids),
-            sampled=sampled,
-            seed=row.seed,
-            params=params,
-            emit_every=emit_every,
-        )
-        self.out.effects.append(EngineAdd(request=request))
+        self.out.effects.append(EngineAdd(request=engine_request_of(row, emit_every)))
 
     def _chunk(self, row: Row, tokens_min: int) -> bool:
         """Start a progress record if none is under way and there is enough to write."""
@@ -367,7 +366,7 @@ class Requests:
             self.left[row.place.trajectory] = row.resume
         self.abandon(row)
 
-    def _release(self, row: Row) -> None:
+    def let_go(self, row: Row) -> None:
         """Let go of the slot, or of the place in the queue."""
         if row.phase is Phase.RUNNING or row.key in self._handed:
             self.out.effects.append(EngineCancel(request=row.key))

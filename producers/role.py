@@ -31,7 +31,9 @@ from dora_pipe.errors import Fenced, OutcomeUnknown, PolicyError, TaskError, Top
 from dora_pipe.patience import patiently
 from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
-from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.producers.engines.port import KV_EXPORT, PREFILL_EXACT, Engine, SamplingParams
+from dora_pipe.producers.handover import Handover, NoHandover
+from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import Outcome, WorkerMachine
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
@@ -55,6 +57,9 @@ REJOINS_MAX: Final = 8
 TASK_CALLS: Final = 3
 """Time limits of a task call that a request may wait for one: others may be before it."""
 
+MOVES: Final = "moves"
+"""What a worker declares that lets go of running requests; see `producers.moves`."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -75,6 +80,7 @@ class _Worker:
     name: str
     store: PolicyStore
     engine_factory: EngineFactory
+    handover: Handover
     stop: Callable[[], bool]
     clock: Clock
     meter: Meter
@@ -91,15 +97,16 @@ def run_worker(
     engine_factory: EngineFactory,
     stop: Callable[[], bool],
     config: model.Config | None = None,
+    handover: Handover | None = None,
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
     """Be the worker of this name until the run ends or `stop` says so.
 
     `config` is this machine's: free keys (slots, timing, task processes) are taken from it,
-    everything else from the log. Call it in the process's main thread. Raises ConfigError,
-    TaskError or PolicyError for what does not belong to the run, Fenced when another process has
-    taken the name, and whatever ends a role.
+    everything else from the log. Without a `handover` moved requests are prefilled. Call it in the
+    process's main thread. Raises ConfigError, TaskError or PolicyError for what does not belong to
+    the run, Fenced when another process has taken the name, and whatever ends a role.
     """
     clock = clock or SystemClock()
     run = wait_for_run(bus, topics, stop, clock)
@@ -111,6 +118,7 @@ def run_worker(
         name=worker,
         store=store,
         engine_factory=engine_factory,
+        handover=handover or NoHandover(),
         stop=stop,
         clock=clock,
         meter=meter or Meter(),
@@ -141,6 +149,12 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
         stop_ids=stop_ids,
         stop=sampling.stop,
     )
+
+
+def declares(engine: Engine, *, single_turn: bool) -> tuple[str, ...]:
+    """What a worker says it can. Without an exact way to go on, requests stay where they are."""
+    exact = {KV_EXPORT, PREFILL_EXACT} & engine.declares
+    return tuple(sorted(engine.declares | ({MOVES} if exact and single_turn else set())))
 
 
 def _config_of(run: RunStarted, local: model.Config | None) -> model.Config:
@@ -194,6 +208,7 @@ def _serve(
             tasks,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
+            HandoverPort(here.handover),
             EnginePort(engine, here.store.weights_path, clock=here.clock),
         ],
         clock=here.clock,
@@ -202,6 +217,8 @@ def _serve(
     )
     with closing(runtime):
         runtime.run(here.stop)
+    if machine.run_over:
+        here.handover.clear()
     if machine.error:
         raise PolicyError(machine.error)
     LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))
@@ -307,7 +324,7 @@ def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
-        declares=tuple(sorted(engine.declares)),
+        declares=declares(engine, single_turn=facts.single_turn),
         assets_digest=here.run.assets_digest,
         reward_digest=facts.reward_digest,
         package=__version__,

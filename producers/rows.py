@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, LoggedEntry, Resume
 from dora_pipe.schemas.identity import Purpose, trajectory_seed
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
@@ -24,6 +25,7 @@ class Phase(StrEnum):
 
     PROMPTING = "prompts"
     RESUMING = "progress records"
+    FETCHING = "KV caches"
     WAITING = "slots"
     RUNNING = "tokens"
     ENVIRONMENT = "environments"
@@ -31,12 +33,30 @@ class Phase(StrEnum):
     ENCODING = "the codec"
     LOGGING = "the trajectories topic"
     LEAVING = "the progress topic"
+    EXPORTING = "the engine to let go"
+    RELEASING = "the handover"
 
 
 GENERATING = frozenset(
-    {Phase.PROMPTING, Phase.RESUMING, Phase.WAITING, Phase.RUNNING, Phase.ENVIRONMENT}
+    {
+        Phase.PROMPTING,
+        Phase.RESUMING,
+        Phase.FETCHING,
+        Phase.WAITING,
+        Phase.RUNNING,
+        Phase.ENVIRONMENT,
+    }
 )
 """Phases that still need the engine: a version is kept until none of its requests is in one."""
+
+WAITING_PHASES = (Phase.PROMPTING, Phase.RESUMING, Phase.FETCHING, Phase.WAITING)
+"""Phases of a request that has not come to a slot yet."""
+
+MOVING = frozenset({Phase.EXPORTING, Phase.RELEASING})
+"""Phases of a request that goes on elsewhere; see `moves`."""
+
+UNFINISHED = GENERATING | MOVING | {Phase.LEAVING}
+"""Phases in which a cancellation does not come too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +122,12 @@ class Row:
     """Sampled tokens that progress records cover, the one under way included."""
     chunk_open: bool = False
     """A progress record is under way: encoded, or appended and not yet acknowledged."""
+    blob: Blob | None = None
+    """Where its KV cache lies: the one it came with until it is used, or the one it leaves."""
+    kv: Kv | None = None
+    """Its KV cache, fetched and not yet in the engine."""
+    kv_open: bool = False
+    """Its KV cache is being handed over."""
     asked_ns: int = 0
     """When the environment was asked."""
     started_ns: int | None = None
@@ -131,6 +157,23 @@ def key_of(trajectory: str, attempt: int) -> str:
 def seed_of(place: PlacedRequest) -> int:
     """The seed of the request's random stream: neither attempt nor worker enters it."""
     return trajectory_seed(place.spec.seed, place.sibling)
+
+
+def engine_request_of(row: Row, emit_every: int) -> EngineRequest:
+    """What the engine is told of a request; of several turns only what is left may be sampled."""
+    sequence, params, sampled = row.sequence, row.params, row.sequence.sampled_tokens
+    if row.episode:
+        params = replace(params, max_tokens=params.max_tokens - sampled)
+        sampled = emit_every = 0
+    return EngineRequest(
+        request=row.key,
+        token_ids=list(sequence.token_ids),
+        sampled=sampled,
+        seed=row.seed,
+        params=params,
+        emit_every=emit_every,
+        kv=row.kv,
+    )
 
 
 def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
@@ -175,6 +218,7 @@ def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
             reward_error=row.reward_error,
             error=row.error,
             prefills=tuple(sequence.prefills),
+            moves=sequence.moves,
         ),
     )
 

@@ -75,11 +75,12 @@ class TokenSequence:
             )
         self.prefills = list(chunks[-1].prefills)
 
-    def start_stay(self, at_ns: int) -> None:
-        """The sequence goes into a slot: everything so far is prefilled."""
+    def start_stay(self, at_ns: int, *, imported: bool = False) -> None:
+        """The sequence goes into a slot: everything so far is prefilled, or was `imported`."""
         self._stay_start = len(self.token_ids)
         self._stay_start_ns = at_ns
-        self.prefills.append(self._stay_start)
+        if not imported:
+            self.prefills.append(self._stay_start)
 
     def sampled(
         self,
@@ -114,6 +115,12 @@ class TokenSequence:
         kind: SegmentKind = "tool" if tool else "environment"
         self._given(kind, token_ids, asked_ns, at_ns, tool=tool, ok=ok)
         self._turn += 1
+
+    @property
+    def moves(self) -> int:
+        """How often a stay began with the KV cache of the one before it: without a prefill."""
+        prefilled = set(self.prefills)
+        return sum(one.kind == "model" and one.start not in prefilled for one in self.segments)
 
     @property
     def turns_taken(self) -> int:

@@ -4,6 +4,8 @@
           -> gone (and reported, with all others of the same turn)
     several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ...
     the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
+    it came with a KV cache: RESUMING -> FETCHING -> WAITING
+    it moves: RUNNING -> EXPORTING -> RELEASING -> gone; see `moves`
 
 `_TABLE` and `_ACKNOWLEDGED` are all there is. An event of a request that is not here belongs to one
 that was dropped and is ignored; an event that its phase does not know is refused. Both are counted
@@ -21,8 +23,11 @@ from typing import Any, Final
 from dora_pipe.bus.port import Append
 from dora_pipe.producers.effects import (
     EncodeFailed,
+    EngineExported,
     EngineStarted,
     FetchProgress,
+    KvFetched,
+    KvPut,
     Observed,
     ProgressEncoded,
     ProgressFetched,
@@ -31,6 +36,15 @@ from dora_pipe.producers.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
+from dora_pipe.producers.moves import (
+    exported,
+    fetch,
+    fetched,
+    handed_over,
+    left_behind,
+    started,
+    take_leave,
+)
 from dora_pipe.producers.requests import Requests
 from dora_pipe.producers.rows import Phase, Row
 from dora_pipe.producers.sequence import TokenSequence, chain_error
@@ -72,6 +86,8 @@ def _take(
     row = book.rows.get(key)
     if row is None:
         book.counts["ignored"] += 1
+        if isinstance(event, KvPut):
+            left_behind(book, event)
         return
     handler = table.get((row.phase, kind))
     if handler is None:
@@ -126,7 +142,7 @@ def _resumed(book: Requests, row: Row, event: ProgressFetched, now: Now) -> None
     row.chunk_end = row.resume.tokens
     finish = _finish_of(row, book.setup.context_tokens)
     if finish is None:
-        book.wait(row)
+        fetch(book, row)
     else:
         book.ended(row, finish, now)
 
@@ -139,13 +155,6 @@ def _finish_of(row: Row, context_tokens: int) -> FinishReason | None:
     if sequence.sampled_tokens >= params.max_tokens or len(sequence) >= context_tokens:
         return "length"
     return None
-
-
-# WAITING
-
-
-def _started(book: Requests, row: Row, event: EngineStarted, now: Now) -> None:
-    book.run(row, event.at_ns)
 
 
 # RUNNING
@@ -196,6 +205,8 @@ def _chunk_published(book: Requests, row: Row, event: Published, now: Now) -> No
     row.chunk_open = False
     if row.phase is Phase.LEAVING:
         book.last_chunk(row)
+    elif row.phase is Phase.RELEASING:
+        take_leave(book, row, now)
     elif row.phase is Phase.RUNNING:
         book.grown(row)
 
@@ -294,7 +305,8 @@ _TABLE: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.PROMPTING, TaskFailed): _prompt_failed,
     (Phase.PROMPTING, EpisodeLost): _episode_lost,
     (Phase.RESUMING, ProgressFetched): _resumed,
-    (Phase.WAITING, EngineStarted): _started,
+    (Phase.FETCHING, KvFetched): fetched,
+    (Phase.WAITING, EngineStarted): started,
     (Phase.WAITING, EpisodeLost): _episode_lost,
     (Phase.RUNNING, TokensSampled): _sampled,
     (Phase.RUNNING, RequestFinished): _finished,
@@ -309,6 +321,14 @@ _TABLE: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.REWARDING, EpisodeLost): _episode_lost,
     (Phase.ENCODING, TrajectoryEncoded): _encoded,
     (Phase.ENCODING, EncodeFailed): _encode_failed,
+    (Phase.EXPORTING, TokensSampled): _sampled,
+    (Phase.EXPORTING, RequestFinished): _finished,
+    (Phase.EXPORTING, EngineExported): exported,
+    (Phase.EXPORTING, ProgressEncoded): _chunk_encoded,
+    (Phase.EXPORTING, EncodeFailed): _encode_failed,
+    (Phase.RELEASING, KvPut): handed_over,
+    (Phase.RELEASING, ProgressEncoded): _chunk_encoded,
+    (Phase.RELEASING, EncodeFailed): _encode_failed,
     (Phase.LEAVING, ProgressEncoded): _chunk_encoded,
     (Phase.LEAVING, EncodeFailed): _encode_failed,
     **{(phase, ProgressEncoded): _chunk_needless for phase in _FINISHED},
@@ -318,5 +338,7 @@ _ACKNOWLEDGED: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.LOGGING, TRAJECTORY_TAG): _logged,
     (Phase.RUNNING, PROGRESS_TAG): _chunk_published,
     (Phase.LEAVING, PROGRESS_TAG): _chunk_published,
+    (Phase.EXPORTING, PROGRESS_TAG): _chunk_published,
+    (Phase.RELEASING, PROGRESS_TAG): _chunk_published,
     **{(phase, PROGRESS_TAG): _chunk_published for phase in _FINISHED},
 }

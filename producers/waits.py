@@ -16,10 +16,13 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.REWARDING: "reward",
     Phase.PROMPTING: "prompt",
     Phase.RESUMING: "progress",
+    Phase.FETCHING: "kv",
     Phase.WAITING: "slot",
     Phase.ENCODING: "codec",
     Phase.LOGGING: "append",
     Phase.LEAVING: "leaving",
+    Phase.EXPORTING: "export",
+    Phase.RELEASING: "handover",
 }
 """Phases by urgency, with the name of the wait. A worker that samples waits for no other."""
 

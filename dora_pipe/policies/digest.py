@@ -65,6 +65,8 @@ class _Declared(msgspec.Struct, frozen=True):
 
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECLARED = msgspec.json.Decoder(_Declared)
+_METADATA = msgspec.json.Decoder(dict[str, str])
+_NO_METADATA = msgspec.Raw(b"{}")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -94,6 +96,11 @@ def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
 
 def read_entries(path: Path) -> list[Entry]:
     """Where each tensor lies, in the order of the file. Raises PolicyError on anything doubtful."""
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
+    """`read_entries`, and the texts that the writer put beside the tensors. Raises PolicyError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -105,14 +112,14 @@ def read_entries(path: Path) -> list[Entry]:
         raise PolicyError(f"{path} cannot be read: {error.strerror}") from None
     try:
         names = _NAMES.decode(header)
-        names.pop("__metadata__", None)
+        metadata = _METADATA.decode(names.pop("__metadata__", _NO_METADATA))
         declared = {name: _DECLARED.decode(raw) for name, raw in names.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _garbage(path, f"its header is no header: {error}") from None
     entries = _placed(path, declared, LENGTH_BYTES + length)
     if (entries[-1].end if entries else LENGTH_BYTES + length) != size:
         raise _garbage(path, "its tensors do not fill the file")
-    return entries
+    return entries, metadata
 
 
 @contextmanager

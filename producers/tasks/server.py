@@ -62,6 +62,7 @@ class Server:
             eval_digest=evaluation,
             eval_rows=eval_rows,
             reward_digest=reward_digest(self._task),
+            single_turn=type(self._task).environment is Task.environment,
         )
 
     def answer(self, call: wire.Call) -> bytes:

@@ -76,6 +76,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     eval_rows: int
     reward_digest: str
     """Empty where the source cannot be known."""
+    single_turn: bool = True
+    """No prompt has an environment."""
 
 
 class Hello(Frame, frozen=True):

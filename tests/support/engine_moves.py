@@ -154,21 +154,19 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
     second, digest = subject.policies[1]
     other.load(second, version=1, digest=digest)
     one = request("r", [5, 6, 7, 8], max_tokens=20)
-    results = {}
-    for name, source in (("good", engine), ("other weights", other)):
+    exported = []
+    for source in (engine, other):
         source.add(one)
-        results[name] = {"r": Result()}
-        steps(source, results[name], 4)
+        steps(source, {}, 4)
         found = source.export("r")
         assert found is not None and found.sampled is not None and found.kv is not None
         sequence = [*one.token_ids, *found.sampled.token_ids]
-        results[name]["again"] = replace(one, token_ids=sequence, sampled=4, kv=found.kv)
-    good: EngineRequest = results["good"]["again"]
-    kv = good.kv
+        exported.append(replace(one, token_ids=sequence, sampled=4, kv=found.kv))
+    good, kv = exported[0], exported[0].kv
     assert kv is not None
     (name, array), *_ = kv.arrays.items()
     unfit = {
-        "other weights": results["other weights"]["again"].kv,
+        "other weights": exported[1].kv,
         "another layout": replace(kv, layout="x"),
         "another number of tokens": replace(kv, tokens=kv.tokens - 1),
         "other arrays": replace(kv, arrays={"x": array}),

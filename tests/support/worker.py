@@ -15,6 +15,8 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
+from dora_pipe.producers.handover import Handover, MemoryHandover
+from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import WorkerMachine
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
@@ -29,7 +31,16 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import Purpose, group_id, group_seed, partition_of, trajectory_id
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Cancel, GroupSpec, PlacedRequest, Round
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    GroupSpec,
+    Move,
+    PlacedRequest,
+    Round,
+)
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -128,6 +139,7 @@ class Worker:
                 TaskPort(tasks, Numbers()),
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
+                HandoverPort(world.handover, in_thread=False),
                 EnginePort(
                     self.engine,
                     world.weights_path,
@@ -159,6 +171,7 @@ class World:
         policies: Mapping[int, str] | None = None,
         engine: Callable[[WorkerSetup], Engine] | None = None,
         weights_path: Callable[[str], Path] = Path,
+        handover: Handover | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.policies = policies or {}
@@ -172,6 +185,7 @@ class World:
             [TopicSpec(name=name, partitions=partitions.get(name, 1)) for name in TOPICS.all()]
         )
         self.writer = self.bus.writer()
+        self.handover = handover or MemoryHandover()
         self.rounds = 0
         self.stopping: set[int] = set()
 
@@ -243,6 +257,7 @@ class World:
         version: int = 0,
         attempt: int = 1,
         resume: Resume | None = None,
+        kv: Blob | None = None,
         purpose: Purpose = "train",
     ) -> PlacedRequest:
         return PlacedRequest(
@@ -254,6 +269,18 @@ class World:
             worker=worker.setup.worker,
             epoch=worker.setup.epoch,
             resume=resume,
+            kv=kv,
+        )
+
+    def move(self, place: PlacedRequest, to: Worker) -> Move:
+        return Move(
+            reason="t",
+            trajectory=place.trajectory,
+            attempt=place.attempt,
+            worker=place.worker,
+            epoch=place.epoch,
+            to=to.setup.worker,
+            to_epoch=to.setup.epoch,
         )
 
     def cancel(self, place: PlacedRequest) -> Cancel:

@@ -1,0 +1,274 @@
+"""Requests that change their worker while they run: two workers, one log, a place between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.producers.handover import Handover, MemoryHandover, NoHandover
+from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
+from dora_pipe.schemas.rounds import Drain, Fence, PlacedRequest, StopRun
+from tests.support.worker import TICK_NS, VirtualClock, Worker, World
+
+NAME = "g0000000000-000"
+LENGTH = 200
+
+
+def alone(length: int = LENGTH) -> list[int]:
+    """The tokens of the request when it stays where it is."""
+    world = World(lengths=lambda seed, turn: length)
+    worker = world.start(max_tokens=1000)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    return list(world.trajectories()[NAME].token_ids)
+
+
+def running(
+    world: World, tokens: int, *, worker: str = "a", **changes: int
+) -> tuple[Worker, PlacedRequest]:
+    """A worker with a request that has sampled so many tokens."""
+    source = world.start(worker=worker, max_tokens=1000, **changes)
+    place = world.place(source, 0)
+    world.decide(place)
+    world.until(source, lambda: source.engine.kv_used_tokens == 3 + tokens)
+    return source, place
+
+
+def let_go(world: World, source: Worker, place: PlacedRequest, to: Worker) -> RequestReleased:
+    """The source obeys a move."""
+    world.decide(world.move(place, to))
+    before = len(world.facts(RequestReleased))
+    world.until(source, lambda: len(world.facts(RequestReleased)) > before)
+    return world.facts(RequestReleased)[-1]
+
+
+def taken_up(world: World, to: Worker, released: RequestReleased) -> PlacedRequest:
+    """What the planner decides next."""
+    place = world.place(to, 0, attempt=released.attempt + 1, resume=released.resume, kv=released.kv)
+    world.decide(place)
+    return place
+
+
+Make = Callable[[Path], Handover]
+PLACES: dict[str, Make] = {
+    "memory": lambda path: MemoryHandover(),
+    "files": lambda path: DirectoryHandover(path / "handover", clock=VirtualClock()),
+    "nowhere": lambda path: NoHandover(),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("tokens", [1, 16, 90])
+def test_moved_request_has_the_tokens_it_would_have_had(
+    where: str, tokens: int, tmp_path: Path
+) -> None:
+    world = World(lengths=lambda seed, turn: LENGTH, handover=PLACES[where](tmp_path))
+    source, place = running(world, tokens)
+    target = world.start(worker="b", max_tokens=1000)
+    released = let_go(world, source, place, target)
+    assert released.resume is not None and released.resume.tokens >= tokens
+    assert (released.kv is None) == (where == "nowhere")
+    assert source.engine.active == 0 and not source.machine.requests.rows
+    taken_up(world, target, released)
+    world.until_idle(target)
+    (logged,) = world.facts(TrajectoryLogged)
+    trajectory = world.trajectory(logged)
+    assert list(trajectory.token_ids) == alone()
+    model = [one for one in trajectory.segments if one.kind == "model"]
+    assert [(one.worker, one.end) for one in model] == [
+        ("a", 3 + released.resume.tokens),
+        ("b", 3 + LENGTH),
+    ]
+    moved = where != "nowhere"
+    assert trajectory.meta.moves == moved
+    assert trajectory.meta.prefills == ((3,) if moved else (3, 3 + released.resume.tokens))
+    assert (trajectory.meta.worker, trajectory.meta.epoch) == ("b", target.setup.epoch)
+    assert target.counts["KV caches imported"] == moved
+    assert isinstance(world.handover, NoHandover) or not _left(world.handover, tmp_path)
+
+
+def _left(handover: Handover, path: Path) -> list[str]:
+    if isinstance(handover, MemoryHandover):
+        return list(handover.kept)
+    return [one.name for one in (path / "handover").iterdir()]
+
+
+def test_request_moves_on_and_back_and_its_record_counts_the_moves() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 20)
+    workers = [source, world.start(worker="b", max_tokens=1000)]
+    for number in range(4):
+        here, there = workers[number % 2], workers[1 - number % 2]
+        released = let_go(world, here, place, there)
+        place = taken_up(world, there, released)
+        world.ticks(there, 20)
+    world.until_idle(source)
+    trajectory = world.trajectories()[NAME]
+    assert list(trajectory.token_ids) == alone()
+    assert (trajectory.meta.moves, trajectory.meta.prefills) == (4, (3,))
+    assert trajectory.meta.attempt == 5
+
+
+def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "handover"
+    world = World(
+        lengths=lambda seed, turn: LENGTH,
+        handover=DirectoryHandover(folder, clock=VirtualClock()),
+    )
+    source, place = running(world, 50)
+    target = world.start(worker="b", max_tokens=1000)
+    released = let_go(world, source, place, target)
+    (file,) = folder.iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    taken_up(world, target, released)
+    world.until_idle(target)
+    trajectory = world.trajectories()[NAME]
+    assert list(trajectory.token_ids) == alone()
+    assert len(trajectory.meta.prefills) == 2 and trajectory.meta.moves == 0
+    assert target.counts["KV cache not fetched: another digest"] == 1
+
+
+def test_cache_of_another_request_is_not_taken() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source = world.start(worker="a", max_tokens=1000)
+    places = [world.place(source, number) for number in (0, 2)]
+    world.decide(*places)
+    world.until(source, lambda: source.engine.kv_used_tokens > 100)
+    target = world.start(worker="b", max_tokens=1000)
+    world.decide(*(world.move(place, target) for place in places))
+    world.until(source, lambda: len(world.facts(RequestReleased)) == 2)
+    first, second = world.facts(RequestReleased)
+    world.decide(world.place(target, 0, attempt=2, resume=first.resume, kv=second.kv))
+    world.until_idle(target)
+    assert target.counts["KV cache not fetched: another request"] == 1
+    assert list(world.trajectories()[NAME].token_ids) == alone()
+
+
+def test_cache_of_another_version_is_not_taken() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 50)
+    target = world.start(worker="b", version=1, max_tokens=1000)
+    released = let_go(world, source, place, target)
+    world.decide(
+        world.place(target, 0, version=1, attempt=2, resume=released.resume, kv=released.kv)
+    )
+    world.until_idle(target)
+    trajectory = world.trajectories()[NAME]
+    assert (trajectory.version, trajectory.meta.prefills, trajectory.meta.moves) == (1, (3,), 0)
+
+
+def test_finished_request_ignores_the_move_and_is_logged() -> None:
+    world = World(lengths=lambda seed, turn: 20)
+    source, place = running(world, 10)
+    target = world.start(worker="b")
+    world.until(source, lambda: source.engine.active == 0)
+    world.decide(world.move(place, target))
+    world.until_idle(source)
+    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [NAME]
+    assert world.facts(RequestReleased) == []
+
+
+@pytest.mark.parametrize("tokens", range(12, 24))
+def test_request_ends_once_whenever_the_move_comes(tokens: int) -> None:
+    """It is logged here or released: never both, never neither."""
+    world = World(lengths=lambda seed, turn: 20)
+    source = world.start(worker="a")
+    target = world.start(worker="b")
+    place = world.place(source, 0)
+    world.decide(place)
+    world.ticks(source, tokens)
+    world.decide(world.move(place, target))
+    world.until_idle(source)
+    ended = len(world.facts(TrajectoryLogged)) + len(world.facts(RequestReleased))
+    assert ended == 1
+
+
+def test_move_for_another_incarnation_or_attempt_is_not_obeyed() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, _ = running(world, 20)
+    target = world.start(worker="b")
+    late = world.place(source, 0, attempt=2)
+    world.decide(world.move(late, target))
+    world.ticks(source, 4)
+    assert source.engine.active == 1 and source.counts["moved too late"] == 1
+    assert world.facts(RequestReleased) == []
+
+
+def test_drained_worker_lets_its_requests_go_and_leaves() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 30)
+    target = world.start(worker="b", max_tokens=1000)
+    world.decide(Drain(reason="t", worker="a", epoch=source.setup.epoch), world.move(place, target))
+    world.until(source, lambda: source.machine.finished)
+    (released,), (left,) = world.facts(RequestReleased), world.facts(WorkerLeft)
+    assert (source.machine.outcome, left.progress) == ("left", {})
+    taken_up(world, target, released)
+    world.until_idle(target)
+    assert list(world.trajectories()[NAME].token_ids) == alone()
+    assert target.counts["KV caches imported"] == 1
+
+
+def test_worker_asked_to_stop_in_the_middle_of_a_move_completes_it() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 30)
+    world.decide(world.move(place, world.start(worker="b")))
+    world.ticks(source, 1)
+    world.stop(source)
+    kinds = [type(one) for one in world.control()]
+    assert kinds.index(RequestReleased) < kinds.index(WorkerLeft)
+    assert world.facts(WorkerLeft)[0].progress == {}
+
+
+def test_fenced_in_the_middle_of_a_move_says_nothing_more() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 30)
+    target = world.start(worker="b")
+    world.decide(world.move(place, target), Fence(reason="t", worker="a", epoch=source.setup.epoch))
+    world.until(source, lambda: source.machine.finished)
+    assert source.machine.outcome == "fenced"
+    assert world.facts(RequestReleased) == []
+
+
+def test_source_that_dies_after_the_move_leaves_its_progress_record() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 60, checkpoint_tokens=16, heartbeat_ns=TICK_NS)
+    resume = source.machine.requests.progress()[NAME]
+    target = world.start(worker="b", max_tokens=1000)
+    world.decide(world.move(place, target))  # nobody is there to read it
+    world.decide(world.place(target, 0, attempt=2, resume=resume))
+    world.until_idle(target)
+    trajectory = world.trajectories()[NAME]
+    assert list(trajectory.token_ids) == alone()
+    assert trajectory.meta.prefills == (3, 3 + resume.tokens)
+
+
+def test_stopped_run_leaves_no_cache_behind() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 30)
+    let_go(world, source, place, world.start(worker="b"))
+    world.decide(StopRun(reason="t"))
+    world.until(source, lambda: source.machine.finished)
+    assert source.machine.run_over
+
+
+def test_workers_waiting_request_is_handed_on_with_the_cache_it_came_with() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 40)
+    full = world.start(worker="b", slots=1, prefetch=1, max_tokens=1000)
+    world.decide(world.place(full, 8), world.place(full, 9))
+    world.ticks(full, 5)
+    place = taken_up(world, full, let_go(world, source, place, full))
+    world.ticks(full, 5)
+    third = world.start(worker="c", max_tokens=1000)
+    released = let_go(world, full, place, third)
+    assert released.kv is not None and released.attempt == 2
+    taken_up(world, third, released)
+    world.until_idle(third)
+    trajectory = world.trajectories()[NAME]
+    assert list(trajectory.token_ids) == alone()
+    assert (trajectory.meta.moves, trajectory.meta.prefills) == (1, (3,))

@@ -280,7 +280,7 @@ class Chain:
             id=trajectory,
             text=text,
             since_s=since_s,
-            because=(self.role(request.worker),),
+            because=() if request.worker in self._path else (self.role(request.worker),),
         )
 
     def _tokens(self, trajectory: str, request: Request) -> str:

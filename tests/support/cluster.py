@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -46,7 +45,7 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
 from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.cluster_parts import Parts, SimulatedParts
+from tests.support.cluster_parts import Parts, SimulatedParts, limits_of
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
@@ -139,12 +138,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -309,6 +303,7 @@ class Cluster:
             role_epoch=started.role_epoch,
             checkpoint_every=self.config.trainer.checkpoint_every,
             heartbeat_ns=int(self.config.timing.heartbeat_s * 1e9),
+            limits=limits_of(self.config),
         )
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
         runtime = self._runtime(machine, bus, writer, [port], meter)
@@ -373,6 +368,7 @@ class Cluster:
             checkpoint_tokens=config.workers.checkpoint_tokens,
             turns_max=config.task.turns_max,
             heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
+            limits=limits_of(config),
             stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
             decisions_from=decisions_from,
             digests={"train": DATASET, "eval": EVAL_DATASET},

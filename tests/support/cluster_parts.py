@@ -27,6 +27,7 @@ from dora_pipe.producers.engines.simulated import (
 from dora_pipe.producers.ports import Texts
 from dora_pipe.producers.tokenizer import Tokenizer
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.waiting import Limits
 from tests.support.inline_tasks import Numbers
 
 
@@ -115,3 +116,8 @@ class TorchParts:
 
     def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
         return make_trainer(assets=assets, reference=reference, config=config)
+
+
+def limits_of(config: Config) -> Limits:
+    """Of the waits of every role."""
+    return Limits(short_s=config.timing.alarm_s, work_s=config.timing.alarm_work_s)

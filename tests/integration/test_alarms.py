@@ -1,0 +1,108 @@
+"""Alarms as `run` shows them: each once, by name, while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.producers.rows import Phase
+from dora_pipe.producers.tasks.calls import RewardCall
+from dora_pipe.views.alarms import Alarms
+from dora_pipe.views.progress import Progress
+from tests.support.cluster import TICK_NS, Cluster, make_config
+from tests.support.inline_tasks import InlineTasks
+
+SECOND_TICKS = 1_000_000_000 // TICK_NS
+
+
+def follow(cluster: Cluster) -> Progress:
+    lease_s = cluster.config.timing.lease_s
+    alarms = Alarms(cluster.bus, cluster.topics, lease_s=lease_s, clock=cluster.clock)
+    return Progress(cluster.bus, cluster.topics, alarms=alarms)
+
+
+def alarms(progress: Progress) -> list[str]:
+    return [line for line in progress.lines() if line.startswith("ALARM")]
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, make_config(run__steps=30), on_disk=False) as made:
+        yield made
+
+
+def test_sound_run_raises_no_alarm(sound: Cluster) -> None:
+    progress = follow(sound)
+    said = []
+    while sound.roles:
+        sound.tick()
+        said += alarms(progress)
+    # Those who left in order are not missed, however long ago that was.
+    sound.clock.ns += 60 * 10**9
+    gone = [line for line in alarms(progress) if "ALARM w" in line]
+    progress.close()
+    assert (said, gone) == ([], [])
+    assert len(progress.steps) == 30
+
+
+def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
+    tmp_path: Path,
+) -> None:
+    tasks = InlineTasks(held={RewardCall})
+    config = make_config(timing__alarm_s=1.0)
+    with Cluster(tmp_path, config, on_disk=False, workers=("w0",), tasks=lambda: tasks) as cluster:
+        progress = follow(cluster)
+        machine = cluster.roles["w0"].machine
+        cluster.until(lambda: machine.requests.in_phase(Phase.REWARDING) > 0)
+        first = [row.place.trajectory for row in machine.requests.rows.values()]
+        cluster.ticks(SECOND_TICKS // 2)
+        assert alarms(progress) == []
+        said = []
+        for _ in range(40):
+            cluster.ticks(SECOND_TICKS // 20)
+            said += alarms(progress)
+        progress.close()
+    rewards = [line for line in said if line.startswith("ALARM w0: ") and "rewards" in line]
+    assert len(rewards) == 1
+    assert any(f"trajectory {name}" in rewards[0] for name in first)
+
+
+def test_dead_trainer_is_said_once_with_its_last_word(sound: Cluster) -> None:
+    progress = follow(sound)
+    sound.until(lambda: sound.version == 2)
+    assert alarms(progress) == []
+    sound.kill("trainer")
+    said = []
+    for _ in range(30):
+        sound.ticks(SECOND_TICKS // 10)
+        said += alarms(progress)
+    assert len(said) == 1
+    assert said[0].startswith("ALARM trainer: nothing heard for 1.")
+    sound.start("trainer")
+    sound.ticks(SECOND_TICKS // 2)
+    assert alarms(progress) == []
+    progress.close()
+
+
+def test_worker_that_left_is_not_missed_and_its_next_incarnation_is(sound: Cluster) -> None:
+    progress = follow(sound)
+    sound.until(lambda: sound.version == 1)
+    sound.stop("w2")
+    sound.until(lambda: "w2" not in sound.roles)
+    sound.ticks(2 * SECOND_TICKS)
+    assert alarms(progress) == []
+    sound.start("w2")
+    sound.ticks(SECOND_TICKS // 5)
+    sound.kill("w2")
+    sound.ticks(SECOND_TICKS // 2)
+    assert alarms(progress) == []
+    said = []
+    for _ in range(20):
+        if not sound.roles:
+            break
+        sound.ticks(SECOND_TICKS // 10)
+        said += alarms(progress)
+    progress.close()
+    assert [line[:27] for line in said if "w2" in line] == ["ALARM w2: nothing heard for"]

@@ -1,0 +1,112 @@
+"""Who waited how long for what: each second of a trainer's wait is put down to somebody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.producers.rows import Phase
+from dora_pipe.views.why_steps import Piece, StepWait, steps_of
+from dora_pipe.views.why_summary import RoleWaits, summarise
+from tests.support.cluster import TICK_NS, Cluster, make_config
+
+SECOND_TICKS = 1_000_000_000 // TICK_NS
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A run in which w1 was frozen beyond its lease while the trainer waited for it."""
+    directory = tmp_path_factory.mktemp("summary")
+    config = make_config(timing__lease_s=2.0, timing__alarm_s=1.0, timing__alarm_work_s=1.0)
+    with Cluster(directory, config, on_disk=False) as made:
+        requests = made.roles["w1"].machine.requests
+        made.until(lambda: made.version == 2 and requests.in_phase(Phase.RUNNING) > 1)
+        made.roles["w1"].frozen = True
+        made.ticks(3 * SECOND_TICKS)
+        made.roles["w1"].frozen = False
+        made.run()
+        yield made
+
+
+def role(found: tuple[RoleWaits, ...], name: str) -> RoleWaits:
+    (one,) = [one for one in found if one.role == name]
+    return one
+
+
+def test_every_step_is_accounted_for_from_commit_to_commit(cluster: Cluster) -> None:
+    steps = steps_of(cluster.bus, cluster.topics)
+    assert [one.step for one in steps.waits] == list(range(8))
+    assert steps.over
+    for before, after in pairwise(steps.waits):
+        assert before.committed_ns is not None
+        assert before.free_ns <= before.taken_ns <= before.committed_ns == after.free_ns
+
+
+def test_pieces_of_a_wait_add_up_to_it(cluster: Cluster) -> None:
+    for wait in steps_of(cluster.bus, cluster.topics).waits:
+        assert sum(one.seconds for one in wait.pieces) == pytest.approx(wait.waited_s)
+        assert all(one.seconds > 0 and one.version >= 0 for one in wait.pieces)
+
+
+def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
+    (longest, *_) = summarise(cluster.bus, cluster.topics).longest
+    assert longest.waited_s > 1.2
+    lost = {one.kind: one for one in longest.pieces}["lost"]
+    assert (lost.worker, lost.version) == ("w1", longest.version)
+    assert lost.seconds > 1
+    assert f"s for an attempt of version {lost.version} that was lost on w1" in longest.text()
+
+
+def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None:
+    summary = summarise(cluster.bus, cluster.topics)
+    assert (summary.steps, summary.over) == (8, True)
+    assert [one.role for one in summary.roles] == ["trainer", "orchestrator", "w0", "w1", "w2"]
+    for one in summary.roles:
+        assert 0 <= one.waited_s <= one.there_s * 1.02
+        assert [seconds for _, seconds in one.waits] == sorted(
+            (seconds for _, seconds in one.waits), reverse=True
+        )
+    trainer = role(summary.roles, "trainer")
+    assert trainer.waits[0][0].startswith("an attempt of version")
+    assert role(summary.roles, "orchestrator").waits[0][0] in ("groups to finish", "the trainer")
+    assert role(summary.roles, "w0").waits[0][0] == "requests"
+    text = "\n".join(summary.lines())
+    assert text.startswith("small is over: 8 steps in ")
+    assert trainer.text() in text
+
+
+def test_alarms_of_the_past_are_said_with_their_full_length(cluster: Cluster) -> None:
+    alarms = summarise(cluster.bus, cluster.topics).alarms
+    (trainer,) = [one for one in alarms if one.startswith("ALARM trainer: ")]
+    assert "for batch of step" in trainer and "(limit 1 s)" in trainer
+    seconds = float(trainer.partition("waits since ")[2].partition(" s")[0])
+    assert 1 < seconds < 3
+    assert any(one.startswith("ALARM orchestrator: ") and "group" in one for one in alarms)
+
+
+def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -> None:
+    with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
+        summary = summarise(cluster.bus, cluster.topics)
+        assert (summary.steps, summary.over, summary.longest) == (0, False, ())
+        assert next(summary.lines()) == "small is not over: 0 steps in 0.0 s"
+
+
+def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
+    ready = StepWait(step=4, free_ns=10, taken_ns=10)
+    assert ready.text() == "step 4: its batch was there before the trainer was free"
+    waited = StepWait(
+        step=4,
+        free_ns=0,
+        taken_ns=2_000_000_000,
+        last="g0000000017-003",
+        version=2,
+        worker="w1",
+        pieces=(Piece(kind="queue", seconds=0.5, version=2), Piece(kind="decision", seconds=1.5)),
+    )
+    assert waited.text() == (
+        "step 4: the trainer waited 2.00 s for its batch; last came g0000000017-003 (version 2) "
+        "from w1: 0.50 s for a slot of version 2, 1.50 s for the orchestrator's decision"
+    )

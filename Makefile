@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types bench kafka lock clean
+.PHONY: help setup install demo test test-full lint types bench sim kafka lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -55,6 +55,10 @@ types: setup ## mypy, strict
 
 bench: setup ## Measure engine, bus and codec on this machine
 	@for part in engine bus codec; do $(BIN)/dora-pipe bench $$part $(ARGS); done
+
+sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every planted bug
+	@$(BIN)/dora-pipe sim --count 200 --jobs 2 $(ARGS)
+	@$(BIN)/dora-pipe sim --bugs
 
 kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
 	@$(BIN)/python -m tests.support.kafka_broker $(ARGS)

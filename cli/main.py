@@ -17,6 +17,7 @@ from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.paper import paper
 from dora_pipe.cli.show import show
+from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
 from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
@@ -33,7 +34,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The configuration.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-sim_app = typer.Typer(help="Runs in virtual time.", no_args_is_help=True)
+sim_app = typer.Typer(invoke_without_command=True)
 
 _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
     "Start": (
@@ -55,6 +56,7 @@ for _panel, _commands in _COMMANDS.items():
         app.command(rich_help_panel=_panel)(_command)
 for _bench in (think.engine, think.bus, think.codec, faults):
     bench_app.command()(cast("Callable[..., None]", _bench))
+sim_app.callback()(sim)
 sim_app.command()(paper)
 config_app.command("show")(settings.show)
 app.add_typer(config_app, name="config", rich_help_panel="Start")

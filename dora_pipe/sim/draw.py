@@ -67,6 +67,9 @@ STRIKING: Final = (
 ALWAYS: Final = 3
 """A seed has at least so many kinds of faults."""
 
+SIBLINGS_MEAN: Final = 24
+"""Small batches get more steps, so that every seed has something to do."""
+
 WORKERS_MAX: Final = 6
 
 
@@ -115,7 +118,7 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
         workers=plans,
         first=first,
         delays=_delays(chance),
-        steps_max=chance.choice((1, 2, 4)),
+        steps_max=chance.choice((1, 2)),
         faults=faults,
         strike_ns=chance.choice((150, 400, 1000)) * MS,
         append_share=chance.choice((0.005, 0.02, 0.08)),
@@ -128,15 +131,16 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
 
 def _config(chance: Random, seed: int, steps: int) -> Config:
     eta = chance.randrange(4)
-    size = chance.randint(1, 5)
+    size, per_step = chance.randint(1, 5), chance.randint(1, 4)
+    steps += chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
     plain: dict[str, Any] = {
-        "run": {"name": "sim", "steps": steps + chance.randrange(3), "seed": seed},
+        "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},
         "task": {"kind": "none", "turns_max": chance.randint(1, 3)},
         "sampling": {"max_tokens": chance.choice((24, 96))},
         "groups": {
             "size": size,
-            "per_step": chance.randint(1, 4),
+            "per_step": per_step,
             "min_valid_siblings": chance.randint(1, min(2, size)),
             "filter_zero_advantage": size > 1 and chance.random() < 0.25,
             "attempts_max": chance.choice((2, 3, 5)),

@@ -36,6 +36,10 @@ FAULTY_SHARE: Final = 0.7
 FAULTS_MIN: Final = 3
 
 
+_BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""How a role says that its own state is broken."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """What a seed came to; `check` and `what` are empty if everything held."""
@@ -93,7 +97,7 @@ class Swarm:
             check, _, what = error.message.partition(": ")
             if check not in CHECKS:
                 check, what = "role", error.message
-        except (DoraError, AssertionError, LookupError, ValueError, TypeError) as error:
+        except _BROKEN as error:
             check, what = "role", f"{type(error).__name__}: {error}"
         finally:
             if self.world is not None:

@@ -64,8 +64,9 @@ class Watch:
         self._control: deque[Record] = deque()
         self._round: Round | None = None
         self._control_next = 0
-        self._left: dict[tuple[str, int], bytes] = {}
-        """What incarnations said last, in order."""
+        self._left: set[tuple[str, int]] = set()
+        self._words: dict[tuple[str, int], set[bytes]] = {}
+        """What each incarnation has said; who was not told that it landed says it again."""
         self._newest: Counter[str] = Counter()
         self._ears: dict[int, _Heard] = {}
         self._heard = _Heard()
@@ -127,11 +128,12 @@ class Watch:
         if worker is None:
             return
         epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
-        last = self._left.get((worker, epoch))
-        if last is not None and last != record.value:  # appended again: it was not told
+        said = self._words.setdefault((worker, epoch), set())
+        if (worker, epoch) in self._left and record.value not in said:
             self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
+        said.add(record.value)
         if isinstance(found, WorkerLeft):
-            self._left[worker, epoch] = record.value
+            self._left.add((worker, epoch))
 
     def _status(self, record: Record) -> None:
         try:

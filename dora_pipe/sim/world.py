@@ -62,6 +62,8 @@ WAIT_NS: Final = 250 * MS
 EVENTS_MAX: Final = 2_000_000
 """A world with more events than this is running in a circle."""
 
+RUN_STARTED: Final = b'"run-started"'
+
 DATASET: Final = sha256_hex(b"train rows")
 EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROOM: Final = Path("/dev/shm")
@@ -385,7 +387,7 @@ class World:
     def _appended(self, records: Sequence[Record], visible_ms: int) -> None:
         """Wake whoever reads it."""
         topics = {record.topic for record in records}
-        self.begun = self.begun or self.topics.control in topics
+        self.begun = self.begun or any(RUN_STARTED in record.value for record in records)
         ns = max(self.clock.ns, visible_ms * MS)
         for role in self.roles.values():
             if role.runtime is not None and not topics.isdisjoint(role.reads):

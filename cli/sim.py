@@ -1,0 +1,216 @@
+"""`sim`: runs in virtual time under faults drawn from a seed, and what their checkers found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import IO, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
+from dora_pipe.errors import InvariantBroken, UsageError
+from dora_pipe.sim.coverage import Coverage
+from dora_pipe.sim.draw import FAULTS, Draw, draw
+from dora_pipe.sim.swarm import Played, play
+
+STEPS: Final = 10
+"""A seed's run has at least so many steps."""
+
+BUG_SEEDS: Final = 500
+"""A planted bug is looked for in so many seeds."""
+
+TALK_EVERY: Final = 100
+
+CHUNK_MAX: Final = 50
+"""Seeds that a process plays before the next one begins."""
+
+_MAIN: Final = "from dora_pipe.cli.main import main; main()"
+
+
+def sim(
+    context: typer.Context,
+    seed: Annotated[int | None, typer.Option(min=0, help="Play this one and tell of it.")] = None,
+    seeds: Annotated[str, typer.Option(help="Play these: A..B, both ends included.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Play so many, from 0.")] = 100,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = STEPS,
+    bugs: Annotated[bool, typer.Option("--bugs", help="Look for planted bugs instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a seed.")] = False,
+) -> None:
+    """Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks."""
+    if context.invoked_subcommand is not None:
+        return
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
+    if bugs:
+        _bugs(steps)
+    elif seed is not None:
+        _one(seed, steps, as_json)
+    else:
+        first, last = _range(seeds) if seeds else (0, count - 1)
+        _many(first, last, jobs, steps, as_json)
+
+
+def _one(seed: int, steps: int, as_json: bool) -> None:
+    drawn = draw(seed, steps=steps)
+    played = play(seed, steps=steps)
+    if as_json:
+        emit_json(msgspec.to_builtins(played))
+    else:
+        emit_pairs(_drawn(drawn), title=f"seed {seed}")
+        faults = [(name, FAULTS[name], played.faults[name]) for name in sorted(drawn.faults)]
+        emit_table(("fault", "what", "struck"), faults)
+        emit_pairs(
+            {
+                "events": played.events,
+                "records": played.records,
+                "faults": played.faults.total(),
+                "steps": played.steps,
+                "virtual s": round(played.virtual_s, 1),
+                "result": "holds" if played.holds else played.line,
+            }
+        )
+    _raise_if_broken([played])
+
+
+def _many(first: int, last: int, jobs: int, steps: int, as_json: bool) -> None:
+    coverage = Coverage()
+    for played in _played(first, last, jobs, steps):
+        coverage.add(played)
+        if as_json:
+            emit_json(msgspec.to_builtins(played))
+        if not played.holds:
+            say(f"seed {played.seed}: {played.line}")
+        elif coverage.seeds % TALK_EVERY == 0:
+            say(f"{coverage.seeds} seeds, {len(coverage.broken)} broken")
+    if not as_json:
+        _sum_up(coverage)
+    _raise_if_broken(coverage.broken)
+
+
+def _sum_up(coverage: Coverage) -> None:
+    emit_table(("", "met", "times", "seeds"), coverage.rows())
+    for name in coverage.unmet():
+        say(f"warning: no seed has met: {name}")
+    emit_table(
+        ("", "min", "mean", "max"),
+        [
+            (name, min(values), round(statistics.mean(values), 1), max(values))
+            for name, values in (
+                ("events", coverage.events),
+                ("faults", coverage.faults),
+                ("steps", coverage.steps),
+            )
+        ],
+    )
+    hours = coverage.virtual_s / 3600
+    say(f"{coverage.seeds} seeds, {hours:.1f} virtual hours, {len(coverage.broken)} broken")
+
+
+def _raise_if_broken(broken: Sequence[Played]) -> None:
+    for played in broken:
+        if not played.holds:
+            raise InvariantBroken(
+                f"seed {played.seed}: {played.check}: {played.what}",
+                hint=f"dora-pipe sim --seed {played.seed}",
+            )
+
+
+def _bugs(steps: int) -> None:
+    from dora_pipe.sim.planted import BUGS, planted
+
+    rows, missed = [], []
+    for name, bug in BUGS.items():
+        with planted(name):
+            tried = (play(seed, steps=steps) for seed in range(BUG_SEEDS))
+            found = next((one for one in tried if not one.holds), None)
+        rows.append(
+            (name, bug.what, found.seed + 1 if found else None, found.check if found else None)
+        )
+        say(f"{name}: {'not found' if found is None else found.line}")
+        missed += [] if found else [name]
+    emit_table(("bug", "what", "seeds needed", "found by"), rows)
+    if missed:
+        raise InvariantBroken(f"{missed[0]} was not found within {BUG_SEEDS} seeds")
+
+
+def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
+    """Every seed of a range, in this process or in several."""
+    jobs = min(jobs, last - first + 1)
+    if jobs == 1:
+        for seed in range(first, last + 1):
+            yield play(seed, steps=steps)
+        return
+    size = max(1, min(CHUNK_MAX, -(-(last - first + 1) // jobs)))
+    waiting = deque(
+        f"{start}..{min(last, start + size - 1)}" for start in range(first, last + 1, size)
+    )
+    running: deque[tuple[subprocess.Popen[bytes], IO[bytes]]] = deque()
+    seen = 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(_process(waiting.popleft(), steps))
+        process, lines = running.popleft()
+        process.wait()
+        with lines:
+            lines.seek(0)
+            for line in lines:
+                seen += 1
+                yield _from_json(json.loads(line))
+    if seen != last - first + 1:
+        raise InvariantBroken(f"{last - first + 1 - seen} seeds were not played: a process died")
+
+
+def _process(seeds: str, steps: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """A process that plays these seeds, and the file that it tells of them in."""
+    lines = tempfile.TemporaryFile()
+    command = [sys.executable, "-c", _MAIN, "sim", "--json", "--steps", str(steps)]
+    process = subprocess.Popen(
+        [*command, "--seeds", seeds],
+        stdin=subprocess.DEVNULL,
+        stdout=lines,
+        stderr=subprocess.DEVNULL,
+    )
+    return process, lines
+
+
+def _from_json(plain: dict[str, Any]) -> Played:
+    for name in ("faults", "kinds", "states"):
+        plain[name] = Counter(plain[name])
+    return Played(**plain)
+
+
+def _drawn(drawn: Draw) -> dict[str, Any]:
+    config = drawn.config
+    staleness, groups, timing = config.staleness, config.groups, config.timing
+    first = drawn.workers[: drawn.first]
+    return {
+        "steps": config.run.steps,
+        "max_staleness": staleness.max_staleness,
+        "in_flight_batches": staleness.in_flight_batches,
+        "groups per step": groups.per_step,
+        "group size": groups.size,
+        "min valid, attempts": f"{groups.min_valid_siblings}, {groups.attempts_max}",
+        "filter": groups.filter_zero_advantage,
+        "partitions": config.bus.partitions,
+        "workers (slots+prefetch)": ", ".join(
+            f"{one.name} {one.slots}+{one.prefetch}" for one in first
+        ),
+        "may join": ", ".join(one.name for one in drawn.workers[drawn.first :]),
+        "lease s": timing.lease_s,
+        "episodes": drawn.episodes,
+    }
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    if not (dots and first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise UsageError(f"no seeds: {text!r}", hint="for instance --seeds 0..99")
+    return int(first), int(last)

@@ -16,16 +16,13 @@ from dora_pipe.config.load import changed_keys
 from dora_pipe.config.model import LOGGED, Config
 from dora_pipe.errors import ConfigError
 from dora_pipe.history.reading import records_of
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import Command, Lineage, RunStarted, decode_control
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
-
-PLANNER = "stay-1"
-"""Name and version of the planner: workers keep their version until their requests are done."""
-
 
 def create_topics(bus: Bus, config: Config) -> Topics:
     """Create the run's topics where they are missing."""

@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.rules_control import apply_control, read_control
 from dora_pipe.orchestrator.rules_decision import apply_decision
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.transitions import note_progress
+from dora_pipe.orchestrator.transitions import note_progress, press
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
-    LeaseExpired,
+    KvPressure,
+    PlanPeriod,
     Progressed,
     Round,
     chain_of,
@@ -44,12 +46,20 @@ __all__ = [
 
 def apply_observation(state: State, observation: AnyObservation) -> None:
     """Fold one observation; one about what is not there any more changes nothing."""
-    if isinstance(observation, LeaseExpired):
+    if isinstance(observation, PlanPeriod):
+        state.trigger = "the planning period has passed"
+    elif isinstance(observation, Progressed):
+        if observation.trajectory in state.requests:
+            note_progress(state, observation.trajectory, observation.resume)
+    else:
         worker = state.workers.get(observation.worker)
-        if worker is not None and worker.epoch == observation.epoch:
+        if worker is None or worker.epoch != observation.epoch:
+            return
+        if isinstance(observation, KvPressure):
+            press(state, worker, observation.used_tokens)
+        else:
             worker.silent = True
-    elif isinstance(observation, Progressed) and observation.trajectory in state.requests:
-        note_progress(state, observation.trajectory, observation.resume)
+            state.index.mark(worker)
 
 
 def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
@@ -96,7 +106,9 @@ def fold_decisions(state: State, round_: Round) -> None:
 
 
 def close_round(state: State, round_: Round) -> None:
-    """What a round says about itself enters the state last."""
+    """What a round says about itself enters the state last; a whole plan has seen its trigger."""
+    if round_.planned and not is_cut(round_.decisions):
+        state.trigger = ""
     state.rounds = round_.ordinal + 1
     state.round_epoch = round_.role_epoch
     state.control_next = round_.control_next

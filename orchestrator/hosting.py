@@ -1,9 +1,10 @@
 """Decides which worker hosts which version, and where queued requests may go.
 
 Theory of operation. Everything is planned on targets: a worker counts for the version it was
-assigned, whether or not it has loaded it. A worker keeps its version until it is *idle*: no open
-request, nothing loading. Of an older version only as many workers are *kept* as its open requests
-need slots, the fullest first; the others get nothing new, run empty and are free.
+assigned, whether or not it has loaded it, and a request for the worker it moves to. A worker keeps
+its version until it is *idle*: no open request, nobody who arrives, nothing loading. Of an older
+version only as many workers are *kept* as its open requests need slots, the fullest first; the
+others get nothing new: they run empty, or are emptied (`moving`), and are free.
 
 A version with queued requests and no worker is an *orphan*. Orphans come before new work: while
 there is one, nothing is admitted, and for every orphan one worker of a newer version, the newest
@@ -19,153 +20,183 @@ and spared stays emptiest.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dora_pipe.orchestrator.state import State, Worker
 
-
-def hosts(state: State) -> dict[int, list[Worker]]:
-    """Usable workers by target; -1 for those without a version."""
-    found: dict[int, list[Worker]] = {}
-    for worker in state.workers.values():
-        if worker.usable:
-            found.setdefault(worker.target, []).append(worker)
-    return found
+Assignment = tuple[Worker, int, str]
+"""(worker, version, reason)."""
 
 
-def orphans(state: State, hosted: dict[int, list[Worker]]) -> list[int]:
+def orphans(state: State) -> list[int]:
     """Versions with queued requests and no worker, oldest first."""
-    return sorted(version for version in state.queues if version not in hosted)
+    return state.index.orphans(state.queues)
 
 
-def kept(state: State, version: int, workers: list[Worker]) -> list[Worker]:
+def packed(state: State, slots: int) -> int:
+    """Requests of an older version that are packed into so many slots."""
+    assert state.config is not None
+    return max(min(1, slots), int(slots * state.config.planner.pack))
+
+
+def by_fullness(state: State, version: int) -> list[Worker]:
+    """The workers of a version, fullest first, those that could be assigned another one last."""
+    idle = state.index.idle
+    workers = state.index.hosts[version].workers.values()
+    return sorted(workers, key=lambda one: (-one.load, one.name in idle, one.name))
+
+
+def kept(state: State, version: int) -> list[Worker]:
     """The workers of an older version that its open requests need, fullest first."""
-    need = sum(len(one.requests) for one in workers) + len(state.queues.get(version, ()))
+    if version not in state.index.hosts:
+        return []
+    need = state.index.hosts[version].load + len(state.queues.get(version, ()))
     found: list[Worker] = []
-    for worker in sorted(workers, key=lambda one: (-len(one.requests), one.name)):
+    for worker in by_fullness(state, version):
         if need <= 0:
             break
-        need -= worker.slots
+        need -= packed(state, worker.slots)
         found.append(worker)
     return found
 
 
-def any_idle(state: State) -> bool:
-    """Whether there is a worker that could be assigned another version now."""
-    return any(_idle(worker) for worker in state.workers.values())
-
-
-def next_assignment(state: State, admissible: int) -> tuple[Worker, int, str] | None:
-    """The next (worker, version, reason) to assign; `admissible` groups may still be admitted."""
-    hosted = hosts(state)
-    needed = _needed(state, hosted)
-    for version in orphans(state, hosted):
+def orphan_assignment(state: State) -> Assignment | None:
+    """An idle worker for the oldest version with queued requests and no host, if there is one."""
+    waiting = orphans(state)
+    if not waiting or not state.index.idle:
+        return None
+    needed = _needed(state)
+    for version in waiting:
         fit = [
             worker
-            for worker in state.workers.values()
-            if _idle(worker) and (worker.target > version or worker.name not in needed)
+            for worker in state.index.idle.values()
+            if worker.target > version or worker.name not in needed
         ]
         if fit:
             first = min(fit, key=lambda one: _reluctance(one, needed, state.version))
-            return first, version, f"{len(state.queues[version])} queued requests have no host"
-    return _for_newest(state, hosted, needed, admissible)
+            count = len(state.queues[version])
+            return first, version, f"{count} queued requests of version {version} have no host"
+    return None
 
 
-def _for_newest(
-    state: State, hosted: dict[int, list[Worker]], needed: set[str], admissible: int
-) -> tuple[Worker, int, str] | None:
-    """A free worker for version t, while there is more to do than its workers have slots free."""
-    assert state.config is not None
-    newest = state.version
-    wanted = admissible * state.config.groups.size + len(state.queues.get(newest, ()))
-    free_slots = sum(max(0, one.slots - len(one.requests)) for one in hosted.get(newest, ()))
-    if wanted <= free_slots:
-        return None
-    free = [
-        worker
-        for worker in state.workers.values()
-        if _idle(worker) and worker.target != newest and worker.name not in needed
-    ]
-    if not free:
-        return None
-    first = min(free, key=lambda one: _reluctance(one, needed, newest))
-    return first, newest, f"{wanted} requests for {free_slots} free slots of the newest"
+def newest_assignments(state: State, admissible: int) -> list[Assignment]:
+    """Free workers for version t, while there is more to do than its workers have slots free.
 
-
-def placements(state: State) -> Iterator[tuple[int, Iterator[Worker]]]:
-    """For every version with queued requests, oldest first: where they may go, one by one.
-
-    The second part yields a worker with room for each request; the caller places the request
-    before it asks for the next one.
+    `admissible` groups may still be admitted.
     """
-    if not state.queues:
+    newest, idle = state.version, state.index.idle
+    wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest)
+    if not idle or wanted <= free_slots:
+        return []
+    needed = _needed(state)
+    free = [one for one in idle.values() if one.target != newest and one.name not in needed]
+    found: list[Assignment] = []
+    for worker in sorted(free, key=lambda one: (one.target, one.name)):
+        if wanted <= free_slots:
+            break
+        had = f"has run out of version {worker.target}" if worker.target >= 0 else "hosts nothing"
+        reason = f"version {newest} has {wanted} requests for {free_slots} free slots, "
+        found.append((worker, newest, f"{reason}{worker.name} {had}"))
+        free_slots += worker.slots
+    return found
+
+
+def wanted_of_newest(state: State, admissible: int) -> int:
+    """Requests that the newest version has a slot for if one is free."""
+    assert state.config is not None
+    return admissible * state.config.groups.size + len(state.queues.get(state.version, ()))
+
+
+def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
+    """Where the queued requests of a version may go, one by one.
+
+    Yields a worker with room for each request; the caller places it before it asks for the next.
+    """
+    hosts = state.index.hosts.get(version)
+    if hosts is None:
         return
-    hosted = hosts(state)
-    spared = victims(state, hosted)
-    for version in sorted(state.queues):
-        workers = hosted.get(version, [])
-        if version == state.version:
-            yield version, spread(one for one in workers if one.name not in spared)
-        else:
-            workers = kept(state, version, workers)
-            yield version, pack([one for one in workers if one.name not in spared])
+    newest = version == state.version
+    all_needed = hosts.load + len(state.queues[version]) >= hosts.slots
+    if not spared and (newest or all_needed):
+        while (worker := hosts.roomiest()) is not None:
+            yield worker
+        return
+    workers = list(hosts.workers.values()) if newest else kept(state, version)
+    workers = [one for one in workers if one.name not in spared]
+    yield from spread(workers) if newest else pack(state, workers)
 
 
-def victims(state: State, hosted: dict[int, list[Worker]]) -> set[str]:
-    """Workers that get nothing new, so that versions without a host find one."""
-    waiting = orphans(state, hosted)
+def victims(state: State) -> set[str]:
+    """Workers that get nothing new, so that versions without a host find one.
+
+    As many orphans as there are workers that are being emptied have theirs on the way.
+    """
+    waiting = orphans(state)
     if not waiting:
         return set()
-    busy = [worker for version in hosted for worker in hosted[version] if version >= 0]
-    busy.sort(key=lambda one: (-one.target, len(one.requests), one.name))
-    found: set[str] = set()
-    for version in waiting:
+    found = set(state.index.emptying)
+    busy = newest_and_emptiest(state)
+    for version in waiting[len(found) :]:
         fit = (one for one in busy if one.target > version and one.name not in found)
         found.update(one.name for one in [next(fit, None)] if one is not None)
     return found
 
 
-def spread(workers: Iterator[Worker]) -> Iterator[Worker]:
+def newest_and_emptiest(state: State) -> list[Worker]:
+    """Usable workers with a version: whom it costs least to give up comes first."""
+    hosts = state.index.hosts.items()
+    busy = [one for version, found in hosts if version >= 0 for one in found.workers.values()]
+    return sorted(busy, key=lambda one: (-one.target, one.load, one.name))
+
+
+def spread(workers: Iterable[Worker]) -> Iterator[Worker]:
     """The worker with the most free slots, again and again; prefetch when no slot is free."""
-    heap = [(len(one.requests) - one.slots, one.name, one) for one in workers if _open(one)]
+    heap = [(one.load - one.slots, one.name, one) for one in workers if one.open]
     heapq.heapify(heap)
     while heap:
         worker = heap[0][2]
         yield worker
         if worker.room > 0:
-            heapq.heapreplace(heap, (len(worker.requests) - worker.slots, worker.name, worker))
+            heapq.heapreplace(heap, (worker.load - worker.slots, worker.name, worker))
         else:
             heapq.heappop(heap)
 
 
-def pack(workers: list[Worker]) -> Iterator[Worker]:
-    """The given workers in order, first into their slots, then ahead of them."""
-    for ahead in (False, True):
+def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
+    """The given workers in order: first into their share of slots, into all, then ahead of them."""
+    for level in range(3):
         for worker in workers:
-            most = worker.slots + (worker.prefetch if ahead else 0)
-            while _open(worker) and len(worker.requests) < most:
+            most = (packed(state, worker.slots), worker.slots, worker.slots + worker.prefetch)
+            while worker.open and worker.load < most[level]:
                 yield worker
 
 
-def _needed(state: State, hosted: dict[int, list[Worker]]) -> set[str]:
-    """Names of the workers that versions with queued requests need."""
+def _needed(state: State) -> set[str]:
+    """Names of the idle workers that versions with queued requests need."""
     found: set[str] = set()
     for version in state.queues:
-        workers = hosted.get(version, [])
-        if version != state.version:
-            workers = kept(state, version, workers)
-        found.update(worker.name for worker in workers)
+        if version == state.version:
+            found.update(one.name for one in state.index.idle.values() if one.target == version)
+        else:
+            found.update(_needed_of(state, version))
     return found
 
 
-def _idle(worker: Worker) -> bool:
-    """Whether it may be assigned another version now."""
-    return not worker.requests and not worker.loading and worker.usable
-
-
-def _open(worker: Worker) -> bool:
-    """Whether a request may be placed on it."""
-    return worker.usable and not worker.loading and worker.room > 0
+def _needed_of(state: State, version: int) -> list[str]:
+    """Idle workers among those `kept` of an older version, without looking at all of them."""
+    hosts = state.index.hosts.get(version)
+    idle = sorted(one.name for one in state.index.idle.values() if one.target == version)
+    if hosts is None or not idle:
+        return []
+    slots = [hosts.workers[name].slots for name in idle]
+    need = hosts.load + len(state.queues[version]) - packed(state, hosts.slots - sum(slots))
+    found = []
+    for name, size in zip(idle, slots, strict=True):
+        if need <= 0:
+            break
+        need -= packed(state, size)
+        found.append(name)
+    return found
 
 
 def _reluctance(worker: Worker, needed: set[str], newest: int) -> tuple[bool, bool, int, str]:

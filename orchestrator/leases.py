@@ -6,7 +6,7 @@ orchestrator does not react: an outage of the bus, a stopped process or a restar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 Incarnation = tuple[str, int]
 """A worker's name and role epoch."""
@@ -23,35 +23,44 @@ class Leases:
         self._lease_ns = lease_ns
         self._gap_ns = gap_ns
         self._turned_ns: int | None = None
+        self._gaps_ns = 0
+        """All gaps so far: time that counts against nobody."""
         self._heard_ns: dict[Incarnation, int] | None = None
+        """Without the gaps before it; who was silent for longest comes first."""
 
     def turn(self, now_ns: int) -> None:
         """The orchestrator reacts now; a gap since the last time counts against nobody."""
         gap_ns = 0 if self._turned_ns is None else now_ns - self._turned_ns
         self._turned_ns = now_ns
         if gap_ns > self._gap_ns and self._heard_ns is not None:
-            for one in self._heard_ns:
-                self._heard_ns[one] += gap_ns
+            self._gaps_ns += gap_ns
 
     def start(self, living: Iterable[Incarnation], now_ns: int) -> None:
         """The log has been read: from now on silence counts."""
-        self._heard_ns = dict.fromkeys(living, now_ns)
+        self._heard_ns = dict.fromkeys(living, now_ns - self._gaps_ns)
 
     def hear(self, one: Incarnation, now_ns: int) -> None:
         """Something came from this incarnation; before the start it does not matter."""
         if self._heard_ns is not None:
-            self._heard_ns[one] = now_ns
+            self._heard_ns.pop(one, None)
+            self._heard_ns[one] = now_ns - self._gaps_ns
 
-    def expired(self, living: Iterable[Incarnation], now_ns: int) -> list[Incarnation]:
-        """Who was not heard for a lease, sorted; everybody else who is not living is forgotten."""
-        if self._heard_ns is None:
-            return []
-        self._heard_ns = {one: self._heard_ns.get(one, now_ns) for one in living}
-        last_ns = now_ns - self._lease_ns
-        return sorted(one for one, heard_ns in self._heard_ns.items() if heard_ns <= last_ns)
+    def expired(self, living: Container[Incarnation], now_ns: int) -> list[Incarnation]:
+        """Who was not heard for a lease, sorted; who is silent and not living is forgotten."""
+        found: list[Incarnation] = []
+        last_ns = now_ns - self._gaps_ns - self._lease_ns
+        gone: list[Incarnation] = []
+        for one, heard_ns in (self._heard_ns or {}).items():
+            if heard_ns > last_ns:
+                break
+            (found if one in living else gone).append(one)
+        for one in gone:
+            assert self._heard_ns is not None
+            del self._heard_ns[one]
+        return sorted(found)
 
     def due_ns(self) -> int | None:
         """When the next lease expires if nothing is heard; None if none runs."""
         if not self._heard_ns:
             return None
-        return min(self._heard_ns.values()) + self._lease_ns
+        return next(iter(self._heard_ns.values())) + self._gaps_ns + self._lease_ns

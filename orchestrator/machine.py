@@ -27,7 +27,7 @@ from dora_pipe.orchestrator.fold import (
     read_control,
 )
 from dora_pipe.orchestrator.leases import Incarnation, Leases
-from dora_pipe.orchestrator.planner import DECISIONS_MAX, decide, size_of
+from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, StopAsked
@@ -42,6 +42,7 @@ from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import (
     AnyObservation,
+    KvPressure,
     LeaseExpired,
     PlanPeriod,
     Progressed,
@@ -60,6 +61,9 @@ CONTROL_MAX: Final = 1000
 
 GAP_HEARTBEATS: Final = 2
 """Reactions this many heartbeats apart mean that the orchestrator itself was away."""
+
+PRESSURE_NS: Final = 5_000_000_000
+"""A KV cache that stays too full is observed so often: what was decided must first take effect."""
 
 DEAD_LETTER_BYTES_MAX: Final = 9 * 1024 * 1024
 """A dead letter above this leaves the value out."""
@@ -91,6 +95,10 @@ class OrchestratorMachine:
         gap_ns = GAP_HEARTBEATS * self._heartbeat_ns
         self._leases = Leases(lease_ns=int(timing.lease_s * 1e9), gap_ns=gap_ns)
         self._statuses: dict[Incarnation, WorkerStatus] = {}
+        self._pressures: dict[Incarnation, int] = {}
+        """Tokens in KV caches, to be observed."""
+        self._press_due_ns: dict[Incarnation, int] = {}
+        """A cache that is still full then is observed once more."""
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
         self._waits = WaitBook("orchestrator", limits)
         self._stands = (state.version, state.training is not None)
@@ -192,7 +200,23 @@ class OrchestratorMachine:
             return
         if isinstance(found, WorkerStatus):
             self._statuses[found.worker, found.epoch] = found
+            self._note_pressure(found, now)
             self._leases.hear((found.worker, found.epoch), now.mono_ns)
+
+    def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
+        """A cache that has become too full, or is still after a while, or is not any more."""
+        at, config = (status.worker, status.epoch), self.state.config
+        worker = self.state.workers.get(status.worker)
+        if config is None or worker is None or worker.epoch != status.epoch:
+            return
+        most = config.planner.kv_pressure * worker.kv_tokens
+        full = 0 < most < status.kv_used_tokens and bool(worker.requests)
+        if full and now.mono_ns >= self._press_due_ns.get(at, 0):
+            self._press_due_ns[at] = now.mono_ns + PRESSURE_NS
+            self._pressures[at] = status.kv_used_tokens
+        elif worker.pressed and not full:
+            self._press_due_ns.pop(at, None)
+            self._pressures[at] = status.kv_used_tokens
 
     def _note_lost(self, worker: Worker | None) -> None:
         """Copy the newest known progress of a lost worker's requests into the observations."""
@@ -205,10 +229,16 @@ class OrchestratorMachine:
             self._observed.append(Progressed(trajectory=trajectory, resume=resume))
 
     def _observe(self, now: Now) -> None:
-        """What time says: leases that ended, the planning period."""
-        for name, epoch in self._leases.expired(self._living(), now.mono_ns):
+        """What time and metrics say: leases that ended, full KV caches, the planning period."""
+        for name, epoch in self._leases.expired(_Living(self.state), now.mono_ns):
             self._observed.append(LeaseExpired(worker=name, epoch=epoch))
             self._note_lost(self.state.workers[name])
+        living = _Living(self.state)
+        for (name, epoch), used_tokens in self._pressures.items():
+            if (name, epoch) in living:
+                found = KvPressure(worker=name, epoch=epoch, used_tokens=used_tokens)
+                self._observed.append(found)
+        self._pressures = {}
         if now.mono_ns >= self._period_due_ns:
             self._period_due_ns = now.mono_ns + self._period_ns
             self._observed.append(PlanPeriod())
@@ -223,9 +253,10 @@ class OrchestratorMachine:
         for observation in self._observed:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
+        due = bool(state.trigger) and self._caught_up
         decisions = decide(state) if self._caught_up else []
-        self._more = size_of(decisions) >= DECISIONS_MAX
-        if not (self._folded or self._observed or decisions):
+        self._more = is_cut(decisions)
+        if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
             return
         round_ = Round(
@@ -235,6 +266,7 @@ class OrchestratorMachine:
             control_next=self._control_next,
             observations=tuple(self._observed),
             decisions=tuple(decisions),
+            planned=self._caught_up,
         )
         self._seal(round_)
 
@@ -263,8 +295,9 @@ class OrchestratorMachine:
         if now.mono_ns < self._status_due_ns:
             return
         self._status_due_ns = now.mono_ns + self._heartbeat_ns
-        living = set(self._living())
+        living = _Living(self.state)
         self._statuses = {at: one for at, one in self._statuses.items() if at in living}
+        self._press_due_ns = {at: due for at, due in self._press_due_ns.items() if at in living}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
             waits=self._waits.take(
@@ -304,3 +337,15 @@ class OrchestratorMachine:
 
     def _living(self) -> list[Incarnation]:
         return [(worker.name, worker.epoch) for worker in self.state.workers.values()]
+
+
+class _Living:
+    """The incarnations that are there, to be asked for one by one."""
+
+    def __init__(self, state: State) -> None:
+        self._workers = state.workers
+
+    def __contains__(self, one: object) -> bool:
+        assert isinstance(one, tuple)
+        worker = self._workers.get(one[0])
+        return worker is not None and worker.epoch == one[1]

@@ -1,24 +1,24 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
 A plan is made in stages, each on what the ones before it left: fence, end, take the batch, drain,
-dispatch a due evaluation, assign, place, admit, stop. Every decision is applied to the state as it
-is made, by the function that the fold of the log uses, so the planner has no idea of its own of
-what a decision does. `decide` changes the state it is given; `plan` leaves it alone.
+dispatch a due evaluation, assign, place, move, admit, stop. Every decision is applied to the state
+as it is made, by the functions that the fold of the log uses, so the planner has no idea of its own
+of what a decision does. `decide` changes the state it is given; `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
-log can make every plan again.
+log can make every plan again: `audit` does.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
-from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator import hosting, transitions
+from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.rules_decision import apply_decision, may_cancel
 from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
@@ -32,11 +32,16 @@ from dora_pipe.schemas.rounds import (
     Drain,
     End,
     Fence,
+    GroupSpec,
+    Move,
     Place,
     PlacedSibling,
     StopRun,
     TakeBatch,
 )
+
+PLANNER: Final = "consolidate-1"
+"""Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
 
 DECISIONS_MAX: Final = 1000
 """A plan of this size (`size_of`) stops and goes on in the next round: no round grows too big.
@@ -46,49 +51,81 @@ the groups of one evaluation may lead beyond it.
 """
 
 
+@dataclass(slots=True)
+class _Placing:
+    """Requests of one group that this plan has placed on one worker so far."""
+
+    spec: GroupSpec
+    worker: Worker
+    reason: str
+    siblings: list[PlacedSibling] = field(default_factory=list)
+
+    def decision(self) -> Place:
+        return Place(
+            spec=self.spec,
+            worker=self.worker.name,
+            epoch=self.worker.epoch,
+            siblings=tuple(self.siblings),
+            reason=self.reason,
+        )
+
+
 class Draft:
     """The plan so far, applied to the state as it grows."""
 
     def __init__(self, state: State, limit: int) -> None:
         self.state = state
         self.limit = limit
-        self.decisions: list[AnyDecision] = []
+        self._size = 0
+        self._decisions: list[AnyDecision | _Placing] = []
+        self._places: dict[tuple[str, str], _Placing] = {}
 
     def add(self, decision: AnyDecision) -> None:
         """One more decision; whatever is decided after it sees what it did."""
         apply_decision(self.state, decision)
-        self.decisions.append(decision)
+        self._decisions.append(decision)
+        self._size += 1
 
-    def merged(self) -> list[AnyDecision]:
-        """The plan, with what goes to one worker of one group in one `place`, where the first is.
+    def place(self, trajectory: str, worker: Worker, reason: str) -> None:
+        """A queued request goes to a worker that has room for it.
 
-        Placing commutes: nothing between two placements of a plan asks for their order.
+        What goes to one worker of one group is one decision, where the first of it is: nothing
+        between two placements of a plan asks for their order.
         """
-        found: list[AnyDecision] = []
-        at: dict[tuple[str, str, str], int] = {}
-        for one in self.decisions:
-            if not isinstance(one, Place):
-                found.append(one)
-                continue
-            key = (one.spec.group, one.worker, one.reason)
-            if (first := at.setdefault(key, len(found))) == len(found):
-                found.append(one)
-                continue
-            place = found[first]
-            assert isinstance(place, Place)
-            siblings = place.siblings + one.siblings
-            found[first] = msgspec.structs.replace(place, siblings=siblings)
-        return found
+        state = self.state
+        request = state.requests[trajectory]
+        at = (request.group, worker.name)
+        placing = self._places.get(at)
+        if placing is None:
+            placing = _Placing(state.groups[request.group].spec, worker, reason)
+            self._places[at] = placing
+            self._decisions.append(placing)
+        attempt = request.attempt + 1
+        one = PlacedSibling(
+            sibling=request.sibling, attempt=attempt, resume=request.resume, kv=request.kv
+        )
+        placing.siblings.append(one)
+        transitions.place(state, trajectory, attempt, worker)
+        self._size += 1
+
+    def decisions(self) -> list[AnyDecision]:
+        """The plan."""
+        return [one.decision() if isinstance(one, _Placing) else one for one in self._decisions]
 
     @property
     def full(self) -> bool:
         """Whether the rest of the plan is left to the next round."""
-        return len(self.decisions) >= self.limit
+        return self._size >= self.limit
 
 
 def size_of(decisions: Sequence[AnyDecision]) -> int:
     """Decisions, those that place several requests counted once for each."""
     return sum(len(one.siblings) if isinstance(one, Place) else 1 for one in decisions)
+
+
+def is_cut(decisions: Sequence[AnyDecision]) -> bool:
+    """Whether a plan may go on in the next round."""
+    return len(decisions) > 0 and size_of(decisions) >= DECISIONS_MAX
 
 
 def plan(state: State, *, limit: int = DECISIONS_MAX) -> tuple[AnyDecision, ...]:
@@ -97,21 +134,14 @@ def plan(state: State, *, limit: int = DECISIONS_MAX) -> tuple[AnyDecision, ...]
 
 
 def decide(state: State, *, limit: int = DECISIONS_MAX) -> list[AnyDecision]:
-    """What to decide now, already applied to `state`."""
+    """What to decide now, already applied to `state`; unless it is cut, its trigger is answered."""
     draft = Draft(state, limit)
-    if state.facts is None or state.done:
-        return draft.merged()
-    _fence(draft)
-    _end_groups(draft)
-    _end_surplus(draft)
-    _take_batch(draft)
-    _drain(draft)
-    _dispatch_evaluation(draft)
-    _assign(draft)
-    _place(draft)
-    _admit(draft)
-    _stop(draft)
-    return draft.merged()
+    if state.facts is not None and not state.done:
+        for stage in _STAGES:
+            stage(draft)
+    if not draft.full:
+        state.trigger = ""
+    return draft.decisions()
 
 
 def may_still_admit(state: State) -> int:
@@ -122,11 +152,10 @@ def may_still_admit(state: State) -> int:
 
 
 def _fence(draft: Draft) -> None:
-    for worker in _by_name(draft.state):
-        if worker.silent:
-            draft.add(
-                Fence(worker=worker.name, epoch=worker.epoch, reason="nothing heard for a lease")
-            )
+    silent = draft.state.index.silent
+    for name in sorted(silent):
+        fence = Fence(worker=name, epoch=silent[name].epoch, reason="nothing heard for a lease")
+        draft.add(fence)
 
 
 def _end_groups(draft: Draft) -> None:
@@ -195,9 +224,10 @@ def _take_batch(draft: Draft) -> None:
 
 
 def _drain(draft: Draft) -> None:
-    for worker in _by_name(draft.state):
-        if worker.drain == "asked":
-            draft.add(Drain(worker=worker.name, epoch=worker.epoch, reason="a user asked"))
+    draining = draft.state.index.draining
+    for name in sorted(draining):
+        if draining[name].drain == "asked":
+            draft.add(Drain(worker=name, epoch=draining[name].epoch, reason="a user asked"))
 
 
 def _dispatch_evaluation(draft: Draft) -> None:
@@ -210,72 +240,93 @@ def _dispatch_evaluation(draft: Draft) -> None:
 
 
 def _assign(draft: Draft) -> None:
+    """Idle workers: versions that have no host first, then the newest."""
     state = draft.state
-    while hosting.any_idle(state) and not draft.full:
-        found = hosting.next_assignment(state, may_still_admit(state))
-        if found is None:
+    if not state.index.idle:
+        return
+    while not draft.full and (found := hosting.orphan_assignment(state)) is not None:
+        _assign_one(draft, *found)
+    for assignment in hosting.newest_assignments(state, may_still_admit(state)):
+        if draft.full:
             return
-        worker, version, reason = found
+        _assign_one(draft, *assignment)
+
+
+def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None:
+    digest = draft.state.policies[version]
+    draft.add(
+        Assign(
+            worker=worker.name, epoch=worker.epoch, version=version, digest=digest, reason=reason
+        )
+    )
+
+
+def _place(draft: Draft) -> None:
+    """What was released goes where its place is kept; then every version's queue, oldest first."""
+    state = draft.state
+    for name in sorted(state.released):
+        worker = _kept_place(state, name)
+        if worker is not None and not draft.full:
+            draft.place(name, worker, f"it moves here, as {worker.name} was to have it")
+    if not state.queues:
+        return
+    spared = hosting.victims(state)
+    for version in sorted(state.queues):
+        for worker in hosting.places(state, version, spared):
+            if version not in state.queues or draft.full:
+                break
+            first = state.queues[version][0].trajectory
+            draft.place(first, worker, f"its turn in the queue of version {version}")
+
+
+def _kept_place(state: State, trajectory: str) -> Worker | None:
+    """The worker that a released request moves to, if it still hosts its version."""
+    request = state.requests[trajectory]
+    assert request.moving is not None
+    name, epoch = request.moving
+    worker = state.workers.get(name)
+    if worker is None or worker.epoch != epoch or not worker.usable or worker.pressed:
+        return None
+    version = state.groups[request.group].spec.version
+    return worker if worker.target == worker.hosted == version else None
+
+
+def _move(draft: Draft) -> None:
+    state = draft.state
+    for name, to, reason in moves(state, may_still_admit(state)):
+        if draft.full:
+            return
+        request = state.requests[name]
         draft.add(
-            Assign(
-                worker=worker.name,
-                epoch=worker.epoch,
-                version=version,
-                digest=state.policies[version],
+            Move(
+                trajectory=name,
+                attempt=request.attempt,
+                worker=request.worker,
+                epoch=request.epoch,
+                to=to.name,
+                to_epoch=to.epoch,
                 reason=reason,
             )
         )
 
 
-def _place(draft: Draft) -> None:
-    state = draft.state
-    for version, workers in hosting.placements(state):
-        for worker in workers:
-            if version not in state.queues or draft.full:
-                break
-            _place_first(draft, version, worker, "its turn in the queue of its version")
-
-
 def _admit(draft: Draft) -> None:
     """New groups, while a slot is free for one; their other siblings queue."""
     state = draft.state
+    hosts = state.index.hosts.get(state.version)
+    if hosts is None or state.version in state.queues or draft.full:
+        return
     room = may_still_admit(state)
-    if not room or state.version in state.queues:
+    if not room or hosting.orphans(state):
         return
-    hosted = hosting.hosts(state)
-    if hosting.orphans(state, hosted):
-        return
-    workers = hosting.spread(iter(hosted.get(state.version, ())))
-    for worker in workers:
+    while (worker := hosts.roomiest()) is not None:
         if state.version not in state.queues:
             if not room or draft.full:
                 return
             room -= 1
-            draft.add(Dispatch(spec=train_spec(state), reason=f"a slot is free on {worker.name}"))
-        _place_first(draft, state.version, worker, "its group is admitted")
-
-
-def _place_first(draft: Draft, version: int, worker: Worker, reason: str) -> None:
-    """Place the request that is first in the queue of a version."""
-    state = draft.state
-    key = state.queues[version][0]
-    request = state.requests[key.trajectory]
-    draft.add(
-        Place(
-            spec=state.groups[request.group].spec,
-            worker=worker.name,
-            epoch=worker.epoch,
-            siblings=(
-                PlacedSibling(
-                    sibling=request.sibling,
-                    attempt=request.attempt + 1,
-                    resume=request.resume,
-                    kv=request.kv,
-                ),
-            ),
-            reason=reason,
-        )
-    )
+            reason = f"{worker.load} of {worker.slots} slots of {worker.name} are taken"
+            draft.add(Dispatch(spec=train_spec(state), reason=f"{reason}, {room} more may follow"))
+        draft.place(state.queues[state.version][0].trajectory, worker, "its group is admitted")
 
 
 def _stop(draft: Draft) -> None:
@@ -285,5 +336,17 @@ def _stop(draft: Draft) -> None:
     draft.add(StopRun(reason=f"{state.version} steps are committed and no group is open"))
 
 
-def _by_name(state: State) -> list[Worker]:
-    return [state.workers[name] for name in sorted(state.workers)]
+_STAGES: Final = (
+    _fence,
+    _end_groups,
+    _end_surplus,
+    _take_batch,
+    _drain,
+    _dispatch_evaluation,
+    _assign,
+    _place,
+    _move,
+    _admit,
+    _stop,
+)
+"""In this order; each sees what the ones before it did."""

@@ -5,8 +5,10 @@
 | set | logged keys of the configuration | in force from the next step |
 | pause | | no group is admitted; what is open goes on |
 | resume | | the end of a pause |
-| drain | `worker`, else all | workers finish what they have and leave |
-| stop | `now`: true or false | no more steps than the groups in flight fill; `now`: none at all |
+| drain | `worker`, else all | workers leave when what they have has moved away or is finished |
+| stop | | the run ends when the groups in flight are trained |
+| stop | `after`: a step | the run ends when that step is committed |
+| stop | `now`: true | no step is taken any more, evaluations are not waited for |
 | fail-batch | `step`, to be sure | ends the groups in training as failed(non-finite) |
 """
 
@@ -63,6 +65,7 @@ def _set(state: State, args: dict[str, Any]) -> str:
     if config.run.steps < step:
         return f"run.steps = {config.run.steps}, but step {step} comes next"
     state.config = config
+    state.trigger = "a user changed the settings"
     return ""
 
 
@@ -77,6 +80,7 @@ def _resume(state: State, args: dict[str, Any]) -> str:
     if not state.paused:
         return "the run is not paused"
     state.paused = False
+    state.trigger = "the pause is over"
     return ""
 
 
@@ -87,17 +91,27 @@ def _drain(state: State, args: dict[str, Any]) -> str:
     for worker in state.workers.values():
         if worker.drain == "no" and name in (None, worker.name):
             worker.drain = "asked"
+            state.index.mark(worker)
+    state.trigger = "a user drains workers"
     return ""
 
 
 def _stop(state: State, args: dict[str, Any]) -> str:
-    now = args.get("now", False)
+    now, after = args.get("now", False), args.get("after")
     if not isinstance(now, bool):
         return "`now` is true or false"
     at = state.standing()
-    batches = 0 if now else sum(state.deadlines.values()) // at.per_step
-    state.stop_at = min(at.steps, at.step + batches)
-    state.stop_now = state.stop_now or now
+    if after is None:
+        batches = 0 if now else sum(state.deadlines.values()) // at.per_step
+        state.stop_at = min(at.steps, at.step + batches)
+        state.stop_now = state.stop_now or now
+        return ""
+    if now or isinstance(after, bool) or not isinstance(after, int):
+        return "`after` is a step, without `now`"
+    if after + 1 < at.step:
+        return f"step {after} is over, step {at.step} comes next"
+    state.stop_at = after + 1
+    state.trigger = f"the run ends after step {after}"
     return ""
 
 
@@ -125,7 +139,7 @@ ARGS: Final[dict[str, frozenset[str]]] = {
     "pause": frozenset(),
     "resume": frozenset(),
     "drain": frozenset({"worker"}),
-    "stop": frozenset({"now"}),
+    "stop": frozenset({"now", "after"}),
     "fail-batch": frozenset({"step"}),
 }
 """Verbs with the arguments they take."""

@@ -27,7 +27,9 @@ from dora_pipe.orchestrator.transitions import (
     end_sibling,
     fail_sibling,
     fault,
+    join_worker,
     note_progress,
+    ready,
     release,
 )
 from dora_pipe.schemas.control import (
@@ -54,6 +56,12 @@ REJECTION_CHARACTERS_MAX: Final = 300
 
 SLOTS_MAX: Final = 65_536
 """A worker that claims more slots, or more prefetch, is not believed."""
+
+MOVES: Final = "moves"
+"""What a worker declares that can let go of running requests and go on with those of others."""
+
+LOAD_MS_MAX: Final = 3_600_000.0
+"""A worker that claims to have loaded longer is believed so much."""
 
 
 def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
@@ -126,9 +134,15 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
     older = state.workers.get(record.worker)
     if older is not None:
         close_worker(state, older, orderly=False)
-    state.workers[record.worker] = Worker(
-        name=record.worker, epoch=offset, slots=record.slots, prefetch=record.prefetch
+    worker = Worker(
+        name=record.worker,
+        epoch=offset,
+        slots=record.slots,
+        prefetch=record.prefetch,
+        moves=MOVES in record.declares,
+        kv_tokens=max(0, record.kv_tokens),
     )
+    join_worker(state, worker)
     return ""
 
 
@@ -138,7 +152,7 @@ def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
         return ""
     if (record.version, record.digest) != (worker.target, worker.digest):
         return f"{worker.name} has version {record.version}, its target is {worker.target}"
-    worker.hosted = worker.target
+    ready(state, worker, int(min(max(record.load_ms, 0.0), LOAD_MS_MAX) * 1e6))
     return ""
 
 

@@ -21,6 +21,8 @@ from dora_pipe.orchestrator.staleness import may_admit, surplus, take
 from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
 from dora_pipe.orchestrator.transitions import (
     admit,
+    aim,
+    assign,
     close_worker,
     drop,
     forget,
@@ -40,6 +42,7 @@ from dora_pipe.schemas.rounds import (
     Fence,
     Move,
     Place,
+    PlacedSibling,
     StopRun,
     TakeBatch,
 )
@@ -71,39 +74,60 @@ def _dispatch(state: State, decision: Dispatch) -> None:
 
 
 def _place(state: State, decision: Place) -> None:
-    group = _group(state, decision.spec.group)
+    spec = decision.spec
+    group = _group(state, spec.group)
     worker = _worker(state, decision.worker, decision.epoch)
-    _require(group.phase != "ending", f"{decision.spec.group} is a group that ends")
-    _require(decision.spec == group.spec, f"{decision.spec.group} is dispatched otherwise")
-    _require(worker.usable and not worker.loading, f"{worker.name} takes no requests")
-    _require(worker.target == group.spec.version, f"{worker.name} hosts another version (C1)")
-    _require(worker.room >= len(decision.siblings), f"{worker.name} is full")
-    _require(bool(decision.siblings), "a placement of nothing")
-    names = [trajectory_id(group.spec.group, one.sibling) for one in decision.siblings]
-    _require(len(set(names)) == len(names), f"a sibling of {group.spec.group} is placed twice")
-    for name, one in zip(names, decision.siblings, strict=True):
-        request = _request(state, name)
-        _require(not request.worker, f"{name} is placed already")
-        _require(one.attempt == request.attempt + 1, f"{name}: not the next attempt")
-        _require(one.resume == request.resume, f"{name} has come to another place")
-        _require(one.kv == request.kv, f"{name} has left another KV cache")
+    if group.phase == "ending":
+        raise InvariantBroken(f"{spec.group} is a group that ends")
+    if spec != group.spec:
+        raise InvariantBroken(f"{spec.group} is dispatched otherwise")
+    if not worker.usable or worker.loading:
+        raise InvariantBroken(f"{worker.name} takes no requests")
+    if worker.target != spec.version:
+        raise InvariantBroken(f"{worker.name} hosts another version (C1)")
+    if not decision.siblings:
+        raise InvariantBroken("a placement of nothing")
+    names = [trajectory_id(spec.group, one.sibling) for one in decision.siblings]
+    if len(set(names)) != len(names):
+        raise InvariantBroken(f"a sibling of {spec.group} is placed twice")
+    both = zip(names, decision.siblings, strict=True)
+    expected = sum(_check_placed(state, name, one, worker) for name, one in both)
+    if worker.room + expected < len(names):
+        raise InvariantBroken(f"{worker.name} is full")
     for name, one in zip(names, decision.siblings, strict=True):
         place(state, name, one.attempt, worker)
+
+
+def _check_placed(state: State, name: str, one: PlacedSibling, worker: Worker) -> bool:
+    """Whether the worker keeps a place for this request already; it must be queued as it says."""
+    request = _request(state, name)
+    if request.worker:
+        raise InvariantBroken(f"{name} is placed already")
+    if one.attempt != request.attempt + 1:
+        raise InvariantBroken(f"{name}: not the next attempt")
+    if one.resume != request.resume:
+        raise InvariantBroken(f"{name} has come to another place")
+    if one.kv != request.kv:
+        raise InvariantBroken(f"{name} has left another KV cache")
+    return request.moving == (worker.name, worker.epoch)
 
 
 def _move(state: State, decision: Move) -> None:
     name = decision.trajectory
     request = _request(state, name)
-    version = state.groups[request.group].spec.version
+    group = state.groups[request.group]
     placed = (decision.attempt, decision.worker, decision.epoch)
     at = (request.attempt, request.worker, request.epoch)
     to = _worker(state, decision.to, decision.to_epoch)
     _require(at == placed, f"{name} is not placed there")
     _require(request.moving is None, f"{name} moves already")
+    _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(to.name != request.worker, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
-    _require(to.target == version, f"{to.name} hosts another version (C1)")
-    request.moving = (to.name, to.epoch)
+    _require(to.target == group.spec.version, f"{to.name} hosts another version (C1)")
+    _require(to.room > 0, f"{to.name} is full")
+    _require(to.moves and state.workers[request.worker].moves, f"{name} is where nothing moves")
+    aim(state, name, to)
 
 
 def _cancel(state: State, decision: Cancel) -> None:
@@ -119,17 +143,18 @@ def _assign(state: State, decision: Assign) -> None:
     _require(worker.usable, f"{worker.name} takes no version")
     _require(not worker.loading, f"{worker.name} is loading")
     _require(not worker.requests, f"{worker.name} has open requests")
+    _require(not worker.arriving, f"{worker.name} is where requests move to")
     _require(worker.target != decision.version, f"{worker.name} has that version")
     digest = state.policies.get(decision.version)
     _require(digest == decision.digest, f"version {decision.version} is not that policy")
-    worker.target, worker.digest = decision.version, decision.digest
-    worker.target_ns = state.now_ns
+    assign(state, worker, decision.version, decision.digest)
 
 
 def _drain(state: State, decision: Drain) -> None:
     worker = _worker(state, decision.worker, decision.epoch)
     _require(worker.drain == "asked", f"nobody asked to drain {worker.name}")
     worker.drain = "told"
+    state.index.mark(worker)
 
 
 def _fence(state: State, decision: Fence) -> None:

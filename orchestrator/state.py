@@ -4,8 +4,10 @@ Rules:
 
 1. State changes only in `orchestrator.rules_*` and `orchestrator.transitions`, driven by `fold`.
    The planner applies its decisions through the same functions.
-2. States compare by digest: sha256 of the canonical JSON of everything but the chain.
-3. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
+2. States compare by digest: sha256 of the canonical JSON of everything but the chain
+   and the index, which follows from the rest.
+3. Whoever changes a worker, or what it has, calls `index.touch` (or `mark`, for what is rare).
+4. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
    the run is.
 
 Warning: nothing here may depend on the order in which a set of strings iterates: that order
@@ -21,6 +23,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.orchestrator.estimates import Estimates
+from dora_pipe.orchestrator.index import Index
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
@@ -84,6 +88,12 @@ class Request:
     """The incarnation that shall go on with it; its present worker lets go of it first."""
     kv: Blob | None = None
     """The KV cache that a move left behind, while it waits for its placement."""
+    moves: int = 0
+    """How often it was asked to move; bounded."""
+    moved_ns: int = 0
+    """Round time of the newest of those."""
+    began_ns: int = -1
+    """Round time of its first placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +161,18 @@ class Worker:
     drain: Drain = "no"
     requests: set[str] = field(default_factory=set)
     """Trajectory ids of the open requests placed on it."""
+    arriving: int = 0
+    """Requests that move here and are not placed yet; they have their room."""
+    leaving: int = 0
+    """Those of `requests` that move away."""
+    moves: bool = False
+    """It declared that it can let go of running requests."""
+    kv_tokens: int = 0
+    """What its KV cache holds."""
+    pressed: int = 0
+    """Tokens in its KV cache when that was last seen fuller than the threshold; 0: it is not."""
+    load_ns: int = 0
+    """How long it took to load its version, as it reported."""
 
     @property
     def loading(self) -> bool:
@@ -163,9 +185,24 @@ class Worker:
         return not self.silent and self.drain == "no"
 
     @property
+    def load(self) -> int:
+        """Requests that it has or shall have, without those that move away."""
+        return len(self.requests) - self.leaving + self.arriving
+
+    @property
     def room(self) -> int:
         """Requests that may still be placed on it, prefetch included."""
-        return self.slots + self.prefetch - len(self.requests)
+        return self.slots + self.prefetch - len(self.requests) - self.arriving
+
+    @property
+    def open(self) -> bool:
+        """Whether a request may be placed on it."""
+        return self.usable and self.target == self.hosted and not self.pressed and self.room > 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way that it waits for: no load, nobody who arrives."""
+        return self.target == self.hosted and not self.arriving
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,6 +233,8 @@ class Tally:
     """Sampled tokens of those."""
     siblings_failed: int = 0
     requeued: int = 0
+    moved: int = 0
+    """Requests that a worker let go of because they move."""
     superseded: int = 0
     """Trajectory and failure records that are not part of their group's result."""
     fenced: int = 0
@@ -238,7 +277,13 @@ class State:
     """Groups whose fate is known and not yet said."""
     queues: dict[int, list[QueueKey]] = field(default_factory=dict)
     """Queued requests per version, sorted; no empty list stays."""
+    released: dict[str, None] = field(default_factory=dict)
+    """Queued requests whose place is kept on the worker that they move to, in order."""
     workers: dict[str, Worker] = field(default_factory=dict)
+    trigger: str = ""
+    """Why it has to be looked at anew which worker hosts what; empty when it has been."""
+    seen: Estimates = field(default_factory=Estimates)
+    """What the planner expects of time."""
 
     ordinal: int = 0
     """Of the next training group: the prompt cursor."""
@@ -269,6 +314,8 @@ class State:
     """Control records with a smaller offset are folded."""
     tally: Tally = field(default_factory=Tally)
     chain: str = GENESIS_CHAIN
+    index: Index = field(default_factory=Index)
+    """Follows from the workers; see `orchestrator.index`."""
 
     def standing(self) -> Standing:
         """Where the run stands, for the rules of `staleness`."""
@@ -290,8 +337,9 @@ class State:
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def digest(self) -> str:
-        """Hex digest of everything but the chain."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "chain"}
+        """Hex digest of everything but the chain and the index."""
+        names = [one.name for one in fields(self) if one.name not in ("chain", "index")]
+        plain = {name: getattr(self, name) for name in names}
         return sha256_hex(canonical(_plain(plain)))
 
 

@@ -5,7 +5,7 @@ They check nothing: whoever calls them has made sure that the move is legal.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 from dora_pipe.orchestrator.state import (
     Group,
@@ -42,10 +42,27 @@ def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     request = state.requests[trajectory]
     spec = state.groups[request.group].spec
     pull(state.queues, spec.version, queue_key(spec, request.sibling))
+    _unaim(state, trajectory, request)
     request.attempt = attempt
     request.worker, request.epoch = worker.name, worker.epoch
-    request.moving, request.kv = None, None
+    request.kv = None
+    if request.began_ns < 0:
+        request.began_ns = state.now_ns
     worker.requests.add(trajectory)
+    state.index.touch(worker)
+
+
+def aim(state: State, trajectory: str, to: Worker) -> None:
+    """A placed request moves: its worker shall let go of it, and its place on `to` is kept."""
+    request = state.requests[trajectory]
+    worker = state.workers[request.worker]
+    request.moving = (to.name, to.epoch)
+    request.moves += 1
+    request.moved_ns = state.now_ns
+    worker.leaving += 1
+    to.arriving += 1
+    state.index.touch(worker)
+    state.index.touch(to)
 
 
 def requeue(state: State, trajectory: str) -> None:
@@ -58,11 +75,18 @@ def requeue(state: State, trajectory: str) -> None:
 
 
 def release(state: State, trajectory: str, kv: Blob | None) -> None:
-    """Its worker has let go of a request: it waits for the one it moves to."""
-    moving = state.requests[trajectory].moving
-    requeue(state, trajectory)
-    state.requests[trajectory].moving = moving
-    state.requests[trajectory].kv = kv
+    """Its worker has let go of a request: it queues, and its place on the one it moves to stays."""
+    request = state.requests[trajectory]
+    moving = request.moving
+    if moving is not None:
+        state.seen.released(state.now_ns - request.moved_ns)
+    _take_off(state, trajectory, request)
+    spec = state.groups[request.group].spec
+    push(state.queues, spec.version, queue_key(spec, request.sibling))
+    request.kv = kv
+    state.tally.moved += 1
+    if moving is not None:
+        state.released[trajectory] = None
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
@@ -93,6 +117,8 @@ def end_sibling(state: State, trajectory: str, result: Result) -> None:
     """A placed request ends; its group may be complete now, or beyond hope."""
     assert state.config is not None
     request = state.requests.pop(trajectory)
+    if result.taken is not None:
+        state.seen.lived(state.now_ns - request.began_ns)
     _unplace(state, trajectory, request)
     group = state.groups[request.group]
     assert group.results[request.sibling] is None
@@ -115,13 +141,45 @@ def drop(state: State, trajectory: str) -> None:
     if request.worker:
         _unplace(state, trajectory, request)
         return
+    _unaim(state, trajectory, request)
     spec = state.groups[request.group].spec
     pull(state.queues, spec.version, queue_key(spec, request.sibling))
+
+
+def join_worker(state: State, worker: Worker) -> None:
+    """A fresh incarnation is there."""
+    state.workers[worker.name] = worker
+    state.index.mark(worker)
+    state.trigger = f"{worker.name} joined"
+
+
+def assign(state: State, worker: Worker, version: int, digest: str) -> None:
+    """A worker without requests shall host another version."""
+    worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
+    state.index.touch(worker)
+
+
+def ready(state: State, worker: Worker, load_ns: int) -> None:
+    """A worker hosts what it was assigned."""
+    worker.hosted, worker.load_ns = worker.target, load_ns
+    state.index.touch(worker)
+    state.trigger = f"{worker.name} is ready"
+
+
+def press(state: State, worker: Worker, used_tokens: int) -> None:
+    """How full the KV cache of a worker is now, if that is too full."""
+    assert state.config is not None
+    threshold = state.config.planner.kv_pressure * worker.kv_tokens
+    worker.pressed = used_tokens if worker.requests and used_tokens > threshold > 0 else 0
+    state.index.mark(worker)
+    state.trigger = f"the KV cache of {worker.name} holds {used_tokens} tokens"
 
 
 def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
     del state.workers[worker.name]
+    state.index.remove(worker)
+    state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
     for trajectory in sorted(worker.requests):
         if orderly:
             requeue(state, trajectory)
@@ -143,7 +201,7 @@ def leave_u(state: State, group: Group) -> None:
         return
     _count(state, group.spec.deadline, -1)
     if group.phase == "finished":
-        state.finished.remove(group.key)
+        del state.finished[bisect_left(state.finished, group.key)]
 
 
 def return_to_u(state: State, group: Group) -> None:
@@ -170,15 +228,47 @@ def new_version(state: State, digest: str) -> None:
         del state.policies[state.version]
     state.version += 1
     state.policies[state.version] = digest
+    state.trigger = f"version {state.version} is there"
 
 
 def _unplace(state: State, trajectory: str, request: Request) -> None:
-    """Take a request off its worker, if that incarnation is still there."""
+    """Take a request off its worker, if that incarnation is there; nobody expects it any more."""
+    _unaim(state, trajectory, request)
+    _take_off(state, trajectory, request)
+    request.kv = None
+
+
+def _take_off(state: State, trajectory: str, request: Request) -> None:
+    """Take a request off its worker, which may have nothing left to do then."""
     worker = state.workers.get(request.worker)
     if worker is not None and worker.epoch == request.epoch:
         worker.requests.discard(trajectory)
+        if request.moving is not None:
+            worker.leaving -= 1
+        state.index.touch(worker)
+        if not worker.requests:
+            state.trigger = f"{worker.name} is idle"
+            if worker.pressed:
+                worker.pressed = 0
+                state.index.mark(worker)
     request.worker, request.epoch = "", -1
-    request.moving, request.kv = None, None
+
+
+def _unaim(state: State, trajectory: str, request: Request) -> None:
+    """The worker that a request was to move to does not wait for it any more."""
+    if request.moving is None:
+        return
+    name, epoch = request.moving
+    to = state.workers.get(name)
+    if to is not None and to.epoch == epoch:
+        to.arriving -= 1
+        state.index.touch(to)
+    source = state.workers.get(request.worker)
+    if source is not None and source.epoch == request.epoch:
+        source.leaving -= 1
+        state.index.touch(source)
+    request.moving = None
+    state.released.pop(trajectory, None)
 
 
 def _count(state: State, deadline: int, by: int) -> None:

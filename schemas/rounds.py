@@ -228,6 +228,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Control records with a smaller offset are folded, each in exactly one round."""
     observations: tuple[AnyObservation, ...] = ()
     decisions: tuple[AnyDecision, ...] = ()
+    planned: bool = True
+    """Whether a plan was made; an orchestrator that is still reading the log makes none."""
     state_digest: str | None = None
     """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th round and the last."""
     chain: str = ""

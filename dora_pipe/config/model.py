@@ -112,6 +112,19 @@ class Staleness(Section, frozen=True, kw_only=True):
     """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1)."""
 
 
+class Planner(Section, frozen=True, kw_only=True):
+    """Which worker hosts which version, and who moves (docs/planner.md)."""
+
+    moves: bool = True
+    """Running requests may move to another worker of their version; if not, workers run empty."""
+    moves_max: NonNegative = 3
+    """A request moves so often at most, but for a worker that is drained."""
+    pack: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of a worker's slots that requests of older versions are packed into."""
+    kv_pressure: Annotated[float, Meta(gt=0, le=1)] = 0.95
+    """A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""
+
+
 class Evaluation(Section, frozen=True, kw_only=True):
     """Evaluation on fixed prompts with fixed seeds."""
 
@@ -233,6 +246,7 @@ class Config(Section, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     groups: Groups = Groups()
     staleness: Staleness = Staleness()
+    planner: Planner = Planner()
     evaluation: Evaluation = Evaluation()
     objective: Objective = Objective()
     trainer: Trainer = Trainer()
@@ -247,6 +261,10 @@ LOGGED = frozenset(
         "run.steps",
         "staleness.max_staleness",
         "staleness.in_flight_batches",
+        "planner.moves",
+        "planner.moves_max",
+        "planner.pack",
+        "planner.kv_pressure",
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",

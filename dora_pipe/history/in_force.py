@@ -29,10 +29,17 @@ class InForce:
         if command.verb == "set":
             self._set(command.args, step)
         elif command.verb == "stop":
-            now = command.args.get("now", False)
-            if isinstance(now, bool):
-                batches = 0 if now else waiting // self.config.groups.per_step
-                self.stop_at = min(self.steps, step + batches)
+            self._stop(command.args, step, waiting)
+
+    def _stop(self, args: dict[str, Any], step: int, waiting: int) -> None:
+        now, after = args.get("now", False), args.get("after")
+        if not isinstance(now, bool):
+            return
+        if after is None:
+            batches = 0 if now else waiting // self.config.groups.per_step
+            self.stop_at = min(self.steps, step + batches)
+        elif isinstance(after, int) and not isinstance(after, bool) and not now:
+            self.stop_at = after + 1 if after + 1 >= step else self.stop_at
 
     def _set(self, changes: dict[str, Any], step: int) -> None:
         plain = msgspec.to_builtins(self.config)

@@ -325,6 +325,7 @@ _BARE = rounds.Round(
     control_next=8,
     observations=OBSERVATIONS,
     decisions=DECISIONS,
+    planned=False,
     state_digest="39" * 32,
 )
 ROUND = msgspec.structs.replace(_BARE, chain=rounds.chain_of(rounds.GENESIS_CHAIN, FOLDED, _BARE))

@@ -9,6 +9,7 @@ from dora_pipe.schemas.rounds import (
     End,
     Fence,
     GroupSpec,
+    Move,
     Place,
     Round,
     TakeBatch,
@@ -27,6 +28,8 @@ class Ledger:
         self.placements: dict[str, dict[int, int]] = {}
         """Trajectory id to role epochs by attempt."""
         self.taken: dict[tuple[int, int], TakeBatch] = {}
+        self.moves: dict[str, int] = {}
+        """Trajectory id to how often it was asked to move."""
         self.fenced: set[int] = set()
         self.epochs: dict[str, int] = {}
         self.staleness: dict[int, int] = {}
@@ -63,6 +66,12 @@ class Ledger:
                     attempts = self.placements.setdefault(one.trajectory, {})
                     assert one.attempt == len(attempts) + 1, "attempts are not contiguous"
                     attempts[one.attempt] = decision.epoch
+            elif isinstance(decision, Move):
+                placed = self.placements[decision.trajectory]
+                assert placed[decision.attempt] == decision.epoch, "moves from where it is not"
+                assert decision.attempt == len(placed), "moves under an old attempt"
+                assert decision.to_epoch not in self.fenced
+                self.moves[decision.trajectory] = self.moves.get(decision.trajectory, 0) + 1
             elif isinstance(decision, TakeBatch):
                 self._take(decision)
             elif isinstance(decision, End):

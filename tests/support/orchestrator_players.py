@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
     Cancel,
     Drain,
     Fence,
+    Move,
     Place,
     PlacedRequest,
     StopRun,
@@ -55,7 +57,12 @@ class PlayWorker:
         self.running.clear()
         self.late.clear()
         self.epoch = self.world.tell(
-            records.joined(self.name, slots=self.slots, prefetch=self.prefetch)
+            records.joined(
+                self.name,
+                slots=self.slots,
+                prefetch=self.prefetch,
+                moves=self.world.chances.moves,
+            )
         )
         self._heartbeat(self.life)
 
@@ -76,7 +83,7 @@ class PlayWorker:
         if not self.alive or isinstance(decision, StopRun):
             self.alive = self.alive and not isinstance(decision, StopRun)
             return
-        if not isinstance(decision, Assign | Place | Cancel | Drain | Fence):
+        if not isinstance(decision, Assign | Place | Move | Cancel | Drain | Fence):
             return
         if (decision.worker, decision.epoch) != (self.name, self.epoch):
             return
@@ -87,6 +94,9 @@ class PlayWorker:
         elif isinstance(decision, Place):
             for request in decision.requests():
                 self._place(request)
+        elif isinstance(decision, Move):
+            life, release_s = self.life, self.world.chances.release_s * self.world.chance.random()
+            self.world.after(release_s, lambda: self._let_go(life, decision))
         elif isinstance(decision, Cancel):
             self.running.pop(decision.trajectory, None)
             self.waiting = deque(
@@ -97,6 +107,28 @@ class PlayWorker:
             self._maybe_leave()
         elif not self.frozen:
             self.die(self.world.chance.random())
+
+    def _let_go(self, life: int, move: Move) -> None:
+        """Late, if it was frozen meanwhile; not at all, if the request has ended."""
+        if life != self.life or not self.alive:
+            return
+        if self.frozen:
+            self.world.after(0.5, lambda: self._let_go(life, move))
+            return
+        ran = self.running.get(move.trajectory)
+        here = [one for one in (ran, *self.waiting) if one is not None]
+        for place in here:
+            if (place.trajectory, place.attempt) != (move.trajectory, move.attempt):
+                continue
+            if place is ran:
+                del self.running[move.trajectory]
+            else:
+                self.waiting.remove(place)
+            resume = Resume(tokens=9, partition=0, offset=self.world.ledger.next_offset())
+            kv = Blob(sha256=records.ASSETS, bytes=64) if place is ran else None
+            self.world.tell(records.released(place, resume if place is ran else None, kv))
+        self._fill()
+        self._maybe_leave()
 
     def _place(self, place: PlacedRequest) -> None:
         assert place.spec.version == self.version, "placed on a worker of another version"
@@ -190,7 +222,7 @@ class PlayWorker:
             version=self.version,
             active=len(self.running),
             waiting=len(self.waiting),
-            kv_used_tokens=0,
+            kv_used_tokens=self.world.chances.kv_tokens * len(self.running),
             tokens_total=0,
             progress={name: Resume(tokens=5, partition=0, offset=7) for name in self.running},
         )

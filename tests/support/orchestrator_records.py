@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config.model import Config
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,
@@ -77,7 +78,7 @@ def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunSta
         seed=config.run.seed,
         policy=manifest(0),
         assets_digest=ASSETS,
-        planner="default",
+        planner=PLANNER,
         package="0",
     )
 
@@ -89,7 +90,15 @@ def role_started(role: ExclusiveRole, role_epoch: int) -> RoleStarted:
     )
 
 
-def joined(worker: str, *, slots: int = 4, prefetch: int = 0, assets: str = ASSETS) -> WorkerJoined:
+def joined(
+    worker: str,
+    *,
+    slots: int = 4,
+    prefetch: int = 0,
+    assets: str = ASSETS,
+    kv_tokens: int = 1024,
+    moves: bool = False,
+) -> WorkerJoined:
     """A worker is there."""
     return WorkerJoined(
         at_ns=0,
@@ -99,23 +108,25 @@ def joined(worker: str, *, slots: int = 4, prefetch: int = 0, assets: str = ASSE
         pid=1,
         slots=slots,
         prefetch=prefetch,
-        kv_tokens=1024,
+        kv_tokens=kv_tokens,
         engine="test",
         engine_version="0",
         dtype="float32",
         device="cpu",
-        declares=(),
+        declares=("moves",) if moves else (),
         assets_digest=assets,
         reward_digest="",
         package="0",
     )
 
 
-def ready(worker: str, epoch: int, version: int, digest: str | None = None) -> WorkerReady:
+def ready(
+    worker: str, epoch: int, version: int, digest: str | None = None, *, load_ms: float = 1.0
+) -> WorkerReady:
     """A worker hosts a version."""
     found = weights(version) if digest is None else digest
     return WorkerReady(
-        at_ns=0, worker=worker, epoch=epoch, version=version, digest=found, load_ms=1.0
+        at_ns=0, worker=worker, epoch=epoch, version=version, digest=found, load_ms=load_ms
     )
 
 
@@ -146,7 +157,9 @@ def logged(
     )
 
 
-def released(place: PlacedRequest, resume: Resume | None = None) -> RequestReleased:
+def released(
+    place: PlacedRequest, resume: Resume | None = None, kv: Blob | None = None
+) -> RequestReleased:
     """A worker has let go of a request."""
     return RequestReleased(
         at_ns=0,
@@ -155,6 +168,7 @@ def released(place: PlacedRequest, resume: Resume | None = None) -> RequestRelea
         trajectory=place.trajectory,
         attempt=place.attempt,
         resume=resume,
+        kv=kv,
     )
 
 

@@ -17,8 +17,8 @@ from dora_pipe.errors import SchemaError
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import AnyControl, TrajectoryLogged
-from dora_pipe.schemas.rounds import AnyDecision, Assign, LeaseExpired, PlacedRequest, TakeBatch
+from dora_pipe.schemas.control import AnyControl, Resume, TrajectoryLogged
+from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, PlacedRequest, TakeBatch
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
 from tests.support.singly import as_record, placed
@@ -59,9 +59,9 @@ class Stage:
                 self.batch = one
         return found
 
-    def join(self, name: str, *, slots: int = 4, prefetch: int = 0) -> int:
+    def join(self, name: str, *, slots: int = 4, prefetch: int = 0, moves: bool = False) -> int:
         """A worker joins; its role epoch."""
-        return self.tell(records.joined(name, slots=slots, prefetch=prefetch))
+        return self.tell(records.joined(name, slots=slots, prefetch=prefetch, moves=moves))
 
     def load(self) -> None:
         """Every worker that was assigned a version reports it ready."""
@@ -69,16 +69,16 @@ class Stage:
             if worker.loading:
                 self.tell(records.ready(worker.name, worker.epoch, worker.target))
 
-    def worker(self, name: str, *, slots: int = 4, prefetch: int = 0) -> int:
+    def worker(self, name: str, *, slots: int = 4, prefetch: int = 0, moves: bool = False) -> int:
         """A worker joins, is assigned a version and has loaded it; then everybody plans."""
-        epoch = self.join(name, slots=slots, prefetch=prefetch)
+        epoch = self.join(name, slots=slots, prefetch=prefetch, moves=moves)
         self.settle()
         return epoch
 
     def settle(self) -> list[AnyDecision]:
         """Plan and load until there is nothing left to decide."""
         found = self.plan()
-        while any(isinstance(one, Assign) for one in found[-1:]) or self._loading():
+        while self._loading():
             self.load()
             more = self.plan()
             found += more
@@ -114,6 +114,14 @@ class Stage:
         assert self.batch is not None
         batch = self.batch
         self.tell(records.committed(batch.step, batch.groups, attempt=batch.attempt))
+
+    def release(self, trajectory: str, resume: Resume | None = None) -> None:
+        """The worker of a request lets go of it, as it was asked to."""
+        self.tell(records.released(self.placed[trajectory], resume))
+
+    def later(self, seconds: float) -> None:
+        """Round time goes on."""
+        self.state.now_ns += int(seconds * 1e9)
 
     def lose(self, name: str) -> None:
         """The lease of a worker ends."""

@@ -68,6 +68,12 @@ class Chances:
     train_s: float = 1.0
     load_s: float = 0.5
     away_s: float = 12.0
+    moves: bool = False
+    """Workers let go of requests when they are asked."""
+    release_s: float = 0.3
+    """At most so long after they were asked."""
+    kv_tokens: int = 0
+    """In the KV cache of 1024 tokens, for each running request."""
     equal_rewards: float = 0.0
     """A group whose rewards are all equal."""
 
@@ -78,6 +84,9 @@ class Chances:
             tokens_mean=self.tokens_mean,
             train_s=self.train_s,
             load_s=self.load_s,
+            moves=self.moves,
+            release_s=self.release_s,
+            kv_tokens=self.kv_tokens,
         )
 
 
@@ -228,6 +237,7 @@ class World:
                 records.command("drain", worker=self.chance.choice(sorted(self.workers))),
                 records.command("set", staleness__max_staleness=eta),
                 records.command("set", staleness__in_flight_batches=1.0 + self.chance.random()),
+                records.command("set", planner__moves=self.chance.random() < 0.7),
                 records.command("dance"),
             ]
         )

@@ -95,8 +95,8 @@ def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None
     assert targets(stage) == {"a": 1, "b": 1, "old": 0}
     stage.lose("old")
     stage.settle()
-    assert hosting.orphans(stage.state, hosting.hosts(stage.state)) == [0]
-    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"b"}
+    assert hosting.orphans(stage.state) == [0]
+    assert hosting.victims(stage.state) == {"b"}
     before, held = stage.state.ordinal, stage.running("b")
     for name in held:
         stage.finish(name)
@@ -135,10 +135,10 @@ def test_victim_is_of_the_newest_version_even_if_an_older_host_is_emptier() -> N
     stage = three_versions()
     stage.lose("v0")
     stage.settle()
-    assert hosting.orphans(stage.state, hosting.hosts(stage.state)) == [0]
-    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"a"}
+    assert hosting.orphans(stage.state) == [0]
+    assert hosting.victims(stage.state) == {"a"}
     stage.finish(stage.running("b")[0])
-    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"b"}
+    assert hosting.victims(stage.state) == {"b"}
 
 
 def test_nothing_is_admitted_while_a_version_has_no_host_although_slots_are_free() -> None:
@@ -149,7 +149,7 @@ def test_nothing_is_admitted_while_a_version_has_no_host_although_slots_are_free
     assert [one for one in decide(admitted) if isinstance(one, Dispatch)], "but for the loss"
     stage.lose("v0")
     decisions = stage.plan()
-    assert hosting.orphans(stage.state, hosting.hosts(stage.state)) == [0]
+    assert hosting.orphans(stage.state) == [0]
     assert not [one for one in decisions if isinstance(one, Dispatch)]
 
 
@@ -184,7 +184,7 @@ def test_one_worker_serves_versions_one_after_the_other_oldest_first() -> None:
     assert targets(stage) == {"w0": 0, "w1": 1}
     stage.lose("w0")
     stage.settle()
-    assert hosting.victims(stage.state, hosting.hosts(stage.state)) == {"w1"}
+    assert hosting.victims(stage.state) == {"w1"}
     hosted = []
     while not stage.state.done:
         for name in stage.running():
@@ -206,19 +206,21 @@ def test_old_version_keeps_only_as_many_workers_as_its_requests_need() -> None:
     stage.finish(stage.running("b")[0])
     stage.finish(stage.running("b")[0])
     stage.finish(stage.running("a")[0])
-    kept = hosting.kept(stage.state, 0, workers)
+    kept = hosting.kept(stage.state, 0)
     assert [one.name for one in kept] == ["a", "b"], "five open requests, four slots each"
     stage.finish(stage.running("b")[0])
-    assert [one.name for one in hosting.kept(stage.state, 0, workers)] == ["a"]
+    assert [one.name for one in hosting.kept(stage.state, 0)] == ["a"]
 
 
 def test_draining_and_silent_workers_host_nothing() -> None:
     stage = Stage().begin()
     stage.worker("w0")
     stage.worker("w1")
-    stage.state.workers["w0"].drain = "told"
-    stage.state.workers["w1"].silent = True
-    assert hosting.hosts(stage.state) == {}
+    stage.tell(records.command("drain", worker="w0"))
+    stage.lose("w1")
+    assert stage.state.index.hosts == {}
+    assert sorted(stage.state.index.draining) == ["w0"]
+    assert sorted(stage.state.index.silent) == ["w1"]
 
 
 def test_placements_pack_the_hosts_of_an_old_version_slots_first() -> None:
@@ -229,7 +231,7 @@ def test_placements_pack_the_hosts_of_an_old_version_slots_first() -> None:
     workers = [stage.state.workers[name] for name in ("a", "b")]
     for worker in workers:
         worker.target = worker.hosted = 0
-    for worker in hosting.pack(workers):
+    for worker in hosting.pack(stage.state, workers):
         worker.requests.add(f"r{len(found)}")
         found.append(worker.name)
     assert found == ["a", "a", "b", "b", "a", "b"]

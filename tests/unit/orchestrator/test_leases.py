@@ -54,6 +54,7 @@ def test_incarnation_that_joins_later_has_a_whole_lease() -> None:
     found = leases()
     listen(found, 0, 5)
     found.start([], 5)
+    found.hear(A, 20)
     assert found.expired([A], 20) == []
     assert found.due_ns() == 30
 

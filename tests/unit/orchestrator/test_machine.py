@@ -11,6 +11,7 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.orchestrator import machine as module
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
+from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
 from dora_pipe.runtime import CaughtUp, Now, Outputs, StopAsked
@@ -195,7 +196,7 @@ def test_many_control_records_are_spread_over_several_rounds() -> None:
 
 
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DECISIONS_MAX", 6)
+    monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
     monkeypatch.setattr(module, "decide", lambda state: decide(state, limit=6))
     bench = Bench(groups__per_step=8)
     bench.serving(slots=16)

@@ -112,7 +112,7 @@ def test_digests_of_the_golden_values_are_pinned() -> None:
         "c2369e84ead3a95018cc9dcf3f4c189ab075dc659025ec30ce9326ead28c6349"
     )
     assert rounds.chain_of(rounds.GENESIS_CHAIN, values.FOLDED, values.ROUND) == (
-        "c2202b6170f9b7849dbdf79ae1ca7397ee500a421b3b24373d71270cdf3b31bb"
+        "07bbf711174218745fb745caf6ac3153d14b5f5ee4e4c0529c831b687078a703"
     )
 
 

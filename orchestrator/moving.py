@@ -1,0 +1,234 @@
+"""Decides which running requests move to another worker of their version.
+
+Three occasions: a worker that is drained, a worker whose KV cache is too full, and *consolidation*:
+the requests of an older version run on as few workers as their slots allow, and a worker that is
+emptied so is given to the newest version.
+
+Hysteresis, so that nothing goes to and fro:
+
+1. It is looked at anew only after a trigger (`State.trigger`): a step was committed, a worker
+   joined, is ready, left, is idle or under pressure, a user's command, the planning period. One
+   more finished request is none. While a version has no host, every plan looks.
+2. Nothing moves unless the newest version has requests that wait for a slot.
+3. A move has to pay: the slots that become free so much earlier count more than the time for which
+   the moved requests stand still, `PAYS` times. A worker has to have served for as long as it took
+   to load, and a request to have run `RESTS` stalls since it moved last; its moves are bounded.
+4. What is on its way counts where it goes: a worker that is being emptied counts as free.
+
+The caller applies each move before it asks for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator.estimates import Outlook
+from dora_pipe.orchestrator.state import Request, State, Worker
+
+PAYS: Final = 2
+"""The slot time that a move wins is so many times that which it costs."""
+
+RESTS: Final = 4
+"""Between two moves a request runs so many times as long as a move lets it stand still."""
+
+RELIEF: Final = 0.9
+"""A worker under pressure lets go until its cache is expected below this share of the threshold."""
+
+Moved = tuple[str, Worker, str]
+"""(trajectory, worker that shall go on with it, reason)."""
+
+
+def moves(state: State, admissible: int) -> Iterator[Moved]:
+    """What shall move now; `admissible` groups may still be admitted."""
+    assert state.config is not None
+    orphans = hosting.orphans(state)
+    if not state.config.planner.moves or not (state.trigger or orphans):
+        return
+    yield from _drained(state)
+    yield from _relieved(state)
+    if orphans:
+        yield from _for_orphans(state, orphans)
+    else:
+        yield from _for_newest(state, admissible)
+
+
+class _Berths:
+    """Free slots of the given workers, fewest first: the fullest become quite full."""
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        open_ = [one for one in workers if _berths_on(one)]
+        open_.sort(key=lambda one: (one.slots - one.load, one.name), reverse=True)
+        self._open = open_
+
+    @property
+    def free(self) -> int:
+        """How many there are."""
+        return sum(_berths_on(one) for one in self._open)
+
+    def take(self) -> Worker | None:
+        """A worker with a free slot."""
+        while self._open:
+            if _berths_on(self._open[-1]):
+                return self._open[-1]
+            self._open.pop()
+        return None
+
+
+def _berths_on(worker: Worker) -> int:
+    """Slots that are free now; one that a request has not left yet is not."""
+    if not worker.moves or not worker.open:
+        return 0
+    return max(0, min(worker.slots - worker.load, worker.room))
+
+
+def _drained(state: State) -> Iterator[Moved]:
+    """What a drained worker has goes where slots are free; the rest is finished there."""
+    berths: dict[int, _Berths] = {}
+    for name in sorted(state.index.draining):
+        worker = state.index.draining[name]
+        if worker.drain == "told" and worker.moves:
+            yield from _off(state, worker, staying(state, worker), berths, f"{name} is drained")
+
+
+def _relieved(state: State) -> Iterator[Moved]:
+    """The newest requests leave a worker whose KV cache is too full: they have least to carry."""
+    assert state.config is not None
+    berths: dict[int, _Berths] = {}
+    for name in sorted(state.index.pressed):
+        worker = state.index.pressed[name]
+        if worker.leaving or not worker.moves or not worker.requests:
+            continue
+        most = RELIEF * state.config.planner.kv_pressure * worker.kv_tokens
+        share = 1 - most / worker.pressed
+        count = min(len(worker.requests) - 1, int(share * len(worker.requests)) + 1)
+        newest = sorted(worker.requests, key=lambda one: (-state.requests[one].began_ns, one))
+        chosen = [one for one in newest if _may_move(state, state.requests[one], rested=True)]
+        full = f"the KV cache of {name} holds {worker.pressed} of {worker.kv_tokens} tokens"
+        yield from _off(state, worker, chosen[:count], berths, full)
+
+
+def _off(
+    state: State, worker: Worker, names: list[str], berths: dict[int, _Berths], why: str
+) -> Iterator[Moved]:
+    """Take these requests off a worker as far as others of their version have slots free."""
+    for name in names:
+        version = _version(state, name)
+        if version not in berths:
+            hosts = state.index.hosts.get(version)
+            fellows = hosts.workers.values() if hosts is not None else ()
+            berths[version] = _Berths(one for one in fellows if one is not worker)
+        to = berths[version].take()
+        if to is not None and to is not worker:
+            yield name, to, f"{why}; {to.name} has {to.slots - to.load} slots free"
+
+
+def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
+    """Empty workers of older versions, emptiest first, while the newest has too few slots free."""
+    wanted = hosting.wanted_of_newest(state, admissible)
+    emptying = state.index.emptying.values()
+    coming = sum(one.slots for one in emptying if one.target != state.version)
+    have = state.index.free(state.version) + coming
+    if wanted <= have:
+        return
+    outlook = Outlook(state.seen)
+    spare, berths = _spare(state)
+    for worker in sorted(spare, key=lambda one: (one.load, one.name)):
+        if wanted <= have:
+            return
+        names = staying(state, worker)
+        if not _fits(state, worker, names, berths[worker.target].free, rested=True):
+            continue
+        if not _pays(state, worker, names, min(worker.slots, wanted - have), outlook):
+            continue
+        have += worker.slots
+        why = f"frees {worker.name} for version {state.version}, {wanted} requests of which wait"
+        yield from _empty(worker, names, berths[worker.target], why)
+
+
+def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
+    """Empty a worker for each version without a host: a spare one, else one of a newer version."""
+    spare, berths = _spare(state)
+    spare.sort(key=lambda one: (one.load, one.name))
+    spared = {one.name for one in spare}
+    for version in orphans[len(state.index.emptying) :]:
+        newer = [one for one in hosting.newest_and_emptiest(state) if one.target > version]
+        for worker in [*spare, *newer]:
+            names = staying(state, worker)
+            at = berths[worker.target] if worker.name in spared else _fellows(state, worker)
+            if not names or not _fits(state, worker, names, at.free, rested=False):
+                continue
+            yield from _empty(worker, names, at, f"version {version} has no host")
+            break
+
+
+def _empty(worker: Worker, names: list[str], berths: _Berths, why: str) -> Iterator[Moved]:
+    for name in names:
+        to = berths.take()
+        assert to is not None, "it fitted"
+        count = f"its {len(names)} requests of version {worker.target} fit elsewhere"
+        yield name, to, f"{why}: {count}, {to.name} has {to.slots - to.load} slots free"
+
+
+def _spare(state: State) -> tuple[list[Worker], dict[int, _Berths]]:
+    """Of older versions: workers whose requests fit into the others' slots, and those slots."""
+    spare: list[Worker] = []
+    berths: dict[int, _Berths] = {}
+    for version in sorted(state.index.hosts):
+        hosts = state.index.hosts[version]
+        if not 0 <= version < state.version or not hosts.free:
+            continue
+        kept = hosting.kept(state, version)
+        names = {one.name for one in kept}
+        rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
+        if rest:
+            berths[version] = _Berths(kept)
+            spare += rest
+    return spare, berths
+
+
+def _fellows(state: State, worker: Worker) -> _Berths:
+    """Slots of the other workers of the same version."""
+    workers = state.index.hosts[worker.target].workers.values()
+    return _Berths(one for one in workers if one is not worker)
+
+
+def staying(state: State, worker: Worker) -> list[str]:
+    """Requests of a worker that do not move yet, by id."""
+    return sorted(one for one in worker.requests if state.requests[one].moving is None)
+
+
+def _fits(state: State, worker: Worker, names: list[str], free: int, *, rested: bool) -> bool:
+    """Whether a worker can be emptied: all it has may move, and others have slots for it."""
+    if not worker.moves or worker.loading or worker.arriving or len(names) > free:
+        return False
+    if rested and state.now_ns - worker.target_ns < worker.load_ns:
+        return False
+    return all(_may_move(state, state.requests[name], rested=rested) for name in names)
+
+
+def _may_move(state: State, request: Request, *, rested: bool) -> bool:
+    assert state.config is not None
+    if request.moving is not None or state.groups[request.group].phase == "ending":
+        return False
+    if request.moves >= state.config.planner.moves_max:
+        return False
+    rest_ns = RESTS * state.seen.stall_ns if rested and request.moves else 0
+    return state.now_ns - request.moved_ns >= rest_ns
+
+
+def _pays(state: State, worker: Worker, names: list[str], slots: int, outlook: Outlook) -> bool:
+    """Whether the slots won, for as long as the longest request would run on, are worth it.
+
+    Emptied now, a worker is free after one stall; left alone, when its longest request has ended.
+    What loading the next version costs is paid either way.
+    """
+    ages = (state.now_ns - state.requests[name].began_ns for name in names)
+    longest_ns = max((outlook.left_ns(age) for age in ages), default=0)
+    won_ns = slots * (longest_ns - outlook.stall_ns)
+    return won_ns >= PAYS * len(names) * outlook.stall_ns
+
+
+def _version(state: State, name: str) -> int:
+    return state.groups[state.requests[name].group].spec.version

@@ -21,12 +21,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
+import msgspec
 import numpy as np
 
 from dora_pipe.clock import Clock
-from dora_pipe.errors import PolicyError
+from dora_pipe.errors import PolicyError, SchemaError
 from dora_pipe.policies.digest import Entry, read_header
 from dora_pipe.producers.engines.port import Array, Kv
 from dora_pipe.producers.handover import (
@@ -41,6 +42,7 @@ from dora_pipe.producers.handover import (
     Lost,
 )
 from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.wire import decode, encode
 
 DIRECTORY_BYTES_MAX: Final = 16 * 1024**3
 """All files together; beyond that requests are prefilled."""
@@ -51,8 +53,9 @@ AGE_MAX_NS: Final = 600_000_000_000
 HEADER_BYTES: Final = 64 * 1024
 """What a file may have beside its arrays."""
 
-FORMAT: Final = "dora-pipe kv 1"
-TOKENS_DIGITS_MAX: Final = 12
+METADATA: Final = "dora-pipe kv"
+"""The one text of a file: a `_Beside` as JSON. Several would stand in an order left to chance."""
+
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
 
@@ -62,6 +65,19 @@ _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32":
     "U8": "u1",
 }
 _COUNTER = itertools.count()
+
+
+class _Beside(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands beside the arrays; see `KvLabel` and `Kv`."""
+
+    trajectory: str
+    prefix: str
+    weights: str
+    layout: str
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+_BESIDE: Final = msgspec.json.Decoder(_Beside)
 
 
 class DirectoryHandover:
@@ -161,26 +177,25 @@ def _packed(label: KvLabel, kv: Kv) -> bytes:
     """The bytes of a file."""
     from safetensors.numpy import save
 
-    metadata = {
-        "format": FORMAT,
-        "trajectory": label.trajectory,
-        "prefix": label.prefix,
-        "weights": kv.weights,
-        "layout": kv.layout,
-        "tokens": str(kv.tokens),
-    }
-    return bytes(save(dict(kv.arrays), metadata))
+    beside = _Beside(
+        trajectory=label.trajectory,
+        prefix=label.prefix,
+        weights=kv.weights,
+        layout=kv.layout,
+        tokens=kv.tokens,
+    )
+    return bytes(save(dict(kv.arrays), {METADATA: encode(beside).decode()}))
 
 
 def _unpacked(
     label: KvLabel, data: Array, entries: list[Entry], metadata: dict[str, str]
 ) -> Kv | Lost:
     """The cache in the bytes of a file, if it is this request's."""
-    tokens = metadata.get("tokens", "")
-    readable = tokens.isdecimal() and len(tokens) <= TOKENS_DIGITS_MAX
-    if metadata.get("format") != FORMAT or not readable:
+    try:
+        beside = decode(metadata.get(METADATA, "").encode(), _BESIDE)
+    except SchemaError:
         return Lost(UNREADABLE)
-    if (metadata.get("trajectory"), metadata.get("prefix")) != (label.trajectory, label.prefix):
+    if (beside.trajectory, beside.prefix) != (label.trajectory, label.prefix):
         return Lost(OTHER_REQUEST)
     arrays: dict[str, Array] = {}
     for entry in entries:
@@ -188,9 +203,4 @@ def _unpacked(
         if dtype is None:
             return Lost(UNREADABLE)
         arrays[entry.name] = data[entry.start : entry.end].view(dtype).reshape(entry.shape)
-    return Kv(
-        tokens=int(tokens),
-        layout=metadata.get("layout", ""),
-        weights=metadata.get("weights", ""),
-        arrays=arrays,
-    )
+    return Kv(tokens=beside.tokens, layout=beside.layout, weights=beside.weights, arrays=arrays)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT
+from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, Kv
+from dora_pipe.producers.handover import KvLabel
+from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.schemas.policy import Blob
 from tests.contract.test_engine_contract import subject
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Subject
+from tests.support.worker import VirtualClock
 
 __all__ = ["subject"]
 
@@ -39,6 +44,24 @@ def test_running_request_is_handed_over(subject: Subject, check: Callable[[Subje
 def test_weights_change_under_requests(subject: Subject, check: Callable[[Subject], None]) -> None:
     _ask(subject, INTERRUPTIBLE)
     check(subject)
+
+
+def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path: Path) -> None:
+    _ask(subject, KV_EXPORT)
+    handover = DirectoryHandover(tmp_path, clock=VirtualClock())
+    label = KvLabel(trajectory="t", prefix="p")
+
+    def carry(kv: Kv) -> Kv | None:
+        blob = handover.put(label, kv)
+        assert isinstance(blob, Blob)
+        found = handover.fetch(label, blob)
+        handover.drop(blob)  # it is mapped, and read when its request has a slot
+        assert isinstance(found, Kv)
+        return found
+
+    moves.check_moved_requests_end_as_if_they_had_stayed(subject, carry, cuts=(7,))
+    moves.check_a_request_moves_again_and_again(subject, carry)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_request_whose_cache_is_lost_on_its_way_is_prefilled(subject: Subject) -> None:

@@ -1,0 +1,260 @@
+"""KV caches between workers: whatever is wrong with one, it is lost in one word and never taken."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save
+
+from dora_pipe.producers import handover_files
+from dora_pipe.producers.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
+from dora_pipe.producers.engines.port import Array, Kv
+from dora_pipe.producers.handover import (
+    GONE,
+    NO_ROOM,
+    OTHER_DIGEST,
+    OTHER_REQUEST,
+    TOO_LARGE,
+    UNREADABLE,
+    Handover,
+    KvLabel,
+    Lost,
+    MemoryHandover,
+    NoHandover,
+    label_of,
+)
+from dora_pipe.producers.handover_files import AGE_MAX_NS, DirectoryHandover
+from dora_pipe.producers.handover_port import HandoverPort
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.wire import sha256_hex
+from tests.support.worker import VirtualClock
+
+LABEL = label_of("g0000000001-000", [5, 6, 7, 8])
+ARRAY = np.arange(2 * 2 * 3 * 3 * 4, dtype=np.float32).reshape(2, 2, 3, 3, 4)
+KV = Kv(tokens=3, layout="torch-1 llama", weights="b" * 64, arrays={"kv": ARRAY})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> DirectoryHandover:
+    return DirectoryHandover(tmp_path / "handover", clock=VirtualClock())
+
+
+def put(handover: Handover, kv: Kv = KV, label: KvLabel = LABEL) -> Blob:
+    blob = handover.put(label, kv)
+    assert isinstance(blob, Blob)
+    return blob
+
+
+def path_of(tmp_path: Path, blob: Blob) -> Path:
+    return tmp_path / "handover" / f"{blob.sha256}.safetensors"
+
+
+@pytest.mark.parametrize("make", [MemoryHandover, None])
+def test_what_is_put_is_fetched_until_it_is_dropped(
+    make: type[MemoryHandover] | None, files: DirectoryHandover
+) -> None:
+    handover: Handover = make() if make else files
+    blob = put(handover)
+    found = handover.fetch(LABEL, blob)
+    assert isinstance(found, Kv) and found == KV
+    assert found.arrays["kv"].tobytes() == ARRAY.tobytes()
+    assert found.arrays["kv"].shape == ARRAY.shape and found.arrays["kv"].dtype == np.float32
+    other = replace(LABEL, trajectory="g0000000001-001")
+    assert handover.fetch(other, blob) == Lost(OTHER_REQUEST)
+    handover.drop(blob)
+    handover.drop(blob)
+    assert handover.fetch(LABEL, blob) == Lost(GONE)
+    put(handover)
+    handover.clear()
+    handover.clear()
+    assert handover.fetch(LABEL, blob) == Lost(GONE)
+
+
+def test_without_a_place_nothing_is_kept() -> None:
+    assert NoHandover().put(LABEL, KV) == Lost(NO_ROOM)
+    assert NoHandover().fetch(LABEL, Blob(sha256="a" * 64, bytes=1)) == Lost(GONE)
+
+
+def test_label_covers_all_tokens_but_the_last() -> None:
+    assert label_of("t", [5, 6, 7, 9]) == label_of("t", [5, 6, 7, 8])
+    assert label_of("t", [5, 6, 9, 8]) != label_of("t", [5, 6, 7, 8])
+    assert label_of("t", [5, 6, 7]) != label_of("t", [5, 6, 7, 8])
+
+
+def test_file_is_a_safetensors_file_under_the_digest_of_its_bytes(
+    files: DirectoryHandover, tmp_path: Path
+) -> None:
+    blob = put(files)
+    path = path_of(tmp_path, blob)
+    assert [path] == list((tmp_path / "handover").iterdir())
+    data = path.read_bytes()
+    assert (sha256_hex(data), len(data)) == (blob.sha256, blob.bytes)
+    assert np.array_equal(load_file(path)["kv"], ARRAY)
+
+
+def test_fetched_cache_outlives_its_file(files: DirectoryHandover) -> None:
+    blob = put(files)
+    found = files.fetch(LABEL, blob)
+    files.drop(blob)
+    assert isinstance(found, Kv) and np.array_equal(found.arrays["kv"], ARRAY)
+
+
+def test_caches_of_two_requests_with_equal_tokens_are_two_files(files: DirectoryHandover) -> None:
+    other = replace(LABEL, trajectory="g0000000001-001")
+    first, second = put(files), put(files, label=other)
+    files.drop(first)
+    assert isinstance(files.fetch(other, second), Kv)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": _flip,
+    "a torn write": lambda path: os.truncate(path, 100),
+    "nothing in it": lambda path: path.write_bytes(b""),
+    "something behind it": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file_is_lost_and_deleted(
+    damage: str, files: DirectoryHandover, tmp_path: Path
+) -> None:
+    blob = put(files)
+    DAMAGE[damage](path_of(tmp_path, blob))
+    assert files.fetch(LABEL, blob) == Lost(OTHER_DIGEST)
+    assert not path_of(tmp_path, blob).exists()
+
+
+GOOD = {
+    "trajectory": LABEL.trajectory,
+    "prefix": LABEL.prefix,
+    "weights": "b" * 64,
+    "layout": "x",
+    "tokens": 3,
+}
+
+
+def saved(array: Array = ARRAY, **changes: object) -> bytes:
+    """The bytes of a file."""
+    text = json.dumps({**GOOD, **changes})
+    return bytes(save({"kv": array}, {handover_files.METADATA: text}))
+
+
+STRANGE: dict[str, tuple[bytes, str]] = {
+    "no safetensors": (b"hello, this is no tensor", UNREADABLE),
+    "no metadata": (save({"kv": ARRAY}), UNREADABLE),
+    "other metadata": (save({"kv": ARRAY}, {"format": "pt"}), UNREADABLE),
+    "no number of tokens": (saved(tokens="three"), UNREADABLE),
+    "a negative number": (saved(tokens=-3), UNREADABLE),
+    "a huge number": (saved(tokens=10**20), UNREADABLE),
+    "another request": (saved(prefix="0"), OTHER_REQUEST),
+    "another type": (saved(ARRAY.astype(np.int16)), UNREADABLE),
+}
+
+
+def test_file_made_by_hand_is_taken(files: DirectoryHandover, tmp_path: Path) -> None:
+    """What the strange files below would be without what is strange about them."""
+    put(files)
+    blob = Blob(sha256=sha256_hex(saved()), bytes=len(saved()))
+    path_of(tmp_path, blob).write_bytes(saved())
+    assert isinstance(files.fetch(LABEL, blob), Kv)
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_strange_file_under_its_own_digest_is_lost(
+    case: str, files: DirectoryHandover, tmp_path: Path
+) -> None:
+    data, why = STRANGE[case]
+    put(files)
+    blob = Blob(sha256=sha256_hex(data), bytes=len(data))
+    path_of(tmp_path, blob).write_bytes(data)
+    assert files.fetch(LABEL, blob) == Lost(why)
+
+
+def test_name_that_leads_elsewhere_is_neither_read_nor_deleted(
+    files: DirectoryHandover, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim.safetensors"
+    victim.write_bytes(b"x")
+    for name in ("../victim", "a" * 63, "A" * 64, ""):
+        blob = Blob(sha256=name, bytes=1)
+        assert files.fetch(LABEL, blob) == Lost(UNREADABLE)
+        files.drop(blob)
+    assert victim.exists()
+
+
+def test_sizes_have_limits(
+    files: DirectoryHandover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = put(files)
+    monkeypatch.setattr(handover_files, "KV_BYTES_MAX", KV.bytes - 1)
+    assert files.put(LABEL, KV) == Lost(TOO_LARGE)
+    huge = replace_bytes(blob, 10**15)
+    assert files.fetch(LABEL, huge) == Lost(TOO_LARGE)
+    assert files.fetch(LABEL, replace_bytes(blob, -1)) == Lost(TOO_LARGE)
+    assert path_of(tmp_path, blob).exists()
+
+
+def replace_bytes(blob: Blob, size: int) -> Blob:
+    return Blob(sha256=blob.sha256, bytes=size)
+
+
+def test_full_directory_takes_nothing_until_forgotten_files_are_old(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    files = DirectoryHandover(tmp_path / "handover", clock=clock, bytes_max=2000)
+    first = put(files)
+    for path in (tmp_path / "handover").iterdir():
+        os.utime(path, ns=(clock.wall_ns(), clock.wall_ns()))
+    other = replace(LABEL, trajectory="g0000000001-001")
+    assert isinstance(files.put(other, replace(KV, arrays={"kv": np.zeros(400)})), Lost)
+    clock.ns += AGE_MAX_NS + 1
+    second = put(files, label=other)
+    assert files.fetch(LABEL, first) == Lost(GONE)
+    assert isinstance(files.fetch(other, second), Kv)
+
+
+def test_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    files = DirectoryHandover(tmp_path / "file", clock=VirtualClock())
+    assert files.put(LABEL, KV) == Lost(NO_ROOM)
+    assert isinstance(files.fetch(LABEL, Blob(sha256="a" * 64, bytes=5)), Lost)
+    files.clear()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_port_does_what_it_is_asked_in_order_and_tells(
+    in_thread: bool, files: DirectoryHandover, tmp_path: Path
+) -> None:
+    port = HandoverPort(files, in_thread=in_thread)
+    blob = put(files)
+    port.start(FetchKv(request="a", label=LABEL, blob=blob))
+    port.start(DropKv(blob=blob))
+    port.start(FetchKv(request="b", label=LABEL, blob=blob))
+    port.start(PutKv(request="c", label=LABEL, kv=KV))
+    port.start(PutKv(request="d", label=LABEL, kv=replace(KV, arrays={})))
+    port.close()
+    assert port.busy
+    first, second, third, fourth = port.poll()
+    assert isinstance(first, KvFetched) and first.kv == KV
+    assert second == KvFetched(request="b", kv=None, why=GONE)
+    assert third == KvPut(request="c", blob=blob)
+    assert isinstance(fourth, KvPut) and fourth.blob is not None
+    assert not port.busy and port.poll() == []
+    port.close()
+
+
+def test_port_says_why_nothing_was_kept() -> None:
+    port = HandoverPort(NoHandover(), in_thread=False)
+    port.start(PutKv(request="c", label=LABEL, kv=KV))
+    assert port.poll() == [KvPut(request="c", blob=None, why=NO_ROOM)]

@@ -19,7 +19,9 @@ from dora_pipe.schemas.control import (
     WeightsAdopted,
 )
 from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import StopRun
+from dora_pipe.waiting import DEFAULT_LIMITS
 from tests.support.trainer_driver import (
     HEARTBEAT_NS,
     OFFENDER,
@@ -183,3 +185,36 @@ def test_round_that_cannot_be_read_ends_the_role_naming_its_offset() -> None:
     )
     with pytest.raises(SchemaError, match="decisions offset 77"):
         driver.react(record)
+
+
+def test_wait_of_the_trainer_begins_with_the_turn_that_began_it() -> None:
+    driver = Driver().to_idle()
+    began_ns = driver.now_ns
+    driver.react(after_ns=3 * HEARTBEAT_NS)
+    (wait,) = driver.statuses[-1].waits
+    assert (wait.name, wait.still, wait.overdue) == ("batch", True, False)
+    assert wait.since_ns == began_ns + 7
+    assert wait.blockers == (Blocker("role", "orchestrator"), Blocker("step", "0"))
+
+
+def test_next_step_is_another_wait_and_work_is_none() -> None:
+    driver = Driver().to_training()
+    driver.react(after_ns=2 * HEARTBEAT_NS)
+    assert driver.statuses[-1].waits == ()
+    driver.trained()
+    driver.published()
+    driver.acknowledged()
+    began_ns = driver.now_ns
+    driver.react(after_ns=2 * HEARTBEAT_NS)
+    (wait,) = driver.statuses[-1].waits
+    assert (wait.since_ns, wait.blockers[1]) == (began_ns + 7, Blocker("step", "1"))
+
+
+def test_commit_that_is_not_acknowledged_is_an_alarm_that_names_the_topic() -> None:
+    driver = Driver().to_committing()
+    driver.react(after_ns=int(DEFAULT_LIMITS.short_s * 1e9))
+    assert driver.statuses[-1].waits[0].overdue is False
+    driver.react(after_ns=HEARTBEAT_NS)
+    (wait,) = driver.statuses[-1].waits
+    assert (wait.name, wait.overdue) == ("commit", True)
+    assert wait.blockers[0] == Blocker("topic", "control")

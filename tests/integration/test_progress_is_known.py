@@ -1,0 +1,110 @@
+"""A progress record is known to the orchestrator at once: a crash right after it costs nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.producers.machine import PROGRESS_STATUS_NS
+from dora_pipe.runtime import BUS_TURN_NS
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.rounds import Place, decode_round
+from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import SimulatedParts
+from tests.support.worker import TICK_NS, TOPICS, World
+
+TURN_TICKS = BUS_TURN_NS // TICK_NS
+
+
+def test_acknowledged_progress_record_brings_the_next_status_forward() -> None:
+    world = World(lengths=lambda seed, turn: 60)
+    worker = world.start(checkpoint_tokens=16, heartbeat_ns=10**12)
+    world.ticks(worker, 2 * TURN_TICKS)
+    before = len(world.statuses())
+    world.decide(world.place(worker, 1))
+    world.until(worker, lambda: len(world.records(TOPICS.progress)) == 1)
+    (record,) = world.records(TOPICS.progress)
+    world.ticks(worker, 3)
+    (status,) = world.statuses()[before:]
+    known = {"g0000000001-000": Resume(tokens=16, partition=1, offset=record.offset)}
+    assert status.progress == known
+
+
+def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
+    world = World(lengths=lambda seed, turn: 200)
+    worker = world.start(checkpoint_tokens=2, heartbeat_ns=10**12, max_tokens=1000)
+    world.decide(*(world.place(worker, 1, sibling) for sibling in range(4)))
+    world.until_idle(worker)
+    world.ticks(worker, TURN_TICKS)
+    assert len(world.records(TOPICS.progress)) > 100
+    times = [status.at_ns for status in world.statuses()]
+    assert all(after - before >= PROGRESS_STATUS_NS for before, after in pairwise(times))
+    assert len(times) > 3
+
+
+def test_worker_without_progress_keeps_to_its_heartbeat() -> None:
+    world = World(lengths=lambda seed, turn: 60)
+    worker = world.start(checkpoint_tokens=1000, heartbeat_ns=20 * TICK_NS, max_tokens=1000)
+    world.decide(world.place(worker, 1))
+    world.until_idle(worker)
+    times = [status.at_ns for status in world.statuses()]
+    assert {after - before for before, after in pairwise(times)} == {20 * TICK_NS}
+
+
+def test_crash_right_after_a_progress_record_goes_on_from_it(tmp_path: Path) -> None:
+    """Two bus turns after the acknowledgement: the status lies in the log and has been read."""
+    config = make_config(
+        timing__heartbeat_s=1.0,
+        timing__lease_s=3.0,
+        sampling__max_tokens=160,
+        workers__checkpoint_tokens=40,
+    )
+    parts = SimulatedParts(lengths=lambda seed, turn: 150)
+    with Cluster(tmp_path, config, on_disk=False, parts=parts) as cluster:
+        progress = _fresh_progress(cluster, "w1")
+        cluster.kill("w1")
+        cluster.ticks(4 * 10**9 // TICK_NS)
+        cluster.start("w1")
+        cluster.run()
+        placed = _placed_again(cluster)
+    assert {name: placed[name] for name in progress} == progress
+
+
+def _fresh_progress(cluster: Cluster, name: str) -> dict[str, Resume]:
+    """What became durable two bus turns ago and is still what its request would go on from."""
+    cluster.until(lambda: cluster.version >= 1)
+    machine = cluster.roles[name].machine
+    requests = machine.requests
+    for _ in range(2000):
+        before, calm_ns = requests.progress(), machine.wake_at() - cluster.clock.now_ns()
+        cluster.tick()
+        if calm_ns < 500_000_000:
+            continue  # the next heartbeat would tell it anyway
+        fresh = {at: one for at, one in requests.progress().items() if before.get(at) != one}
+        if fresh:
+            cluster.ticks(2 * TURN_TICKS)
+            still = requests.progress()
+            fresh = {at: one for at, one in fresh.items() if still.get(at) == one}
+        if fresh:
+            return fresh
+    raise AssertionError("no request keeps a progress record for long enough")
+
+
+def _placed_again(cluster: Cluster) -> dict[str, Resume | None]:
+    """Where every request went on from at its second placement."""
+    found: dict[str, Resume | None] = {}
+    reader = cluster.bus.reader({(at := _decisions(cluster)): 0})
+    while reader.position(at) < cluster.bus.end(at):
+        for record in reader.poll(timeout_s=0.0):
+            for decision in decode_round(record.value).decisions:
+                if isinstance(decision, Place):
+                    for one in decision.requests():
+                        if one.attempt == 2:
+                            found[one.trajectory] = one.resume
+    reader.close()
+    return found
+
+
+def _decisions(cluster: Cluster) -> TopicPartition:
+    return TopicPartition(cluster.topics.decisions, 0)

@@ -131,7 +131,7 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
 
 def _config(chance: Random, seed: int, steps: int) -> Config:
     eta = chance.randrange(4)
-    size, per_step = chance.randint(1, 5), chance.randint(1, 4)
+    size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
     steps += chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},

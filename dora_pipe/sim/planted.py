@@ -31,7 +31,7 @@ from dora_pipe.orchestrator import (
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.specs import train_spec
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.orchestrator.state import Group, State, Worker, queue_key
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.producers.rows import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
@@ -175,7 +175,7 @@ def _placed_twice(patches: Patches) -> None:
         spec = state.groups[state.requests[trajectory].group].spec
         if spec.ordinal % 3 == 0 and trajectory.endswith("-000") and attempt == 1:
             queue = state.queues.setdefault(spec.version, [])
-            insort(queue, transitions.queue_key(spec, 0))
+            insort(queue, queue_key(spec, 0))
 
     def lax(holds: bool, otherwise: str) -> None:
         require(holds or otherwise.endswith("is placed already"), otherwise)

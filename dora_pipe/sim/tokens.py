@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Final
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.history.reading import horizon_of, records_of
@@ -17,6 +18,10 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.sim.account import Wrong
 from dora_pipe.sim.world import World
+
+
+TOLERANCE: Final = 1e-4
+"""Of log-probs, which the log keeps as 32-bit floats."""
 
 
 def check_tokens(world: World, wrong: Wrong) -> None:
@@ -46,6 +51,9 @@ def strange_token(trajectory: Trajectory) -> int | None:
         token = drawn % (VOCABULARY - 1)
         token += token >= END_TOKEN
         logprob = -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
-        if tokens[place] not in (token, END_TOKEN) or abs(logprobs[place] - logprob) > 1e-4:
+        found = logprobs[place]
+        if tokens[place] not in (token, END_TOKEN) or found is None:
+            return place
+        if abs(found - logprob) > TOLERANCE:
             return place
     return None

@@ -1,0 +1,45 @@
+"""Planted bugs are found; what is planted is gone afterwards."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dora_pipe.orchestrator import planner, staleness
+from dora_pipe.sim.planted import BUGS, planted
+from dora_pipe.sim.swarm import play
+
+SEEDS_MAX = 500
+RARE = frozenset({"gate-from-0", "fenced-counts", "lease-in-outage", "leaving-counts"})
+"""Found after some tens of seeds: below, at length."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
+
+
+def found_by(name: str) -> str:
+    """The check that finds it first."""
+    with planted(name):
+        played = (play(seed) for seed in range(SEEDS_MAX))
+        return next((one.check for one in played if not one.holds), "")
+
+
+@pytest.mark.parametrize("name", sorted(BUGS.keys() - RARE))
+def test_planted_bug_is_found(name: str) -> None:
+    assert found_by(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(RARE))
+def test_rare_planted_bug_is_found(name: str) -> None:
+    assert found_by(name)
+
+
+def test_nothing_stays_planted() -> None:
+    take = planner.take
+    with planted("short-batch"):
+        assert planner.take is not take
+    assert planner.take is take is staleness.take

@@ -1,0 +1,181 @@
+"""Negative controls: every checker of the simulator finds the one thing that was changed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.port import Record
+from dora_pipe.schemas.control import (
+    Command,
+    Resume,
+    RoleStarted,
+    StepCommitted,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.rounds import (
+    Assign,
+    Dispatch,
+    End,
+    Fence,
+    Move,
+    Place,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+from dora_pipe.sim.account import Account
+from dora_pipe.sim.account_shapes import GroupAccount
+from tests.support.sim_stream import changed, decoded, sound_run, watched
+
+put = msgspec.structs.replace
+
+
+@pytest.fixture(scope="module")
+def stream() -> list[Record]:
+    return sound_run()
+
+
+def test_nothing_is_found_in_a_sound_run(stream: list[Record]) -> None:
+    assert watched(stream) == ""
+
+
+def _spec(**changes: Any) -> Callable[[Any], Any]:
+    return lambda one: put(one, spec=put(one.spec, **changes))
+
+
+def _first_sibling(**changes: Any) -> Callable[[Any], Any]:
+    return lambda one: put(one, siblings=(put(one.siblings[0], **changes), *one.siblings[1:]))
+
+
+def _other_record(batch: TakeBatch) -> TakeBatch:
+    group = batch.groups[0]
+    taken = put(group.trajectories[0], sha256="0" * 64)
+    group = put(group, trajectories=(taken, *group.trajectories[1:]))
+    return put(batch, groups=(group, *batch.groups[1:]))
+
+
+def _moved_to_itself(place: Place) -> list[Any]:
+    one = place.requests()[0]
+    return [
+        place,
+        Move(
+            reason="t",
+            trajectory=one.trajectory,
+            attempt=one.attempt,
+            worker=place.worker,
+            epoch=place.epoch,
+            to=place.worker,
+            to_epoch=place.epoch,
+        ),
+    ]
+
+
+def _fenced(assign: Assign) -> list[Any]:
+    return [assign, Fence(reason="t", worker=assign.worker, epoch=assign.epoch)]
+
+
+CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
+    ("fate", End, lambda one: put(one, fate="failed"), 0),
+    ("fate", End, lambda one: [one, one], 0),
+    ("fate", Dispatch, lambda one: [one, one], 0),
+    ("fate", Place, lambda one: [one, StopRun(reason="t")], 0),
+    ("deadline", Dispatch, lambda one: _spec(deadline=one.spec.deadline + 1)(one), 3),
+    ("placement", Place, lambda one: put(one, epoch=one.epoch + 1), 0),
+    ("placement", Place, lambda one: [one, one], 0),
+    ("binding", TakeBatch, _other_record, 0),
+    ("batch", TakeBatch, lambda one: put(one, step=one.step + 1), 0),
+    ("batch", TakeBatch, lambda one: put(one, groups=one.groups[1:]), 0),
+    ("commit", StepCommitted, lambda one: put(one, groups=one.groups[1:]), 0),
+    ("commit", StepCommitted, lambda one: put(one, step=one.step + 1), 1),
+    ("weights", StepCommitted, lambda one: put(one, digest_before="0" * 64), 1),
+    ("assign", Assign, lambda one: [one, one], 0),
+    ("lease", Assign, _fenced, 0),
+    ("attempts", Place, _first_sibling(attempt=2), 0),
+    ("progress", Place, _first_sibling(resume=Resume(tokens=4, partition=0, offset=1)), 0),
+    ("C1", WorkerReady, lambda one: put(one, digest="0" * 64), 0),
+    ("C1", Assign, lambda one: put(one, digest="0" * 64), 0),
+    ("C1", Dispatch, lambda one: _spec(version=one.spec.version + 1)(one), 0),
+    ("move", Place, _moved_to_itself, 0),
+    ("epochs", RoleStarted, lambda one: put(one, role_epoch=one.role_epoch + 1), 0),
+    ("epochs", StepCommitted, lambda one: put(one, role_epoch=one.role_epoch + 1), 0),
+]
+
+
+@pytest.mark.parametrize(("check", "kind", "change", "nth"), CHANGES)
+def test_what_was_changed_is_found_by_its_checker(
+    stream: list[Record], check: str, kind: type, change: Callable[[Any], Any], nth: int
+) -> None:
+    found = watched(changed(stream, kind, change, nth))
+    assert found.partition(":")[0] == check, found
+
+
+def test_round_that_was_changed_or_left_out_is_found(stream: list[Record]) -> None:
+    rounds = [at for at, one in enumerate(stream) if isinstance(decoded(one), Round)]
+    at = rounds[5]
+    assert watched(stream[:at] + stream[at + 1 :]).startswith("rounds: ")
+    later = msgspec.structs.replace(decoded(stream[at]), now_ns=10**19)
+    forged = [*stream[:at], _with(stream[at], later), *stream[at + 1 :]]
+    assert watched(forged).startswith("rounds: ")
+
+
+def test_dispatch_while_paused_is_found(stream: list[Record]) -> None:
+    first = next(at for at, one in enumerate(stream) if isinstance(decoded(one), WorkerReady))
+    ready = stream[first]
+    pause = _with(ready, Command(at_ns=1, user="t", verb="pause"))
+    paused = [*stream[:first], pause, *stream[first + 1 :]]
+    assert watched(changed(paused, Command, lambda one: one)).startswith(
+        ("admission: ", "placement: ")
+    )
+
+
+def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> None:
+    left = [at for at, one in enumerate(stream) if isinstance(decoded(one), WorkerLeft)]
+    gone = decoded(stream[left[0]])
+    ready = WorkerReady(
+        at_ns=9, worker=gone.worker, epoch=gone.epoch, version=0, digest="0" * 64, load_ms=1.0
+    )
+    late = [*stream, _with(stream[-1], ready)]
+    assert watched(late).startswith("retired: ")
+    assert watched([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
+
+
+def test_group_without_a_fate_is_found(stream: list[Record]) -> None:
+    before = next(at for at, one in enumerate(stream) if b'"end"' in one.value)
+    assert watched(stream[:before]).startswith("fate: ")
+
+
+def test_trajectory_that_is_trained_again_is_found(stream: list[Record]) -> None:
+    said: list[str] = []
+    account = Account(lambda check, what: said.append(check))
+    take = next(
+        one
+        for record in stream
+        if isinstance(round_ := decoded(record), Round)
+        for one in round_.decisions
+        if isinstance(one, TakeBatch)
+    )
+    specs = [
+        one.spec
+        for record in stream
+        if isinstance(round_ := decoded(record), Round)
+        for one in round_.decisions
+        if isinstance(one, Dispatch)
+    ]
+    account.groups = {spec.group: GroupAccount(spec) for spec in specs}
+    account._trained(take.groups[0], 0)
+    assert said == []
+    account._trained(take.groups[0], 99)
+    assert said[0] == "deadline" and set(said) == {"deadline", "fate", "once"}
+
+
+def _with(record: Record, value: Any) -> Record:
+    from dataclasses import replace
+
+    from dora_pipe.schemas.wire import encode
+
+    return replace(record, value=encode(value))

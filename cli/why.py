@@ -74,7 +74,7 @@ def _print_step(run: OpenRun, step: int, *, as_json: bool) -> None:
     answer = why_step(run.bus, run.topics, step=step)
     found = [one for one in steps_of(run.bus, run.topics).waits if one.step == step]
     if as_json:
-        emit_json({"step": _plain(found[0]), **asdict(answer)})
+        emit_json({"waits_of_step": _plain(found[0]), **asdict(answer)})
         return
     typer.echo(found[0].text())
     _print(answer, as_json=False)

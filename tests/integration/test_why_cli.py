@@ -1,0 +1,122 @@
+"""`why` as a user calls it: of a run that is over, that stands still, that was stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.cli import main, why
+from dora_pipe.config.load import dump_toml
+from tests.support.cluster import TICK_NS, Cluster, make_config
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+Call = Callable[..., tuple[int, str, str]]
+SECOND_TICKS = 1_000_000_000 // TICK_NS
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line: exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *args])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return (0 if code is None else int(code)), printed.out, printed.err
+
+    return run
+
+
+def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("why", str(recorded.directory))
+    assert code == 0, err
+    assert out.startswith(f"recorded is over: {STEPS} steps in ")
+    for role in ("trainer", "orchestrator", "w0", "w1", "w2"):
+        assert f"\n{role} waited " in out
+    assert "the steps that waited longest for their batch:" in out
+
+
+def test_summary_as_json_has_the_same_figures(call: Call, recorded: RecordedRun) -> None:
+    code, out, _ = call("why", str(recorded.directory), "--summary", "--json")
+    found = json.loads(out)
+    assert (code, found["run"], found["steps"], found["over"]) == (0, "recorded", STEPS, True)
+    trainer = found["roles"][0]
+    assert trainer["role"] == "trainer"
+    assert trainer["waited_s"] == pytest.approx(sum(seconds for _, seconds in trainer["waits"]))
+
+
+def test_step_is_told_with_the_tree_of_the_moment_before_it(
+    call: Call, recorded: RecordedRun
+) -> None:
+    code, out, err = call("why", str(recorded.directory), "--step", "0")
+    assert code == 0, err
+    first, second, *_ = out.splitlines()
+    assert first.startswith("step 0: the trainer waited ") and "last came g0000000" in first
+    assert second.startswith(f"recorded: step 0 of {STEPS} is next, ")
+    assert "trainer: waits for batch of step 0" in out
+    _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
+    found = json.loads(out)
+    assert found["waits_of_step"]["step"] == 0
+    assert found["roles"][0]["because"]
+
+
+@pytest.mark.parametrize("form", ["seconds", "iso"])
+def test_moment_is_seconds_after_the_start_or_a_date(
+    call: Call, recorded: RecordedRun, form: str
+) -> None:
+    _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
+    moment: Any = json.loads(out)
+    # 10**18 ns is 2001-09-09T01:46:40Z: the virtual clock of these runs starts there.
+    at = str(moment["run_s"]) if form == "seconds" else "2001-09-09T01:46:40.100+00:00"
+    code, out, err = call("why", str(recorded.directory), "--at", at)
+    assert code == 0, err
+    assert out.startswith(f"recorded: step 0 of {STEPS} is ")
+
+
+def test_what_cannot_be_asked_is_one_line(call: Call, recorded: RecordedRun) -> None:
+    run = str(recorded.directory)
+    for words, said in (
+        (("--at", "yesterday"), "not a moment: 'yesterday'"),
+        (("--step", "99"), "the batch of step 99 has not been taken"),
+        (("--step", "1", "--summary"), "three different questions"),
+    ):
+        code, out, err = call("why", run, *words)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and said in err
+
+
+def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(run__name="live", timing__lease_s=30.0)
+    directory = tmp_path / "live"
+    with Cluster(directory, config) as cluster:
+        (directory / "config.toml").write_text(dump_toml(config))
+        monkeypatch.setattr(why.time, "time_ns", cluster.clock.wall_ns)
+        cluster.until(lambda: cluster.version >= 2)
+        cluster.kill("trainer")
+        cluster.ticks(5 * SECOND_TICKS)
+        code, out, err = call("why", str(directory))
+        assert code == 0, err
+        assert "\ntrainer: is silent since 5." in out
+        assert "\norchestrator: waits for the trainer: step " in out
+        said_ns = cluster.clock.wall_ns()
+    monkeypatch.setattr(why.time, "time_ns", lambda: said_ns + 7_200 * 10**9)
+    code, out, err = call("why", str(directory))
+    assert code == 0
+    assert err.startswith("no role of live was heard for 7,200 s: it was stopped, or has died")
+    assert "\norchestrator: waits for the trainer: step " in out
+    assert "orchestrator: is silent" not in out

@@ -31,13 +31,16 @@ from dora_pipe.consumers.recovery import read_history
 from dora_pipe.consumers.role import work_setup
 from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.consumers.work import TrainerWork
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.handover import MemoryHandover
+from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import WorkerMachine
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.role import declares, sampling_params
 from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
 from dora_pipe.runtime import Meter, Runtime, StopAsked
@@ -122,6 +125,7 @@ class Cluster:
         self.topics = Topics(self.config.run.name)
         self.store = PolicyStore(self.directory / "policies")
         self.roles: dict[str, Role] = {}
+        self.handover = MemoryHandover()
         self._buses: list[Bus] = []
         self._log = MemoryLog()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -239,7 +243,7 @@ class Cluster:
             seed=self.config.run.seed,
             policy=policy,
             assets_digest=assets_digest,
-            planner="test",
+            planner=PLANNER,
             package="0",
         )
 
@@ -315,7 +319,7 @@ class Cluster:
         writer = bus.writer()
         decisions_from = bus.end(TopicPartition(self.topics.decisions, 0))
         engine = self.parts.engine(self.assets, self.config, self.clock)
-        joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine)))
+        joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine, tasks)))
         setup = self._setup(name, writer.append([joined])[0], decisions_from)
         machine = WorkerMachine(setup, cost=meter.cost, kv_used=lambda: engine.kv_used_tokens)
         ports = [
@@ -325,6 +329,7 @@ class Cluster:
             TaskPort(tasks, self.parts.texts(self.assets)),
             CodecPort(meter, clock=self.clock),
             ProgressPort(self.open_bus(), self.topics.progress, meter, clock=self.clock),
+            HandoverPort(self.handover, in_thread=False),
         ]
         runtime = self._runtime(machine, bus, writer, ports, meter)
         return Role(
@@ -335,7 +340,7 @@ class Cluster:
         reference = self.store.weights_path(self.run_started.policy.digest)
         return self.parts.trainer(self.assets, reference, self.config)
 
-    def _joined(self, name: str, engine: Engine) -> WorkerJoined:
+    def _joined(self, name: str, engine: Engine, tasks: InlineTasks) -> WorkerJoined:
         return WorkerJoined(
             at_ns=self.clock.wall_ns(),
             worker=name,
@@ -349,15 +354,14 @@ class Cluster:
             engine_version=engine.version,
             dtype=engine.dtype,
             device=engine.device,
-            declares=tuple(sorted(engine.declares)),
+            declares=declares(engine, single_turn=not tasks.episodes),
             assets_digest=self.run_started.assets_digest,
             reward_digest="",
             package="0",
         )
 
     def _setup(self, name: str, epoch: int, decisions_from: int) -> WorkerSetup:
-        config = self.config
-        stop_ids = self.parts.stop_ids(self.assets)
+        config, stops = self.config, self.parts.stop_ids(self.assets)
         return WorkerSetup(
             topics=self.topics,
             worker=name,
@@ -373,8 +377,8 @@ class Cluster:
             decisions_from=decisions_from,
             digests={"train": DATASET, "eval": EVAL_DATASET},
             params={
-                "train": sampling_params(config.sampling, stop_ids),
-                "eval": sampling_params(config.evaluation.sampling, stop_ids),
+                "train": sampling_params(config.sampling, stops),
+                "eval": sampling_params(config.evaluation.sampling, stops),
             },
         )
 

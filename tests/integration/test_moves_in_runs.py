@@ -1,0 +1,154 @@
+"""Whole runs in which requests move, as the planner decides it: everything promised still holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.reading import records_of
+from dora_pipe.history.regenerate import regenerate
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from dora_pipe.producers.machine import WorkerMachine
+from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.rows import Phase
+from dora_pipe.schemas.control import Command, RequestReleased, decode_control
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import encode
+from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import SimulatedParts
+
+STEPS = 6
+DRAINED = "w1"
+
+
+def _lengths(seed: int, turn: int) -> int:
+    """Mostly below 100 tokens, one in seven beyond 300: stragglers of older versions."""
+    return 20 + (seed % 9) ** 2 + (300 if seed % 7 == 0 else 0)
+
+
+class Moved:
+    """A finished run, and what its workers counted."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        config = make_config(
+            run__steps=STEPS,
+            run__name="moved",
+            groups__per_step=6,
+            sampling__max_tokens=700,
+            workers__context_tokens=768,
+            **changes,
+        )
+        parts = SimulatedParts(lengths=_lengths)
+        names = ("w0", DRAINED, "w2", "w3")
+        self.cluster = Cluster(folder, config, parts=parts, workers=names)
+        self.machines: dict[int, WorkerMachine] = {}
+        self._until(lambda: self.cluster.version >= 1)
+        self._until(lambda: self._running(DRAINED) >= 3)
+        drain = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
+        topic = self.cluster.topics.control
+        self.cluster.bus.writer().append([Append(topic=topic, value=encode(drain))])
+        self._until(lambda: self.cluster.version >= STEPS - 1)
+        self.cluster.run()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of all workers."""
+        found: Counter[str] = Counter()
+        for machine in self.machines.values():
+            found.update(machine.requests.counts)
+        return found
+
+    def released(self) -> list[RequestReleased]:
+        """In order."""
+        at = TopicPartition(self.cluster.topics.control, 0)
+        records = records_of(self.cluster.bus, {at: self.cluster.bus.end(at)})
+        found = [decode_control(record.value) for record in records]
+        return [one for one in found if isinstance(one, RequestReleased)]
+
+    def trajectories(self) -> list[Trajectory]:
+        """Every record."""
+        topic = self.cluster.topics.trajectories
+        ends = {
+            tp: self.cluster.bus.end(tp)
+            for tp in (TopicPartition(topic, n) for n in range(self.cluster.bus.partitions(topic)))
+        }
+        return [decode_trajectory(one.value) for one in records_of(self.cluster.bus, ends)]
+
+    def _running(self, name: str) -> int:
+        machine: WorkerMachine = self.cluster.roles[name].machine
+        return machine.requests.in_phase(Phase.RUNNING)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        def seen() -> bool:
+            for name, role in self.cluster.roles.items():
+                if name.startswith("w"):
+                    self.machines[id(role.machine)] = role.machine
+            return done()
+
+        self.cluster.until(seen)
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moved]:
+    run = Moved(tmp_path_factory.mktemp("moved") / "run")
+    yield run
+    run.cluster.close()
+
+
+def test_requests_moved_with_their_caches_and_none_is_left_over(moved: Moved) -> None:
+    assert {one.worker for one in moved.released()} >= {DRAINED}
+    with_cache = [one for one in moved.released() if one.kv is not None]
+    assert len(with_cache) >= 3
+    assert moved.counts["KV caches imported"] == len(with_cache)
+    assert not [name for name in moved.counts if name.startswith("KV cache not")]
+    assert moved.counts["refused"] == 0
+    assert moved.cluster.handover.kept == {}
+
+
+def test_run_with_moves_holds(moved: Moved) -> None:
+    report = audit(moved.cluster.bus, moved.cluster.topics, moved.cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.steps == STEPS
+
+
+def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
+    found = [one for one in moved.trajectories() if one.meta.moves]
+    assert found
+    for one in found:
+        model = [segment for segment in one.segments if segment.kind == "model"]
+        assert len({(segment.worker, segment.epoch) for segment in model}) > 1
+        assert {segment.version for segment in model} == {one.version}
+        assert (one.meta.worker, one.meta.epoch) == (model[-1].worker, model[-1].epoch)
+        assert one.meta.prefills[0] == one.meta.prompt_tokens
+        assert one.meta.attempt > 1
+    assert {one.meta.worker for one in found}.isdisjoint({DRAINED})
+
+
+def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> None:
+    names = [one.trajectory for one in moved.trajectories() if one.meta.moves]
+    cluster, config = moved.cluster, moved.cluster.config
+    params: dict[Purpose, SamplingParams] = {
+        "train": sampling_params(config.sampling, (END_TOKEN,)),
+        "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),
+    }
+    found = list(
+        regenerate(
+            cluster.bus,
+            cluster.topics,
+            cluster.store.root,
+            build_ledger(cluster.bus, cluster.topics),
+            SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths),
+            names,
+            params,
+        )
+    )
+    assert [one for one in found if not one.equal] == []
+    assert min(one.stays for one in found) == 1  # no prefill: one stay over several workers

@@ -35,6 +35,7 @@ def _head(report: AuditReport) -> None:
         "policy versions": report.versions,
         "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
+        "plans": f"{report.plans} made again from the log, each as recorded",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
     }
     typer.echo(f"audit of {report.run}")

@@ -24,6 +24,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
 
+
 def create_topics(bus: Bus, config: Config) -> Topics:
     """Create the run's topics where they are missing."""
     topics = Topics(config.run.name)

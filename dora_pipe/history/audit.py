@@ -80,6 +80,7 @@ def audit(bus: Bus, topics: Topics, store_root: Path | None) -> AuditReport:
         seconds=ledger.hosting.seconds,
         several_versions_seconds=ledger.hosting.several_seconds,
         state_digests=fold.digests,
+        plans=fold.plans,
         not_declared=report.not_declared(ledger),
         unknown_records=dict(ledger.unknown),
         checks=report.check_lines(ledger),

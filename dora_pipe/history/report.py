@@ -91,6 +91,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of `seconds`: with at least two versions hosted."""
     state_digests: int
     """Recorded states that the fold reproduced."""
+    plans: int
+    """Plans that were made again and were the recorded ones."""
     not_declared: dict[str, tuple[str, ...]]
     """Engine to capabilities that it does not declare: nothing is promised of them."""
     unknown_records: dict[str, int]

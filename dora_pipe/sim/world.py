@@ -33,6 +33,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Record, TopicSpec
 from dora_pipe.config.model import Config
 from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.runtime import Machine, Meter, Runtime
 from dora_pipe.schemas.control import RunStarted
@@ -419,6 +420,6 @@ class World:
             seed=self.config.run.seed,
             policy=policy,
             assets_digest=assets_digest,
-            planner="sim",
+            planner=PLANNER,
             package="0",
         )

@@ -9,9 +9,9 @@ import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.orchestrator import machine as module
+from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
-from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
 from dora_pipe.runtime import CaughtUp, Now, Outputs, StopAsked

@@ -1,0 +1,82 @@
+"""A decision that was legal, but not the planner's, is named; the forger's chain and digests fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.history.audit import audit
+from dora_pipe.history.report import AuditReport
+from dora_pipe.schemas.rounds import AnyDecision, Place, Round, TakeBatch
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+
+
+@pytest.fixture
+def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
+
+
+def report_of(run: RecordedRun) -> AuditReport:
+    bus = run.open()
+    try:
+        return audit(bus, run.topics, run.store)
+    finally:
+        bus.close()
+
+
+def test_every_plan_of_a_real_log_is_made_again(copy: RecordedRun) -> None:
+    found = report_of(copy)
+    assert found.holds
+    assert found.plans == found.rounds - sum(not one.planned for one in rounds_of(copy))
+    assert found.plans > 50
+
+
+def rounds_of(run: RecordedRun) -> list[Round]:
+    with Tamper(run) as log:
+        return [round_ for _, round_ in log.rounds()]
+
+
+def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        rounds = [one for _, one in log.rounds()]
+        (forged, *_) = [
+            one.ordinal
+            for one in rounds[40:]
+            if any(isinstance(decision, TakeBatch) for decision in one.decisions)
+        ]
+
+        def change(decision: AnyDecision) -> AnyDecision:
+            if isinstance(decision, TakeBatch) and decision in rounds[forged].decisions:
+                return msgspec.structs.replace(decision, reason="I say so")
+            return decision
+
+        assert log.decide_otherwise(change) == 1
+        log.mend()
+    found = report_of(copy)
+    (violation,) = found.violations
+    assert (violation.check, violation.subject) == ("decisions", f"round {forged}")
+    assert violation.found == "take-batch (reason I say so)"
+
+
+def test_a_request_that_waits_though_a_slot_was_free_is_named(copy: RecordedRun) -> None:
+    """The last placement of a round is put off into the next round, which is quite legal."""
+    with Tamper(copy) as log:
+        found = log.rounds()
+        row, forged = next(
+            (row, one)
+            for row, one in found[20:]
+            if one.decisions
+            and isinstance(one.decisions[-1], Place)
+            and found[one.ordinal + 1][1].decisions == ()
+        )
+        later_row, later = found[forged.ordinal + 1]
+        *kept, last = forged.decisions
+        log.rewrite(row, msgspec.structs.replace(forged, decisions=tuple(kept)))
+        log.rewrite(later_row, msgspec.structs.replace(later, decisions=(last,)))
+        log.mend()
+    named = {one.subject for one in report_of(copy).violations if one.check == "decisions"}
+    assert f"round {forged.ordinal}" in named

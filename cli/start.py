@@ -16,7 +16,7 @@ from dora_pipe.bus.port import Append, Bus
 from dora_pipe.cli import prepare, roles
 from dora_pipe.cli.output import say
 from dora_pipe.cli.rundir import RUNS, RunDir, create, find_run, opened, run_dir, store_config
-from dora_pipe.cli.settings import OverrideOption
+from dora_pipe.cli.settings import OverrideOption, ParadigmOption
 from dora_pipe.cli.supervisor import Supervisor
 from dora_pipe.cli.zygote import Zygote
 from dora_pipe.clock import SystemClock
@@ -66,10 +66,11 @@ def run(
         typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run."),
     ] = "",
     adopt: AdoptOption = False,
+    paradigm: ParadigmOption = "",
     root: RunsOption = RUNS,
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and watch over them."""
-    wanted = _load(config, override or ())
+    wanted = _load(config, override or (), paradigm)
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
     plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
@@ -195,9 +196,9 @@ def trainer(
     roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
 
 
-def _load(config: Path, overrides: Sequence[str]) -> Config:
+def _load(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:
     inside = config / "config.toml"
-    return load_config(inside if inside.is_file() else config, overrides)
+    return load_config(inside if inside.is_file() else config, overrides, paradigm=paradigm)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
+from dora_pipe.config.paradigms import paradigm_of
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
@@ -76,6 +77,7 @@ def kind_of(key: str) -> str:
 def dump_toml(config: Config) -> str:
     """The configuration as TOML that `load_config` reads back, each key under what it means."""
     lines = ["# The resolved configuration of a run."]
+    lines.append(f"# paradigm: {paradigm_of(config)} (docs/paradigms.md)")
     lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
     for name, section, doc in _sections(config, ""):
         lines += ["", f"# {doc}", f"[{name}]"]

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.config import paradigms
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.model import (
     FROZEN,
@@ -40,12 +41,14 @@ _MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
 Table = dict[str, Any]
 
 
-def load_config(path: Path, overrides: Sequence[str]) -> Config:
-    """Read a configuration file and lay `key=value` overrides over it.
+def load_config(path: Path, overrides: Sequence[str], *, paradigm: str = "") -> Config:
+    """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
 
     Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``).
     Raises ConfigError.
     """
+    if paradigm:
+        overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

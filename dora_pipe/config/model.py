@@ -110,6 +110,9 @@ class Staleness(Section, frozen=True, kw_only=True):
     """eta: a group of version w is trained at a step <= w + eta."""
     in_flight_batches: PositiveFloat | None = None
     """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1)."""
+    interruptible: bool = False
+    """Running requests go on under every new version after a prefill, so that a trajectory may mix
+    versions (C1 is off); the bound is kept by the version at dispatch. See docs/paradigms.md."""
 
 
 class Planner(Section, frozen=True, kw_only=True):
@@ -291,6 +294,7 @@ FROZEN = frozenset(
         "task.turns_max",
         "sampling",
         "groups",
+        "staleness.interruptible",
         "evaluation",
         "objective.kind",
         "trainer.kind",

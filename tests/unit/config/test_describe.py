@@ -41,6 +41,7 @@ def test_key_tells_type_default_kind_and_meaning() -> None:
     assert {key.name: key.default for key in keys_of(Staleness, "staleness")} == {
         "max_staleness": "2",
         "in_flight_batches": "",
+        "interruptible": "false",
     }
 
 

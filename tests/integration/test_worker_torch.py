@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -13,11 +14,13 @@ pytest.importorskip("torch")
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.handover import Handover, NoHandover
+from dora_pipe.producers.handover_files import DirectoryHandover
 from dora_pipe.producers.tokenizer import Tokenizer
-from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.models import make_qwen2
-from tests.support.worker import Worker, World
+from tests.support.worker import VirtualClock, Worker, World
 
 KILLED_AT = 200
 CHECKPOINT_TOKENS = 32
@@ -33,9 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyStore, str, P
     return store, manifest.digest, store.assets_path(assets)
 
 
-def _world(model: tuple[PolicyStore, str, Path], steps_max: int = 8) -> World:
+def _world(
+    model: tuple[PolicyStore, str, Path], steps_max: int = 8, handover: Handover | None = None
+) -> World:
     store, digest, assets = model
     return World(
+        handover=handover,
         steps_max=steps_max,
         policies={0: digest},
         weights_path=store.weights_path,
@@ -90,6 +96,37 @@ def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
     assert _numbers(trajectory.logprobs) == pytest.approx(_numbers(wanted.logprobs), abs=1e-4)
     model_segments = [one for one in trajectory.segments if one.kind == "model"]
     assert [one.worker for one in model_segments] == ["victim", "other"]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with its cache", "prefilled"])
+def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed(
+    model: tuple[PolicyStore, str, Path], kept: bool, tmp_path: Path
+) -> None:
+    handover = DirectoryHandover(tmp_path, clock=VirtualClock()) if kept else NoHandover()
+    world = _world(model, handover=handover)
+    wanted = _alone(world)
+    source, target = _start(world, "source"), _start(world, "target", slots=16, prefetch=4)
+    place = world.place(source, 0, purpose="eval")
+    crowd = [world.place(target, number, purpose="eval") for number in range(1, 9)]
+    world.decide(place, world.place(source, 20), world.place(source, 21), *crowd)
+    world.until(source, lambda: source.engine.kv_used_tokens >= KILLED_AT)
+    world.ticks(target, 5)
+    world.decide(world.move(place, target))
+    world.until(source, lambda: bool(world.facts(RequestReleased)))
+    (released,) = world.facts(RequestReleased)
+    assert released.resume is not None and (released.kv is not None) == kept
+    again = world.place(target, 0, purpose="eval", attempt=2, resume=released.resume)
+    world.decide(msgspec.structs.replace(again, kv=released.kv))
+    world.until_idle(target)
+    name = wanted.trajectory
+    (logged,) = [one for one in world.facts(TrajectoryLogged)[1:] if one.trajectory == name]
+    trajectory = world.trajectory(logged)
+    assert trajectory.token_ids == wanted.token_ids
+    assert trajectory.logprobs == wanted.logprobs
+    assert trajectory.sampler_logprobs == wanted.sampler_logprobs
+    assert trajectory.meta.moves == kept and len(trajectory.meta.prefills) == 2 - kept
+    assert target.counts["KV caches imported"] == kept
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_long_request_among_64_slots_is_untouched_by_ten_refills_of_the_others(

@@ -19,6 +19,7 @@ from dora_pipe.cli.paper import paper
 from dora_pipe.cli.show import show
 from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
+from dora_pipe.cli.whatif import whatif
 from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
 
@@ -50,11 +51,12 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
     ),
     "Look": (look.runs, look.topics, look.cat, show, why),
     "Trust": (trust.audit, trust.replay, trust.export),
+    "Think": (whatif,),
 }
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
-for _bench in (think.engine, think.bus, think.codec, faults):
+for _bench in (think.engine, think.bus, think.codec, think.plan, faults):
     bench_app.command()(cast("Callable[..., None]", _bench))
 sim_app.callback()(sim)
 sim_app.command()(paper)

@@ -11,6 +11,7 @@ next event, but at least `round_s` on.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,16 @@ MANY: Final = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Evaluation groups of a run; `lengths(row)` gives the sampled tokens of each sibling."""
+
+    every: int
+    prompts: int
+    siblings: int
+    lengths: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """A run on modelled hardware. `lengths(ordinal)` gives the sampled tokens of each sibling."""
 
@@ -78,10 +89,18 @@ class ClusterPlan:
     reward: Callable[[int, int], float | None] = lambda ordinal, sibling: float(sibling % 2)
     filter_zero_advantage: bool = False
     prompt_tokens: int = 0
-    between_s: float = 0.0
-    """From a commit to the moment at which the next batch can be taken."""
-    slower_while_training: float = 1.0
-    """How many times as long a token takes while a step trains (shared cores)."""
+    evaluation: Evaluations | None = None
+    report_s: Callable[[int, int], float] = lambda ordinal, sibling: 0.0
+    """From the end of a response to the record that says so: reward, codec, log."""
+    react_s: float = 0.0
+    """From a fact to the round that reads it."""
+    place_s: float = 0.0
+    """From a decision that places a request to the worker's seeing it."""
+    first_step_s: float = 0.0
+    """What the first training step takes beyond the others."""
+    slower: Callable[[int, bool], float] = lambda busy, training: 1.0
+    """How many times as long everything takes while so many workers are busy and a step trains or
+    does not (shared cores)."""
     round_s: float = 1.0
     plan_period_s: float = 30.0
     declares: tuple[str, ...] = ("moves",)
@@ -133,7 +152,9 @@ class Cluster:
         self._offset = 0
         self._lefts: dict[str, Left] = {}
         self._training: tuple[TakeBatch, float] | None = None
-        self._free_s = 0.0
+        self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
+        """Responses that are not reported yet, by the time at which they will be."""
+        self._ends = 0
         self._period_s = plan.plan_period_s
         self._tell(run_started(plan))
         self._tell(role_started())
@@ -164,7 +185,13 @@ class Cluster:
     def _join(self, size: WorkerSize) -> ModelledWorker:
         epoch = self._tell(worker_joined(size, self.plan))
         return ModelledWorker(
-            size, self.plan.rates, self._lefts, epoch=epoch, prompt_tokens=self.plan.prompt_tokens
+            size,
+            self.plan.rates,
+            self._lefts,
+            epoch=epoch,
+            prompt_tokens=self.plan.prompt_tokens,
+            place_s=self.plan.place_s,
+            react_s=self.plan.react_s,
         )
 
     def _advance(self, now_s: float) -> None:
@@ -172,28 +199,38 @@ class Cluster:
         self.now_s = now_s
         self.state.now_ns = int(now_s * SECOND_NS)
         for worker in self._workers.values():
-            self._log(worker, worker.advance(now_s))
+            for request in worker.advance(now_s):
+                self._ends += 1
+                delay_s = self.plan.report_s(request.spec.ordinal, request.sibling)
+                due_s = now_s + delay_s + self.plan.react_s
+                heapq.heappush(self._ended, (due_s, self._ends, worker, request))
+        self._report()
+        for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
                 self._tell(worker_ready(worker, assigned))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
-            self._commit(*self._training)
+            self._commit(self._training[0])
         if now_s >= self._period_s:
             self._period_s = now_s + self.plan.plan_period_s
             apply_observation(self.state, PlanPeriod())
             self._park()
 
-    def _log(self, worker: ModelledWorker, ended: Sequence[PlacedRequest]) -> None:
-        by_version: dict[int, list[PlacedRequest]] = {}
-        for one in ended:
-            by_version.setdefault(one.spec.version, []).append(one)
-        for version, requests in by_version.items():
+    def _report(self) -> None:
+        """Tell of every response that is due, one record per worker and version."""
+        found: dict[tuple[str, int], list[PlacedRequest]] = {}
+        while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
+            _, _, worker, request = heapq.heappop(self._ended)
+            if request.trajectory not in self._lefts:  # Cancelled after it had ended.
+                continue
+            found.setdefault((worker.size.name, request.spec.version), []).append(request)
+        for (name, version), requests in found.items():
             entries = tuple(self._entry(one) for one in requests)
             self._tell(
                 TrajectoriesLogged(
                     at_ns=0,
-                    worker=worker.size.name,
-                    epoch=worker.epoch,
+                    worker=name,
+                    epoch=self._workers[name].epoch,
                     version=version,
                     digest=requests[0].spec.digest,
                     trajectories=entries,
@@ -212,15 +249,18 @@ class Cluster:
             bytes=0,
             tokens=round(left.done + left.left),
             finish="stop",
-            reward=self.plan.reward(request.spec.ordinal, request.sibling),
+            reward=self._reward(request),
         )
 
-    def _commit(self, batch: TakeBatch, end_s: float) -> None:
+    def _reward(self, request: PlacedRequest) -> float | None:
+        if request.spec.purpose == "eval":
+            return 0.0
+        return self.plan.reward(request.spec.ordinal, request.sibling)
+
+    def _commit(self, batch: TakeBatch) -> None:
         self._training = None
-        self._free_s = end_s + self.plan.between_s
         self._tell(step_committed(self.state, batch))
         self._limit_batches(training=False)
-        self._set_pace()
         self._park()
 
     def _limit_batches(self, *, training: bool) -> None:
@@ -233,12 +273,7 @@ class Cluster:
     # Decisions
 
     def _round(self) -> None:
-        if self.now_s < self._free_s:  # The trainer cannot take a batch yet.
-            held, self.state.finished = self.state.finished, []
-            decisions = self.plan.planner.decide(self.state)
-            self.state.finished = held
-        else:
-            decisions = self.plan.planner.decide(self.state)
+        decisions = self.plan.planner.decide(self.state)
         self.run_.rounds += 1
         took = False
         for decision in decisions:
@@ -248,6 +283,7 @@ class Cluster:
         moved = any(isinstance(one, Move) for one in decisions)
         if took or moved or len(decisions) >= MANY:
             self._round()
+        self._set_pace()
 
     def _obey(self, decision: AnyDecision) -> bool:
         """Do what it says; True for a batch."""
@@ -268,7 +304,12 @@ class Cluster:
 
     def _place(self, request: PlacedRequest) -> None:
         if request.trajectory not in self._lefts:
-            length = self.plan.lengths(request.spec.ordinal)[request.sibling]
+            spec, evaluation = request.spec, self.plan.evaluation
+            if spec.purpose == "eval":
+                assert evaluation is not None
+                length = evaluation.lengths(spec.index)[request.sibling]
+            else:
+                length = self.plan.lengths(spec.ordinal)[request.sibling]
             self._lefts[request.trajectory] = Left(left=float(length))
         elif request.kv is not None:
             done = round(self._lefts[request.trajectory].done)
@@ -277,6 +318,8 @@ class Cluster:
 
     def _move(self, decision: Move) -> None:
         worker = self._workers[decision.worker]
+        if not worker.holds(decision.trajectory):  # It has ended and will be reported.
+            return
         ran = decision.trajectory in worker.running
         resume = worker.release(decision.trajectory)
         self.run_.moves += ran
@@ -297,6 +340,8 @@ class Cluster:
         """What a planner of `paradigms_planner` takes off its workers."""
         for trajectory in self.plan.planner.park(self.state):
             worker = self._workers[self.state.requests[trajectory].worker]
+            if not worker.holds(trajectory):
+                continue
             ran = trajectory in worker.running
             resume = worker.release(trajectory)
             release(self.state, trajectory, self._handover(resume) if ran else None)
@@ -311,8 +356,10 @@ class Cluster:
         tokens = sum(sum(self.plan.lengths(spec.ordinal)) for spec in ordinals)
         samples = len(ordinals) * self.plan.group_size
         step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
+        step_s = step_s * self.plan.slower(self._busy(), True)
+        step_s += self.plan.first_step_s if batch.step == 0 else 0.0
         staleness = Counter(batch.step - spec.version for spec in ordinals)
-        self._training = batch, self.now_s + step_s
+        self._training = batch, self.now_s + step_s + self.plan.react_s
         self.run_.spans.append(
             StepSpan(
                 step=batch.step,
@@ -322,10 +369,12 @@ class Cluster:
                 staleness=tuple(sorted(staleness.items())),
             )
         )
-        self._set_pace()
+
+    def _busy(self) -> int:
+        return sum(len(worker.batch) > 0 for worker in self._workers.values())
 
     def _set_pace(self) -> None:
-        slower = self.plan.slower_while_training if self._training is not None else 1.0
+        slower = self.plan.slower(self._busy(), self._training is not None)
         for worker in self._workers.values():
             worker.batch.slower = slower
 
@@ -333,8 +382,8 @@ class Cluster:
         due_s = min(worker.next_s() for worker in self._workers.values())
         if self._training is not None:
             due_s = min(due_s, self._training[1])
-        elif self.now_s < self._free_s:
-            due_s = min(due_s, self._free_s)
+        if self._ended:
+            due_s = min(due_s, self._ended[0][0])
         return min(due_s, self._period_s) if due_s < NEVER_S else due_s
 
     def _closed(self) -> ClusterRun:

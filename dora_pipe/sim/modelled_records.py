@@ -25,6 +25,17 @@ NO_DIGEST: Final = sha256_hex(b"")
 """Stands for every digest that nobody compares."""
 
 
+class EvaluationSetup(Protocol):
+    """What the records say of evaluations."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def siblings(self) -> int: ...
+
+
 class Setup(Protocol):
     """What the records say of a run."""
 
@@ -40,6 +51,8 @@ class Setup(Protocol):
     def in_flight_batches(self) -> float | None: ...
     @property
     def filter_zero_advantage(self) -> bool: ...
+    @property
+    def evaluation(self) -> EvaluationSetup | None: ...
     @property
     def plan_period_s(self) -> float: ...
     @property
@@ -60,10 +73,17 @@ def _config(plan: Setup) -> dict[str, Any]:
             "filter_zero_advantage": plan.filter_zero_advantage,
         },
         "staleness": staleness,
-        "evaluation": {"prompts": 0},
+        "evaluation": _evaluation(plan),
         "bus": {"partitions": 1},
         "timing": {"plan_period_s": plan.plan_period_s},
     }
+
+
+def _evaluation(plan: Setup) -> dict[str, Any]:
+    if plan.evaluation is None:
+        return {"prompts": 0}
+    one = plan.evaluation
+    return {"every": one.every, "prompts": one.prompts, "siblings": one.siblings}
 
 
 def run_started(plan: Setup) -> RunStarted:
@@ -78,7 +98,7 @@ def run_started(plan: Setup) -> RunStarted:
         dataset_digest=NO_DIGEST,
         dataset_rows=1,
         eval_digest=NO_DIGEST,
-        eval_rows=0,
+        eval_rows=plan.evaluation.prompts if plan.evaluation is not None else 0,
         seed=0,
         policy=Manifest(digest=NO_DIGEST, bytes=0, tensors=()),
         assets_digest=NO_DIGEST,

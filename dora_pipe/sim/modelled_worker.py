@@ -45,6 +45,8 @@ class ModelledWorker:
         *,
         epoch: int,
         prompt_tokens: int = 0,
+        place_s: float = 0.0,
+        react_s: float = 0.0,
     ) -> None:
         self.size = size
         self.epoch = epoch
@@ -57,6 +59,8 @@ class ModelledWorker:
         self.running: dict[str, PlacedRequest] = {}
         self._lefts = lefts
         self._prompt_tokens = prompt_tokens
+        self._place_s = place_s
+        self._react_s = react_s
         self._waiting: deque[PlacedRequest] = deque()
         self._arriving: list[tuple[float, str, PlacedRequest]] = []
 
@@ -64,7 +68,7 @@ class ModelledWorker:
         """Load another version."""
         assert not self.running and not self._waiting, f"{self.size.name} has open requests"
         self.assigned = decision
-        self.ready_s = now_s + self.batch.rates.load_s
+        self.ready_s = now_s + self.batch.rates.load_s + self._react_s
         self.loads += 1
 
     def ready(self, now_s: float) -> Assign | None:
@@ -76,12 +80,24 @@ class ModelledWorker:
 
     def place(self, request: PlacedRequest, now_s: float) -> None:
         """A request waits for a slot; one that was moved here first waits for its KV cache."""
-        if request.kv is None:
+        delay_s = self._place_s
+        if request.kv is not None:
+            delay_s += self.batch.rates.move_s(round(self._left(request).done))
+        if not delay_s:
             self._waiting.append(request)
         else:
-            arrives_s = now_s + self.batch.rates.move_s(round(self._left(request).done))
+            arrives_s = now_s + delay_s
             heapq.heappush(self._arriving, (arrives_s, request.trajectory, request))
         self._fill(now_s)
+
+    def holds(self, trajectory: str) -> bool:
+        """Whether a request is here and has not ended."""
+        waiting = any(one.trajectory == trajectory for one in self._waiting)
+        return (
+            trajectory in self.running
+            or waiting
+            or any(name == trajectory for _, name, _ in self._arriving)
+        )
 
     def release(self, trajectory: str) -> Resume | None:
         """Let go of a request: where it goes on from, None if it never ran."""

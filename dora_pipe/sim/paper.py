@@ -20,6 +20,8 @@ from dora_pipe.sim.workload import EFFICIENCY, Lengths
 
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 16
+ROUND_S: Final = 2.0
+"""Rounds are at least so far apart: of a step of ten minutes a fraction of a percent."""
 
 Part = Literal["fitted", "predicted", "ours"]
 PoolKind = Literal["", "partial", "interruptible", "roll-flash", "drop"]
@@ -189,6 +191,7 @@ def simulate(
                     in_flight_batches=scenario.in_flight_batches,
                     one_batch=scenario.one_batch,
                     planner=scenario.planner(),
+                    round_s=ROUND_S,
                 )
             ).run()
         )

@@ -48,6 +48,9 @@ class PoolPlan:
     """The same GPUs generate and train, one after the other."""
     interrupt: bool = True
     """New weights at every step: loaded, and all prefixes prefilled again."""
+    reward: Callable[[int, int], float | None] = lambda ordinal, sibling: float(sibling % 2)
+    filter_zero_advantage: bool = False
+    """A group whose rewards are all equal is replaced by another."""
     bound: int | None = None
     """Units that would be trained more than so many versions after their start are dropped."""
 
@@ -130,8 +133,19 @@ class Pool:
         unit.requests.discard(name)
         unit.open -= 1
         self.run_.requests += 1
-        if not unit.open:
+        if unit.open:
+            return
+        if self._is_filtered(unit):
+            del self._open[number]
+        else:
             heapq.heappush(self._finished, (unit.version, number))
+
+    def _is_filtered(self, unit: _Unit) -> bool:
+        plan = self.plan
+        if not plan.filter_zero_advantage or plan.unit == "sample":
+            return False
+        rewards = {plan.reward(unit.number, one) for one in range(len(unit.lengths))}
+        return len(rewards - {None}) <= 1
 
     def _admit(self) -> None:
         plan = self.plan

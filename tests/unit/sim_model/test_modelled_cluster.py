@@ -105,7 +105,7 @@ def test_filtered_groups_are_replaced() -> None:
 
 def test_a_trainer_on_shared_cores_slows_the_workers_down() -> None:
     plain = Cluster(plan()).run()
-    slowed = Cluster(plan(slower_while_training=3.0)).run()
+    slowed = Cluster(plan(slower=lambda busy, training: 3.0 if training else 1.0)).run()
     assert slowed.wall_s > plain.wall_s * 1.1
 
 

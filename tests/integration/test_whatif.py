@@ -1,0 +1,171 @@
+"""`whatif` takes a run's hardware from its log and simulates it again.
+
+The runs are worlds: production's machines in virtual time, on hardware whose speed is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from dora_pipe.cli.main import app
+from dora_pipe.config.model import Config
+from dora_pipe.errors import UsageError
+from dora_pipe.sim.parts import Delays, PlainParts, WorkerPlan
+from dora_pipe.sim.whatif import (
+    Answer,
+    Contention,
+    answer,
+    as_it_was,
+    delays_of,
+    lengths_of,
+    rewards_of,
+)
+from dora_pipe.sim.whatif_facts import Measured, Stay, Steps, measure, speed_of
+from dora_pipe.sim.world import SECOND_NS, World
+
+TOKEN_NS = 4_000_000
+TRAIN_NS = 2_000_000_000
+
+
+def config(**changes: Any) -> Config:
+    """Fourteen steps of eight groups of four on two workers."""
+    plain: dict[str, Any] = {
+        "run": {"name": "w", "steps": 14, "seed": 7},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "groups": {"size": 4, "per_step": 16},
+        "staleness": {"max_staleness": 1},
+        "evaluation": {"prompts": 0},
+        "bus": {"partitions": 2},
+        "workers": {"count": 2, "slots": 8, "prefetch": 4, "context_tokens": 256},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        plain[section] = plain[section] | {name: value}
+    return msgspec.convert(plain, Config)
+
+
+def run_world(chosen: Config) -> Measured:
+    """A run in virtual time, measured from its log."""
+    plans = [
+        WorkerPlan(
+            name=f"w{one}",
+            slots=chosen.workers.slots,
+            prefetch=chosen.workers.prefetch,
+            token_ns=TOKEN_NS,
+        )
+        for one in range(chosen.workers.count)
+    ]
+    parts = PlainParts(delays=Delays(train_ns=TRAIN_NS))
+    with World(chosen, workers=plans, parts=parts) as world:
+        assert world.run(until_ns=4000 * SECOND_NS)
+        return measure(world.bus, world.topics)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Measured]:
+    """The run that the tests ask about."""
+    yield run_world(config())
+
+
+def simulated(measured: Measured, chosen: Config) -> Answer:
+    """With these settings, on more cores than processes."""
+    return answer(measured, chosen, what="sim", paradigm="as configured", cores=64)
+
+
+def test_the_speed_of_engine_and_trainer_is_found(measured: Measured) -> None:
+    assert measured.speed.t0_s == pytest.approx(TOKEN_NS / 1e9, rel=0.1)
+    assert measured.speed.t1_s * 8 < measured.speed.t0_s * 0.1
+    assert measured.speed.slower < 0.2
+    assert measured.train_fixed_s == pytest.approx(TRAIN_NS / 1e9, rel=0.1)
+    assert len(measured.steps) == 14
+    assert measured.commands == measured.rejoined == 0
+
+
+def test_the_run_as_it_was_is_reproduced(measured: Measured) -> None:
+    was, again = as_it_was(measured), simulated(measured, measured.config)
+    assert again.wall_s == pytest.approx(was.wall_s, rel=0.15)
+    assert again.staleness == pytest.approx(was.staleness, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"staleness__max_staleness": 0}, {"workers__count": 1}, {"workers__slots": 4}],
+    ids=str,
+)
+def test_another_setting_is_foretold(measured: Measured, changes: dict[str, int]) -> None:
+    """The same world with the other setting is what really happens."""
+    chosen = config(**changes)
+    happened = as_it_was(run_world(chosen))
+    foretold = simulated(measured, chosen)
+    assert foretold.wall_s == pytest.approx(happened.wall_s, rel=0.2)
+    ratio = happened.wall_s / as_it_was(measured).wall_s
+    again = simulated(measured, measured.config)
+    assert foretold.wall_s / again.wall_s == pytest.approx(ratio, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "paradigm", ["one-step", "proportional", "legacy-fill", "interruptible", "drop", "roll-flash"]
+)
+def test_every_paradigm_has_an_answer(measured: Measured, paradigm: Any) -> None:
+    found = answer(measured, measured.config, what=paradigm, paradigm=paradigm, cores=64)
+    assert found.wall_s >= 14 * TRAIN_NS / 1e9
+    assert found.staleness <= 1 or paradigm == "interruptible"
+
+
+def test_a_run_that_is_too_short_says_so() -> None:
+    with pytest.raises(UsageError, match="2 committed steps"):
+        run_world(config(run__steps=2))
+
+
+def test_a_regression_finds_what_made_the_times() -> None:
+    """Ten requests side by side, then one alone; twice as slow while a step trains."""
+    beside = [
+        Stay(trajectory=f"a{one}", worker="w", start_s=0.0, end_s=2.0, tokens=100, reported_s=2.0)
+        for one in range(10)
+    ]
+    alone = Stay(trajectory="b", worker="w", start_s=10.0, end_s=11.1, tokens=100, reported_s=11.2)
+    trained = Stay(
+        trajectory="c", worker="w", start_s=20.0, end_s=22.2, tokens=100, reported_s=22.3
+    )
+    found = speed_of([*beside, alone, trained], [(19.0, 23.0)])
+    assert found.t0_s == pytest.approx(0.010, rel=0.05)
+    assert found.t1_s == pytest.approx(0.001, rel=0.05)
+    assert found.slower == pytest.approx(1.0, abs=0.05)
+    assert found.r2 > 0.99
+
+
+def test_a_step_function_has_the_mean_of_its_pieces() -> None:
+    steps = Steps([(0.0, 2.0), (4.0, -1.0)])
+    assert steps.mean(0.0, 4.0) == 2.0
+    assert steps.mean(2.0, 6.0) == 1.5
+    assert steps.integral(-1.0) == 0.0
+
+
+def test_shared_cores_slow_everything_down() -> None:
+    shared = Contention(cores=2, trainer=1.0, workers=2, busy_training=2.0)
+    assert shared.slower(2, False) == 1.0
+    assert shared.slower(2, True) == 1.5
+    assert shared.slower(4, False) == 2.0
+    assert shared.while_training == 1.5
+
+
+def test_beyond_what_was_measured_it_is_measured_over_again() -> None:
+    lengths = lengths_of({(0, 0): 5, (0, 1): 6, (1, 0): 7, (1, 1): 8, (2, 0): 9}, 2)
+    assert lengths(1) == (7, 8)
+    assert lengths(2) == (5, 6)
+    reward = rewards_of({(0, 0): 1.0, (1, 0): None})
+    assert reward(2, 0) == 1.0
+    assert sorted({delays_of([0.1, 0.2])(one, 0) for one in range(4)}) == [0.1, 0.2]
+
+
+def test_an_unknown_paradigm_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["whatif", "none", "--paradigm", "magic"])
+    assert isinstance(result.exception, UsageError)
+    assert "magic" in result.exception.message

@@ -15,7 +15,7 @@ from dora_pipe.cli.rundir import RUNS, OpenRun, opened
 from dora_pipe.errors import UsageError
 from dora_pipe.views.lineage import policy_after
 from dora_pipe.views.why import Answer, why_at, why_now, why_step
-from dora_pipe.views.why_steps import StepWait, steps_of
+from dora_pipe.views.why_steps import StepWait, is_over, steps_of
 from dora_pipe.views.why_summary import Summary, summarise
 
 STOPPED_AFTER_S: Final = 60.0
@@ -56,10 +56,11 @@ def why(
 
 
 def _print_present(run: OpenRun, *, as_json: bool) -> None:
-    answer = why_now(run.bus, run.topics, now_ns=time.time_ns())
-    if answer.over:
+    if is_over(run.bus, run.topics):
         _print(summarise(run.bus, run.topics), as_json=as_json)
-    elif answer.heard_s is not None and answer.heard_s > STOPPED_AFTER_S:
+        return
+    answer = why_now(run.bus, run.topics, now_ns=time.time_ns())
+    if answer.heard_s is not None and answer.heard_s > STOPPED_AFTER_S:
         say(
             f"no role of {run.topics.run} was heard for {answer.heard_s:,.0f} s: it was stopped, "
             "or has died (`dora-pipe run ... --resume` goes on). This is how it was then:"

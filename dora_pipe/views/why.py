@@ -118,4 +118,5 @@ def _lines(node: Node, indent: str, said: set[str]) -> Iterator[str]:
             return
         said.add(node.id)
     for one in node.because:
-        yield from _lines(one, indent + INDENT, said)
+        if node.kind != "trajectory" or one.id not in said:
+            yield from _lines(one, indent + INDENT, said)

@@ -11,12 +11,13 @@ where it changed hands, and each piece of the wait goes to who had it then:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import SchemaError
+from dora_pipe.history.reading import records_of
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.schemas.control import (
     RoleStarted,
@@ -32,6 +33,10 @@ from dora_pipe.schemas.topics import Topics
 Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
 
 
+TAIL: Final = 64
+"""Offsets at the end of a topic among which its last record lies: offsets are not dense."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A part of a wait, and who had the trajectory that it waited for."""
@@ -43,17 +48,24 @@ class Piece:
 
     def words(self) -> str:
         """As it stands in a sentence after "waited 3 s for"."""
-        match self.kind:
-            case "admission":
-                return f"groups of version {self.version} to be admitted"
-            case "queue":
-                return f"a slot of version {self.version}"
-            case "lost":
-                return f"an attempt of version {self.version} that was lost on {self.worker}"
-            case "sampling":
-                return f"groups of version {self.version} on {self.worker}"
-            case "decision":
-                return "the orchestrator's decision"
+        return piece_words(self.kind, self.worker, (self.version,))
+
+
+def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
+    """Pieces of one kind and worker in words, whichever versions they are of."""
+    first, last = min(versions), max(versions)
+    of = f"of version {first}" if first == last else f"of versions {first} to {last}"
+    match kind:
+        case "admission":
+            return f"groups {of} to be admitted"
+        case "queue":
+            return f"a slot {of}"
+        case "lost":
+            return f"an attempt {of} that was lost on {worker}"
+        case "sampling":
+            return f"groups {of} on {worker}"
+        case "decision":
+            return "the orchestrator's decision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +141,14 @@ def steps_of(bus: Bus, topics: Topics) -> Steps:
     return reading.steps
 
 
+def is_over(bus: Bus, topics: Topics) -> bool:
+    """Whether the run's last round stops it. Raises BusError."""
+    at = TopicPartition(topics.decisions, 0)
+    end = bus.end(at)
+    last = [record.value for record in records_of(bus, {at: end}, start=max(0, end - TAIL))]
+    return bool(last) and b'"kind":"stop-run"' in last[-1]
+
+
 class _Reading:
     def __init__(self) -> None:
         self.steps = Steps()
@@ -183,7 +203,8 @@ class _Reading:
         waits = self.steps.waits
         if waits and waits[-1].step == decision.step:
             return  # another attempt; the wait was the first one's
-        wait = StepWait(step=decision.step, free_ns=self._free_ns, taken_ns=now_ns)
+        # A trainer that is not there yet waits for nothing.
+        wait = StepWait(step=decision.step, free_ns=self._free_ns or now_ns, taken_ns=now_ns)
         came = [
             (way.logged_ns, name)
             for taken in decision.groups

@@ -17,7 +17,7 @@ from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.views.why_chain import counted, span
 from dora_pipe.views.why_log import TRAINER, epoch_of, role_of, statuses
-from dora_pipe.views.why_steps import Steps, StepWait, steps_of
+from dora_pipe.views.why_steps import Kind, Piece, Steps, StepWait, piece_words, steps_of
 from dora_pipe.waiting import alarm_line
 
 TOP_MAX: Final = 4
@@ -72,7 +72,8 @@ class RoleWaits:
         named = [f"{span(seconds)} for {what}" for what, seconds in self.waits[:TOP_MAX]]
         rest_s = sum(seconds for _, seconds in self.waits[TOP_MAX:])
         if rest_s:
-            named.append(f"{span(rest_s)} for {len(self.waits) - TOP_MAX} other things")
+            more = counted(len(self.waits) - TOP_MAX, "other thing")
+            named.append(f"{span(rest_s)} for {more}")
         line += ": " + ", ".join(named) if named else ""
         return line + (f"; it was silent for {span(self.silent_s)}" if self.silent_s else "")
 
@@ -130,10 +131,14 @@ def _by_role(found: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
 
 def _trainer(steps: Steps, found: Sequence[AnyMetrics]) -> RoleWaits:
     """Batches by rounds and facts; what else it waited for by its statuses."""
-    told: dict[str, float] = defaultdict(float)
+    pieces: dict[tuple[Kind, str], list[Piece]] = defaultdict(list)
     for wait in steps.waits:
         for piece in wait.pieces:
-            told[piece.words()] += piece.seconds
+            pieces[piece.kind, piece.worker].append(piece)
+    told = {
+        piece_words(kind, worker, {one.version for one in of}): sum(one.seconds for one in of)
+        for (kind, worker), of in pieces.items()
+    }
     return _role(TRAINER, found, told=told, skip="batch")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.cli import main, why
+from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from tests.support.cluster import TICK_NS, Cluster, make_config
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -105,7 +106,7 @@ def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(
     directory = tmp_path / "live"
     with Cluster(directory, config) as cluster:
         (directory / "config.toml").write_text(dump_toml(config))
-        monkeypatch.setattr(why.time, "time_ns", cluster.clock.wall_ns)
+        monkeypatch.setattr(time, "time_ns", cluster.clock.wall_ns)
         cluster.until(lambda: cluster.version >= 2)
         cluster.kill("trainer")
         cluster.ticks(5 * SECOND_TICKS)
@@ -114,7 +115,7 @@ def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(
         assert "\ntrainer: is silent since 5." in out
         assert "\norchestrator: waits for the trainer: step " in out
         said_ns = cluster.clock.wall_ns()
-    monkeypatch.setattr(why.time, "time_ns", lambda: said_ns + 7_200 * 10**9)
+    monkeypatch.setattr(time, "time_ns", lambda: said_ns + 7_200 * 10**9)
     code, out, err = call("why", str(directory))
     assert code == 0
     assert err.startswith("no role of live was heard for 7,200 s: it was stopped, or has died")

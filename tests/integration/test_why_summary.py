@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.producers.rows import Phase
-from dora_pipe.views.why_steps import Piece, StepWait, steps_of
+from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.views.why_steps import Piece, StepWait, is_over, piece_words, steps_of
 from dora_pipe.views.why_summary import RoleWaits, summarise
 from tests.support.cluster import TICK_NS, Cluster, make_config
 
@@ -85,6 +90,27 @@ def test_alarms_of_the_past_are_said_with_their_full_length(cluster: Cluster) ->
     seconds = float(trainer.partition("waits since ")[2].partition(" s")[0])
     assert 1 < seconds < 3
     assert any(one.startswith("ALARM orchestrator: ") and "group" in one for one in alarms)
+
+
+def test_batch_that_was_taken_before_there_was_a_trainer_kept_nobody_waiting() -> None:
+    bus, topics = MemoryBus(MemoryLog()), Topics("r")
+    bus.create([TopicSpec(name=name) for name in topics.all()])
+    take = TakeBatch(step=0, attempt=1, groups=(), settings={}, reason="")
+    round_ = Round(ordinal=0, role_epoch=0, now_ns=10**18, control_next=0, decisions=(take,))
+    bus.writer().append([Append(topic=topics.decisions, value=encode(round_))])
+    (wait,) = steps_of(bus, topics).waits
+    assert (wait.waited_s, wait.free_ns, wait.pieces) == (0.0, 10**18, ())
+    assert not is_over(bus, topics)
+
+
+def test_run_that_is_over_is_known_by_the_end_of_its_log(cluster: Cluster) -> None:
+    assert is_over(cluster.bus, cluster.topics)
+
+
+def test_pieces_of_many_versions_are_one_thing_to_wait_for() -> None:
+    assert piece_words("sampling", "w1", {7}) == "groups of version 7 on w1"
+    assert piece_words("sampling", "w1", {7, 3, 9}) == "groups of versions 3 to 9 on w1"
+    assert piece_words("admission", "", {0, 2}) == "groups of versions 0 to 2 to be admitted"
 
 
 def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -> None:

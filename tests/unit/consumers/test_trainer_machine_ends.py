@@ -200,7 +200,7 @@ def test_wait_of_the_trainer_begins_with_the_turn_that_began_it() -> None:
 def test_next_step_is_another_wait_and_work_is_none() -> None:
     driver = Driver().to_training()
     driver.react(after_ns=2 * HEARTBEAT_NS)
-    assert driver.statuses[-1].waits == ()
+    assert not driver.statuses[-1].waits_for
     driver.trained()
     driver.published()
     driver.acknowledged()

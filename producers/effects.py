@@ -107,10 +107,12 @@ class DropKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Load a version while no slot is taken: `WeightsLoaded` or `LoadFailed`."""
+    """Load a version: `WeightsLoaded` or `LoadFailed`. Without `keep` no slot may be taken."""
 
     version: int
     digest: str
+    keep: bool = False
+    """Running requests go on under it: what they had sampled is emitted before `WeightsLoaded`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

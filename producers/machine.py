@@ -15,7 +15,6 @@ taken its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -37,9 +36,18 @@ from dora_pipe.producers.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled, WeightsLoaded
+from dora_pipe.producers.interrupts import reloaded
 from dora_pipe.producers.moves import move
 from dora_pipe.producers.requests import Requests
-from dora_pipe.producers.rows import WAITING_PHASES, Phase, WorkerSetup
+from dora_pipe.producers.rows import (
+    ANY_VERSION,
+    NOTHING,
+    WAITING_PHASES,
+    Hosted,
+    Phase,
+    WorkerSetup,
+    pin_of,
+)
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.producers.transitions import PROGRESS_TAG, take, take_published
 from dora_pipe.producers.waits import Situation, waits
@@ -62,18 +70,6 @@ from dora_pipe.waiting import Found, WaitBook
 
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hosted:
-    """A version with its weights digest (hex)."""
-
-    version: int
-    digest: str
-
-
-NOTHING: Final = Hosted(-1, "")
-"""What a worker hosts before its first assignment."""
 
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
 """A status follows an acknowledged progress record at once, but so long after the last one: what it
@@ -185,6 +181,7 @@ class WorkerMachine:
             self.requests.counts["refused"] += 1
             return
         self.hosted, self.loading = self.loading, None
+        reloaded(self.requests, self.hosted, now)
         self._ready(event.load_ms, now)
 
     def _on_load_failed(self, event: LoadFailed, now: Now) -> None:
@@ -236,7 +233,8 @@ class WorkerMachine:
             mine = setup.digests[spec.purpose][:12]
             why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine}"
             return "OtherDataset", why, False
-        if Hosted(spec.version, spec.digest) != self.target:
+        mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
+        if not mixes and Hosted(spec.version, spec.digest) != self.target:
             why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
             why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
             return "OtherVersion", why, True
@@ -295,7 +293,11 @@ class WorkerMachine:
 
     def _load(self, now: Now) -> None:
         self.loading, self._loading_ns = self.target, now.mono_ns
-        effect = LoadWeights(version=self.target.version, digest=self.target.digest)
+        effect = LoadWeights(
+            version=self.target.version,
+            digest=self.target.digest,
+            keep=self.setup.interruptible,
+        )
         self.requests.out.effects.append(effect)
 
     def _ready(self, load_ms: float, now: Now) -> None:

@@ -27,12 +27,7 @@ from dora_pipe.producers.effects import (
     Score,
     StepEnvironment,
 )
-from dora_pipe.producers.engines.port import (
-    Engine,
-    EngineRequest,
-    RequestFinished,
-    WeightsLoaded,
-)
+from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
@@ -117,7 +112,8 @@ class EnginePort:
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
         self._loading: threading.Thread | None = None
-        self._loaded: list[WeightsLoaded | LoadFailed] = []
+        self._loaded: list[Any] = []
+        self._later: list[EngineCancel | EngineExport] = []  # the engine is being loaded
 
     def start(self, effect: EngineAdd | EngineCancel | EngineExport | LoadWeights) -> None:
         """See the effects."""
@@ -125,9 +121,9 @@ class EnginePort:
             self._ahead[effect.request.request] = effect.request
         elif isinstance(effect, EngineCancel):
             if self._ahead.pop(effect.request, None) is None:
-                self._engine.cancel(effect.request)
+                self._let_go(effect)
         elif isinstance(effect, EngineExport):
-            self._export(effect.request)
+            self._let_go(effect)
         elif self._in_thread:
             assert self._loading is None, "weights are loaded one version at a time"
             self._loading = threading.Thread(
@@ -147,6 +143,9 @@ class EnginePort:
             self._loading = None
         events += self._loaded
         self._loaded = []
+        for effect in self._later:
+            self._let_go(effect)
+        self._later = []
         until_ns = self._clock.now_ns() + STEP_NS
         for _ in range(self._steps_max):
             self._refill(events)
@@ -188,6 +187,15 @@ class EnginePort:
             except ValueError as error:
                 events.append(RequestFinished(request=name, reason="error", error=str(error)))
 
+    def _let_go(self, effect: EngineCancel | EngineExport) -> None:
+        """Take a request out of its slot; not while another thread has the engine."""
+        if self._loading is not None:
+            self._later.append(effect)
+        elif isinstance(effect, EngineCancel):
+            self._engine.cancel(effect.request)
+        else:
+            self._export(effect.request)
+
     def _export(self, name: str) -> None:
         """Take a request out. One that has ended tells of that itself."""
         found = self._engine.export(name)
@@ -198,16 +206,18 @@ class EnginePort:
         self._events.append(EngineExported(request=name, kv=found.kv))
 
     def _load(self, effect: LoadWeights) -> None:
+        engine, path = self._engine, self._weights_path(effect.digest)
         try:
-            loaded = self._engine.load(
-                self._weights_path(effect.digest), version=effect.version, digest=effect.digest
-            )
+            if effect.keep:
+                self._loaded += engine.reload_keeping(
+                    path, version=effect.version, digest=effect.digest
+                )
+            else:
+                self._loaded.append(engine.load(path, version=effect.version, digest=effect.digest))
         except DoraError as error:
             self._loaded.append(LoadFailed(version=effect.version, message=error.message))
         except OSError as error:
             self._loaded.append(LoadFailed(version=effect.version, message=str(error)))
-        else:
-            self._loaded.append(loaded)
 
 
 class TaskPort:

@@ -27,7 +27,9 @@ from dora_pipe.producers.effects import (
     Score,
 )
 from dora_pipe.producers.rows import (
+    ANY_VERSION,
     GENERATING,
+    NOTHING,
     UNFINISHED,
     Phase,
     Row,
@@ -36,7 +38,7 @@ from dora_pipe.producers.rows import (
     key_of,
     logged_of,
     progress_of,
-    seed_of,
+    row_of,
     trajectory_of,
 )
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
@@ -68,6 +70,8 @@ class Requests:
         self.out = Outputs()
         self.rows: dict[str, Row] = {}
         self.counts: Counter[str] = Counter()
+        self.hosted = NOTHING
+        """What the engine has; the machine says so."""
         self.versions: frozenset[int] = frozenset()
         """Versions that a request may (again) wait for here."""
         self.tokens_total = 0
@@ -78,7 +82,7 @@ class Requests:
         self._logged: dict[tuple[int, str], list[LoggedEntry]] = {}
         self._phases: Counter[Phase] = Counter()
         self._generating: Counter[int] = Counter()
-        self._waiting: dict[int, dict[str, None]] = {}  # version: keys in order
+        self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
         self._returning: dict[str, None] = {}
         self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
         self._grown: dict[str, None] = {}
@@ -90,7 +94,7 @@ class Requests:
         return sum(self._phases[phase] for phase in phases)
 
     def generating(self, version: int) -> int:
-        """Requests of a version that still need it in the engine."""
+        """Requests that need this version and no other, and still need it in the engine."""
         return self._generating[version]
 
     def progress(self) -> dict[str, Resume]:
@@ -108,19 +112,9 @@ class Requests:
         if key in self.rows:
             self.counts["placed twice"] += 1
             return
-        params = self.setup.params[place.spec.purpose]
-        self.rows[key] = row = Row(
-            key=key,
-            place=place,
-            params=params,
-            seed=seed_of(place),
-            placed_ns=now.wall_ns,
-            since_ns=now.mono_ns,
-            resume=place.resume,
-            blob=place.kv,
-        )
+        self.rows[key] = row = row_of(place, self.setup, now)
         self._phases[row.phase] += 1
-        self._generating[place.spec.version] += 1
+        self._generating[row.pin] += 1
         self.ask_prompt(row)
 
     def cancel(self, trajectory: str, attempt: int) -> None:
@@ -149,15 +143,17 @@ class Requests:
         self.say(place.trajectory, record)
 
     def fill(self, version: int) -> None:
-        """Hand waiting requests of a version to the engine: for its slots, and ahead of them.
+        """Hand waiting requests to the engine, which has this version: for its slots, and ahead.
 
         Its port refills a slot between two steps, without a turn of the loop.
         """
         room = self.setup.slots + self.setup.prefetch
         room -= self._phases[Phase.RUNNING] + len(self._handed)
         while room > 0:
+            # Those that need the version go first: the next one is not loaded before they end.
             queue = self._returning or self._waiting.get(version)
-            if not queue:
+            queue = queue or self._waiting.get(ANY_VERSION)
+            if not queue or self.rows[next(iter(queue))].own.version > version:
                 return
             self._hand(self.rows[next(iter(queue))])
             room -= 1
@@ -165,11 +161,15 @@ class Requests:
     def hold_versions(self, now: Now, *versions: int) -> None:
         """From now on only requests of these versions wait here; the others are handed back."""
         self.versions = frozenset(versions)
-        if self.versions.issuperset(self._generating):
+        if self.versions.issuperset(self._generating.keys() - {ANY_VERSION}):
             return
         for row in self._generating_rows():
-            if row.place.spec.version not in self.versions:
+            if not self.keeps(row):
                 self.hand_back(row, now)
+
+    def keeps(self, row: Row) -> bool:
+        """Whether a request may (again) wait for its version here."""
+        return bool(self.versions) if row.pin == ANY_VERSION else row.pin in self.versions
 
     def write_progress(self) -> None:
         """Start a progress record of every request that has sampled enough since the last one."""
@@ -245,12 +245,13 @@ class Requests:
         if row.sequence.turns_taken:
             self._returning[row.key] = None
         else:
-            self._waiting.setdefault(row.place.spec.version, {})[row.key] = None
+            self._waiting.setdefault(row.pin, {})[row.key] = None
 
     def run(self, row: Row, at_ns: int, *, imported: bool = False) -> None:
         """A request has its slot."""
         self._handed.pop(row.key, None)
         self.enter(row, Phase.RUNNING)
+        row.under(self.hosted)
         row.sequence.start_stay(at_ns, imported=imported)
         row.started_ns = row.started_ns or at_ns
 
@@ -357,7 +358,7 @@ class Requests:
             return False
         progress = progress_of(row, self.setup)
         row.chunk_open = True
-        row.chunk_end = row.sequence.sampled_tokens
+        row.chunk_end += len(progress.token_ids)
         self.out.effects.append(EncodeProgress(request=row.key, progress=progress))
         return True
 
@@ -375,18 +376,16 @@ class Requests:
 
     def _unlist(self, row: Row) -> None:
         self._returning.pop(row.key, None)
-        version = row.place.spec.version
-        waiting = self._waiting.get(version)
+        waiting = self._waiting.get(row.pin)
         if waiting is not None:
             waiting.pop(row.key, None)
             if not waiting:
-                del self._waiting[version]
+                del self._waiting[row.pin]
 
     def _count_generating(self, row: Row, one: int) -> None:
-        version = row.place.spec.version
-        self._generating[version] += one
-        if not self._generating[version]:
-            del self._generating[version]
+        self._generating[row.pin] += one
+        if not self._generating[row.pin]:
+            del self._generating[row.pin]
 
     def _generating_rows(self) -> list[Row]:
         return [row for row in self.rows.values() if row.phase in GENERATING]

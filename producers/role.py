@@ -27,11 +27,24 @@ from dora_pipe.beginning import wait_for_run
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config import model
-from dora_pipe.errors import Fenced, OutcomeUnknown, PolicyError, TaskError, TopicMissing
+from dora_pipe.errors import (
+    ConfigError,
+    Fenced,
+    OutcomeUnknown,
+    PolicyError,
+    TaskError,
+    TopicMissing,
+)
 from dora_pipe.patience import patiently
 from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
-from dora_pipe.producers.engines.port import KV_EXPORT, PREFILL_EXACT, Engine, SamplingParams
+from dora_pipe.producers.engines.port import (
+    INTERRUPTIBLE,
+    KV_EXPORT,
+    PREFILL_EXACT,
+    Engine,
+    SamplingParams,
+)
 from dora_pipe.producers.handover import Handover, NoHandover
 from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import Outcome, WorkerMachine
@@ -183,6 +196,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
+        _check_engine(here, engine)
         facts = _checked_facts(here, pool)
         if facts is None:
             return -1, "left"
@@ -253,6 +267,7 @@ def _setup(
             "train": sampling_params(config.sampling, stop_ids),
             "eval": sampling_params(config.evaluation.sampling, stop_ids),
         },
+        interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
         ),
@@ -273,6 +288,16 @@ def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
     with closing(reader):
         while reader.position(tp) < end:
             yield from reader.poll(timeout_s=POLL_S)
+
+
+def _check_engine(here: _Worker, engine: Engine) -> None:
+    """Raises ConfigError for an engine that cannot do what the run asks for."""
+    if here.config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
+        raise ConfigError(
+            f"the run is interruptible, and engine {engine.name} cannot change weights under"
+            " running requests",
+            hint="use another engine, or start a run with staleness.interruptible = false",
+        )
 
 
 def _checked_assets(here: _Worker) -> Path:

@@ -9,6 +9,7 @@ from typing import Final
 
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sequence import TokenSequence
+from dora_pipe.runtime import Now
 from dora_pipe.schemas.control import FinishReason, LoggedEntry, Resume
 from dora_pipe.schemas.identity import Purpose, trajectory_seed
 from dora_pipe.schemas.policy import Blob
@@ -18,6 +19,21 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 from dora_pipe.waiting import DEFAULT_LIMITS, Limits
+
+ANY_VERSION: Final = -2
+"""What a request waits for that goes on under any version from its own on (`interrupts`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A version with its weights digest (hex)."""
+
+    version: int
+    digest: str
+
+
+NOTHING: Final = Hosted(-1, "")
+"""What a worker hosts before its first assignment."""
 
 
 class Phase(StrEnum):
@@ -86,6 +102,8 @@ class WorkerSetup:
     """Digest of the data set of each purpose."""
     params: Mapping[Purpose, SamplingParams]
     """Sampling settings of each purpose, stop token ids included."""
+    interruptible: bool = False
+    """Training requests go on under every version that is loaded; see `interrupts`."""
     limits: Limits = DEFAULT_LIMITS
     """Of its waits."""
 
@@ -95,7 +113,7 @@ class WorkerSetup:
         return 4 * (self.slots + self.prefetch)
 
 
-_NOTHING: Final = TokenSequence([], at_ns=0)
+_NO_TOKENS: Final = TokenSequence([], at_ns=0)
 """The sequence of a request that has no prompt yet; never changed."""
 
 
@@ -111,7 +129,13 @@ class Row:
     phase: Phase = Phase.PROMPTING
     since_ns: int = 0
     """When it entered its phase (monotonic)."""
-    sequence: TokenSequence = _NOTHING
+    pin: int
+    """The version it needs, or ANY_VERSION."""
+    hosted: Hosted
+    """What samples its present tokens, or samples its next ones."""
+    weights: dict[int, str] = field(default_factory=dict)
+    """Weights digest of every version that has sampled for it, its own among them."""
+    sequence: TokenSequence = _NO_TOKENS
     episode: bool = False
     """It has an environment: several turns, no progress records."""
     restarts: int = 0
@@ -143,10 +167,46 @@ class Row:
     sha256: str = ""
     value_bytes: int = 0
 
+    def under(self, hosted: Hosted) -> None:
+        """What samples its next tokens, if that may be another version than its own."""
+        if self.pin == ANY_VERSION:
+            self.hosted = hosted
+            self.weights[hosted.version] = hosted.digest
+
+    @property
+    def own(self) -> Hosted:
+        """The version it was dispatched under."""
+        return Hosted(self.place.spec.version, self.place.spec.digest)
+
     def start_over(self) -> None:
         """Forget all that was sampled."""
-        self.sequence = _NOTHING
+        self.sequence = _NO_TOKENS
         self.started_ns = self.first_token_ns = self.finished_ns = None
+
+
+def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
+    """The version that a request needs. Evaluations are of one version, whatever the run does."""
+    if setup.interruptible and place.spec.purpose == "train":
+        return ANY_VERSION
+    return place.spec.version
+
+
+def row_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> Row:
+    """A request that was just placed."""
+    spec = place.spec
+    return Row(
+        key=key_of(place.trajectory, place.attempt),
+        place=place,
+        pin=pin_of(place, setup),
+        hosted=Hosted(spec.version, spec.digest),
+        weights={spec.version: spec.digest},
+        params=setup.params[spec.purpose],
+        seed=seed_of(place),
+        placed_ns=now.wall_ns,
+        since_ns=now.mono_ns,
+        resume=place.resume,
+        blob=place.kv,
+    )
 
 
 def key_of(trajectory: str, attempt: int) -> str:
@@ -219,27 +279,34 @@ def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
             error=row.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,
+            weights={
+                version: row.weights[version]
+                for version in sequence.versions
+                if version != spec.version
+            },
         ),
     )
 
 
 def progress_of(row: Row, setup: WorkerSetup) -> Progress:
-    """The record of what was sampled since the last one. Only for single-turn requests."""
-    place, spec = row.place, row.place.spec
-    token_ids, logprobs, sampler_logprobs = row.sequence.since(row.chunk_end)
+    """What one version has sampled since the last one. Only for single-turn requests."""
+    place, sequence, start = row.place, row.sequence, row.chunk_end
+    version, end = sequence.stretch(start, now=row.hosted.version)
+    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
+    prefills = (one for one in sequence.prefills if one < sequence.prompt_tokens + end)
     assert row.first_token_ns is not None and token_ids
     return Progress(
         trajectory=place.trajectory,
         attempt=place.attempt,
-        version=spec.version,
-        digest=spec.digest,
+        version=version,
+        digest=row.weights[version],
         worker=setup.worker,
         epoch=setup.epoch,
-        start=row.chunk_end,
+        start=start,
         token_ids=token_ids,
         logprobs=logprobs,
         sampler_logprobs=sampler_logprobs,
-        prefills=tuple(row.sequence.prefills),
+        prefills=tuple(prefills),
         previous=row.resume.offset if row.resume else -1,
         started_ns=row.first_token_ns,
     )

@@ -62,7 +62,8 @@ class TokenSequence:
             start = len(self.token_ids)
             self.sampled(chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs)
             last = self.segments[-1]
-            if last.kind == "model" and (last.worker, last.epoch) == (chunk.worker, chunk.epoch):
+            made_by = (chunk.worker, chunk.epoch, chunk.version)
+            if last.kind == "model" and (last.worker, last.epoch, last.version) == made_by:
                 start = self.segments.pop().start
             self._segment(
                 "model",
@@ -108,6 +109,12 @@ class TokenSequence:
             version=version,
         )
 
+    def reload(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
+        """The weights change under the stay; `version` has sampled it so far."""
+        if len(self.token_ids) > self._stay_start:  # else it is prefilled again at the same place
+            self.end_stay(at_ns, worker=worker, epoch=epoch, version=version)
+            self.start_stay(at_ns)
+
     def observed(
         self, token_ids: Sequence[int], *, asked_ns: int, at_ns: int, tool: str, ok: bool
     ) -> None:
@@ -136,16 +143,34 @@ class TokenSequence:
         """Token ids of every turn but the prompt, in order; stays of one turn are one."""
         return [ids for _, ids in self._turns()]
 
-    def since(self, start: int) -> tuple[list[int], list[float], list[float]]:
-        """Sampled tokens from `start` on, counted after the prompt, with both log-probs.
+    @property
+    def versions(self) -> list[int]:
+        """The versions that have sampled it, in order, each once."""
+        return list(dict.fromkeys(one.version for one in self.segments if one.kind == "model"))
+
+    def stretch(self, start: int, *, now: int) -> tuple[int, int]:
+        """(version, end): one version has sampled [start, end), counted after the prompt.
+
+        `now` is the version of the present stay. Only for sequences of a single turn.
+        """
+        at, version, end = self.prompt_tokens + start, now, len(self.token_ids)
+        for segment in reversed(self.segments):
+            if segment.kind != "model" or segment.end <= at:
+                break
+            if segment.version != version:
+                version, end = segment.version, segment.end
+        return version, end - self.prompt_tokens
+
+    def sampled_from(self, start: int, end: int) -> tuple[list[int], list[float], list[float]]:
+        """Sampled tokens [start, end), counted after the prompt, with both log-probs.
 
         Only for sequences of a single turn, whose tokens after the prompt are all sampled.
         """
-        at = self.prompt_tokens + start
-        logprobs = [one for one in self.logprobs[at:] if one is not None]
-        sampler = [one for one in self.sampler_logprobs[at:] if one is not None]
-        assert len(logprobs) == len(self.token_ids) - at
-        return self.token_ids[at:], logprobs, sampler
+        at = slice(self.prompt_tokens + start, self.prompt_tokens + end)
+        logprobs = [one for one in self.logprobs[at] if one is not None]
+        sampler = [one for one in self.sampler_logprobs[at] if one is not None]
+        assert len(logprobs) == end - start
+        return self.token_ids[at], logprobs, sampler
 
     def _turns(self) -> list[tuple[SegmentKind, list[int]]]:
         found: list[tuple[SegmentKind, list[int]]] = []
@@ -208,18 +233,29 @@ class TokenSequence:
 
 
 def chain_error(
-    chunks: Sequence[Progress], *, trajectory: str, version: int, digest: str, tokens: int
+    chunks: Sequence[Progress],
+    *,
+    trajectory: str,
+    version: int,
+    digest: str,
+    tokens: int,
+    newest: int | None = None,
 ) -> str | None:
     """Why these chunks, oldest first, are not the first `tokens` tokens of this request; None if
-    they are. A chain that is not leaves the request to start from its prompt."""
+    they are. A chain that is not leaves the request to start from its prompt.
+
+    With `newest` (a run that may mix versions) later versions up to that may have made them, never
+    an older one after a newer one."""
     if not chunks:
         return "no progress record was found"
     at = 0
     for chunk in chunks:
         if chunk.trajectory != trajectory:
             return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
-        if (chunk.version, chunk.digest) != (version, digest):
+        later = newest is not None and version < chunk.version <= newest
+        if not later and (chunk.version, chunk.digest) != (version, digest):
             return f"a progress record was made by version {chunk.version}, not {version}"
+        version, digest = chunk.version, chunk.digest
         if chunk.start != at:
             return f"a progress record starts at token {chunk.start}, not {at}"
         at += len(chunk.token_ids)

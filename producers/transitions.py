@@ -46,7 +46,7 @@ from dora_pipe.producers.moves import (
     take_leave,
 )
 from dora_pipe.producers.requests import Requests
-from dora_pipe.producers.rows import Phase, Row
+from dora_pipe.producers.rows import ANY_VERSION, Phase, Row
 from dora_pipe.producers.sequence import TokenSequence, chain_error
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.runtime import Now, Publish, Published
@@ -131,6 +131,7 @@ def _resumed(book: Requests, row: Row, event: ProgressFetched, now: Now) -> None
         version=spec.version,
         digest=spec.digest,
         tokens=row.resume.tokens,
+        newest=book.hosted.version if row.pin == ANY_VERSION else None,
     )
     if why:
         book.counts["progress unusable"] += 1
@@ -138,6 +139,7 @@ def _resumed(book: Requests, row: Row, event: ProgressFetched, now: Now) -> None
         book.wait(row)
         return
     row.sequence.resume(event.chunks)
+    row.weights |= {chunk.version: chunk.digest for chunk in event.chunks}
     row.first_token_ns = event.chunks[0].started_ns
     row.chunk_end = row.resume.tokens
     finish = _finish_of(row, book.setup.context_tokens)
@@ -172,7 +174,7 @@ def _sampled(book: Requests, row: Row, event: TokensSampled, now: Now) -> None:
 def _finished(book: Requests, row: Row, event: RequestFinished, now: Now) -> None:
     setup = book.setup
     row.sequence.end_stay(
-        now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=row.place.spec.version
+        now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=row.hosted.version
     )
     if event.reason == "error":
         book.broken(row, event.error or "the engine gave no reason", now)
@@ -242,7 +244,7 @@ def _environment_failed(book: Requests, row: Row, event: TaskFailed, now: Now) -
 
 def _episode_lost(book: Requests, row: Row, event: EpisodeLost, now: Now) -> None:
     """Nothing of the episode was kept anywhere, so the request starts again from its prompt."""
-    if row.place.spec.version not in book.versions:
+    if not book.keeps(row):
         book.hand_back(row, now)
     elif row.restarts >= EPISODE_RESTARTS_MAX:
         book.give_up(row, now, "EpisodeLost", event.message, retryable=True)

@@ -86,6 +86,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefills: tuple[int, ...] = ()
     """Sequence lengths at which the KV cache was filled by prefill; the first is the prompt's."""
     moves: int = 0
+    weights: dict[int, str] = {}
+    """Weights digest (hex) of every version beside the trajectory's own that sampled tokens of it;
+    only in runs that may mix versions."""
     extra: dict[str, Any] = {}
 
 

@@ -90,7 +90,7 @@ def test_chunks_of_one_stay_are_one_segment() -> None:
 def test_sampled_tokens_since_a_point_come_with_both_log_probs() -> None:
     sequence = TokenSequence([1, 2], at_ns=0)
     sequence.resume([_chunk(0, 5)])
-    assert sequence.since(3) == ([3, 4], [-0.5, -0.5], [-0.25, -0.25])
+    assert sequence.sampled_from(3, 5) == ([3, 4], [-0.5, -0.5], [-0.25, -0.25])
 
 
 def test_answer_before_the_first_turn_is_empty() -> None:

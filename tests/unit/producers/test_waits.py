@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_pipe.producers.rows import Phase, Row
+from dora_pipe.producers.rows import Hosted, Phase, Row
 from dora_pipe.producers.waits import NAMES, TOKENS_QUIET_NS, Situation, waits
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import PlacedRequest
@@ -27,6 +27,8 @@ def row(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> Row:
     return Row(
         key=f"g{ordinal:010d}-000/1",
         place=place,
+        pin=place.spec.version,
+        hosted=Hosted(place.spec.version, place.spec.digest),
         params=params,
         seed=1,
         placed_ns=0,

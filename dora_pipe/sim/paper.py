@@ -119,8 +119,12 @@ def published_rows(gpus: int) -> Iterator[Scenario]:
 
 def sweep_rows(gpus: int) -> Iterator[Scenario]:
     """The knob that no paper publishes: groups in flight, for DORA and for the partial rollout."""
-    for name, planner in (("dora", Production), ("dora, Algorithm 1", Proportional)):
-        for batches in (2.0, 2.25, 2.5, 3.0):
+    swept: tuple[tuple[str, Callable[[], Planner], tuple[float, ...]], ...] = (
+        ("dora", Production, (2.0, 2.25, 2.5, 3.0)),
+        ("dora, Algorithm 1", Proportional, (2.0, 2.25)),
+    )
+    for name, planner, sizes in swept:
+        for batches in sizes:
             yield Scenario(
                 name=f"{name}, C {batches:g}",
                 gpus=gpus,

@@ -16,6 +16,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line
 
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
 TOKENS = (30, 256, 2_048, 16_384)
+PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 
 
 def engine(
@@ -51,6 +52,20 @@ def codec(
     from dora_pipe.bench.codec import bench_codec
 
     _emit(bench_codec(tokens or TOKENS), as_json=as_json)
+
+
+def plan(
+    workers: Annotated[list[int] | None, typer.Option(help="Sizes to measure.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cost of one round of the planner by the number of workers, and how it grows."""
+    from dora_pipe.bench.plan import bench_plan, growth_of
+
+    figures = bench_plan(workers or PLAN_WORKERS)
+    _emit(figures, as_json=as_json)
+    growth = growth_of(figures)
+    if growth:
+        _emit(growth, as_json=as_json)
 
 
 def _emit(figures: Sequence[Any], *, as_json: bool) -> None:

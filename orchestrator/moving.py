@@ -61,16 +61,14 @@ class _Berths:
         open_ = [one for one in workers if _berths_on(one)]
         open_.sort(key=lambda one: (one.slots - one.load, one.name), reverse=True)
         self._open = open_
-
-    @property
-    def free(self) -> int:
+        self.free = sum(map(_berths_on, open_))
         """How many there are."""
-        return sum(_berths_on(one) for one in self._open)
 
     def take(self) -> Worker | None:
-        """A worker with a free slot."""
+        """A worker with a free slot; the caller moves a request there."""
         while self._open:
             if _berths_on(self._open[-1]):
+                self.free -= 1
                 return self._open[-1]
             self._open.pop()
         return None

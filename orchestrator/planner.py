@@ -19,7 +19,7 @@ from typing import Final
 
 from dora_pipe.orchestrator import hosting, transitions
 from dora_pipe.orchestrator.moving import moves
-from dora_pipe.orchestrator.rules_decision import apply_decision, may_cancel
+from dora_pipe.orchestrator.rules_decision import apply_decision, dispatch, may_cancel
 from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
 from dora_pipe.orchestrator.state import Group, State, Worker, settings_in_force
@@ -84,6 +84,12 @@ class Draft:
         """One more decision; whatever is decided after it sees what it did."""
         apply_decision(self.state, decision)
         self._decisions.append(decision)
+        self._size += 1
+
+    def dispatch(self, spec: GroupSpec, reason: str) -> None:
+        """A group that was just made for this state is admitted."""
+        dispatch(self.state, spec)
+        self._decisions.append(Dispatch(spec=spec, reason=reason))
         self._size += 1
 
     def place(self, trajectory: str, worker: Worker, reason: str) -> None:
@@ -205,8 +211,10 @@ def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
 def _take_batch(draft: Draft) -> None:
     state = draft.state
     assert state.config is not None
+    if state.training is not None or len(state.finished) < state.config.groups.per_step:
+        return
     at = state.standing()
-    if at.training or at.step >= at.steps:
+    if at.step >= at.steps:
         return
     batch = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
     if not batch:
@@ -236,13 +244,13 @@ def _dispatch_evaluation(draft: Draft) -> None:
     if state.paused or draft.full:
         return
     while evaluation_due(state):
-        draft.add(Dispatch(spec=eval_spec(state), reason=f"evaluation of version {state.version}"))
+        draft.dispatch(eval_spec(state), f"evaluation of version {state.version}")
 
 
 def _assign(draft: Draft) -> None:
     """Idle workers: versions that have no host first, then the newest."""
     state = draft.state
-    if not state.index.idle:
+    if draft.full or not state.index.idle:
         return
     while not draft.full and (found := hosting.orphan_assignment(state)) is not None:
         _assign_one(draft, *found)
@@ -293,6 +301,8 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
 
 def _move(draft: Draft) -> None:
     state = draft.state
+    if not state.trigger and not hosting.orphans(state):
+        return
     for name, to, reason in moves(state, may_still_admit(state)):
         if draft.full:
             return
@@ -325,7 +335,7 @@ def _admit(draft: Draft) -> None:
                 return
             room -= 1
             reason = f"{worker.load} of {worker.slots} slots of {worker.name} are taken"
-            draft.add(Dispatch(spec=train_spec(state), reason=f"{reason}, {room} more may follow"))
+            draft.dispatch(train_spec(state), f"{reason}, {room} more may follow")
         draft.place(state.queues[state.version][0].trajectory, worker, "its group is admitted")
 
 

@@ -40,6 +40,7 @@ from dora_pipe.schemas.rounds import (
     Drain,
     End,
     Fence,
+    GroupSpec,
     Move,
     Place,
     PlacedSibling,
@@ -60,11 +61,18 @@ def _dispatch(state: State, decision: Dispatch) -> None:
     if spec.purpose == "train":
         _require(spec == train_spec(state), f"{spec.group} is not the group that comes next")
         _require(may_admit(state.deadlines, state.standing()), f"{spec.group} breaks the bound")
-        state.ordinal += 1
-        state.tally.dispatched += 1
     else:
         _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
         _require(spec == eval_spec(state), f"{spec.group} is not the group that comes next")
+    dispatch(state, spec)
+
+
+def dispatch(state: State, spec: GroupSpec) -> None:
+    """Admit the group that comes next; the caller has made sure that it is that, and may come."""
+    if spec.purpose == "train":
+        state.ordinal += 1
+        state.tally.dispatched += 1
+    else:
         state.eval_ordinal += 1
         state.eval_row += 1
         state.tally.evaluations += 1

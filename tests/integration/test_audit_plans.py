@@ -1,4 +1,4 @@
-"""A decision that was legal, but not the planner's, is named; the forger's chain and digests fit."""
+"""A legal decision that is not the planner's is named, though the forger's chain and digests fit."""
 
 from __future__ import annotations
 

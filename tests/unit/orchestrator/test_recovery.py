@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -20,7 +22,7 @@ from tests.support.orchestrator_world import Chances, World, WorldClock
 INSTANCE = Instance(name="o", host="h", pid=1, package="0")
 
 
-def finished_world(**chances: float) -> World:
+def finished_world(**chances: Any) -> World:
     """A short run, over."""
     world = World(
         seed=5,

@@ -23,6 +23,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.schemas.identity import group_of
 
 Assignment = tuple[Worker, int, str]
 """(worker, version, reason)."""
@@ -84,6 +85,8 @@ def newest_assignments(state: State, admissible: int) -> list[Assignment]:
 
     `admissible` groups may still be admitted.
     """
+    if state.interruptible:
+        return _interrupted(state)
     newest, idle = state.version, state.index.idle
     wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest)
     if not idle or wanted <= free_slots:
@@ -98,6 +101,26 @@ def newest_assignments(state: State, admissible: int) -> list[Assignment]:
         reason = f"version {newest} has {wanted} requests for {free_slots} free slots, "
         found.append((worker, newest, f"{reason}{worker.name} {had}"))
         free_slots += worker.slots
+    return found
+
+
+def may_be_interrupted(state: State, worker: Worker) -> bool:
+    """Whether all that a worker has may go on under another version; evaluations may not."""
+    return all(state.groups[group_of(one)].spec.purpose == "train" for one in worker.requests)
+
+
+def _interrupted(state: State) -> list[Assignment]:
+    """Every worker takes the newest version at once, unless an evaluation needs the one it has."""
+    newest, found = state.version, []
+    for version in sorted(state.index.hosts):
+        if version == newest or version in state.queues:
+            continue
+        workers = state.index.hosts[version].workers
+        for name in sorted(workers):
+            worker = workers[name]
+            if not worker.loading and may_be_interrupted(state, worker):
+                count = len(worker.requests)
+                found.append((worker, newest, f"{count} requests of {name} go on under it"))
     return found
 
 

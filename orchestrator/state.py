@@ -330,6 +330,20 @@ class State:
         )
 
     @property
+    def interruptible(self) -> bool:
+        """Whether running requests go on under new versions."""
+        return self.config is not None and self.config.staleness.interruptible
+
+    def may_run(self, spec: GroupSpec, version: int) -> bool:
+        """Whether a version may sample for a group: its own, or a later one where it may mix."""
+        later = self.interruptible and spec.purpose == "train" and version > spec.version
+        return later or version == spec.version
+
+    def queue_of(self, spec: GroupSpec) -> int:
+        """In which queue its requests wait: that of the newest version which may run it."""
+        return self.version if self.may_run(spec, self.version) else spec.version
+
+    @property
     def steps(self) -> int:
         """The run ends when so many steps are committed."""
         assert self.config is not None

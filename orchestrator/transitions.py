@@ -20,7 +20,7 @@ from dora_pipe.orchestrator.state import (
 )
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec
 
@@ -34,14 +34,14 @@ def admit(state: State, spec: GroupSpec) -> None:
     for sibling in range(spec.size):
         trajectory = trajectory_id(spec.group, sibling)
         state.requests[trajectory] = Request(group=spec.group, sibling=sibling)
-        push(state.queues, spec.version, queue_key(spec, sibling))
+        push(state.queues, state.queue_of(spec), queue_key(spec, sibling))
 
 
 def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     """A queued request is on a worker now."""
     request = state.requests[trajectory]
     spec = state.groups[request.group].spec
-    pull(state.queues, spec.version, queue_key(spec, request.sibling))
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
     _unaim(state, trajectory, request)
     request.attempt = attempt
     request.worker, request.epoch = worker.name, worker.epoch
@@ -70,7 +70,7 @@ def requeue(state: State, trajectory: str) -> None:
     request = state.requests[trajectory]
     _unplace(state, trajectory, request)
     spec = state.groups[request.group].spec
-    push(state.queues, spec.version, queue_key(spec, request.sibling))
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
     state.tally.requeued += 1
 
 
@@ -82,7 +82,7 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
         state.seen.released(state.now_ns - request.moved_ns)
     _take_off(state, trajectory, request)
     spec = state.groups[request.group].spec
-    push(state.queues, spec.version, queue_key(spec, request.sibling))
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
     request.kv = kv
     state.tally.moved += 1
     if moving is not None:
@@ -143,7 +143,7 @@ def drop(state: State, trajectory: str) -> None:
         return
     _unaim(state, trajectory, request)
     spec = state.groups[request.group].spec
-    pull(state.queues, spec.version, queue_key(spec, request.sibling))
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
 
 
 def join_worker(state: State, worker: Worker) -> None:
@@ -154,7 +154,7 @@ def join_worker(state: State, worker: Worker) -> None:
 
 
 def assign(state: State, worker: Worker, version: int, digest: str) -> None:
-    """A worker without requests shall host another version."""
+    """A worker shall host another version; without requests, unless they go on under it."""
     worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
     state.index.touch(worker)
 
@@ -227,8 +227,18 @@ def new_version(state: State, digest: str) -> None:
     if state.version not in state.pins:
         del state.policies[state.version]
     state.version += 1
+    if state.interruptible:
+        _follow(state)
     state.policies[state.version] = digest
     state.trigger = f"version {state.version} is there"
+
+
+def _follow(state: State) -> None:
+    """Queued requests that may run under the newest version wait for that from now on."""
+    older = state.queues.pop(state.version - 1, [])
+    for key in older:
+        spec = state.groups[group_of(key.trajectory)].spec
+        push(state.queues, state.queue_of(spec), key)
 
 
 def _unplace(state: State, trajectory: str, request: Request) -> None:

@@ -44,7 +44,8 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
     """What shall move now; `admissible` groups may still be admitted."""
     assert state.config is not None
     orphans = hosting.orphans(state)
-    if not state.config.planner.moves or not (state.trigger or orphans):
+    allowed = state.config.planner.moves and not state.interruptible
+    if not allowed or not (state.trigger or orphans):
         return
     yield from _drained(state)
     yield from _relieved(state)

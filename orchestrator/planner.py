@@ -250,7 +250,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
 def _assign(draft: Draft) -> None:
     """Idle workers: versions that have no host first, then the newest."""
     state = draft.state
-    if draft.full or not state.index.idle:
+    if draft.full or not (state.index.idle or state.interruptible):
         return
     while not draft.full and (found := hosting.orphan_assignment(state)) is not None:
         _assign_one(draft, *found)

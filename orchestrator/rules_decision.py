@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.specs import (
     eval_spec,
     evaluation_due,
@@ -91,7 +92,7 @@ def _place(state: State, decision: Place) -> None:
         raise InvariantBroken(f"{spec.group} is dispatched otherwise")
     if not worker.usable or worker.loading:
         raise InvariantBroken(f"{worker.name} takes no requests")
-    if worker.target != spec.version:
+    if not state.may_run(spec, worker.target):
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
     if not decision.siblings:
         raise InvariantBroken("a placement of nothing")
@@ -150,7 +151,9 @@ def _assign(state: State, decision: Assign) -> None:
     worker = _worker(state, decision.worker, decision.epoch)
     _require(worker.usable, f"{worker.name} takes no version")
     _require(not worker.loading, f"{worker.name} is loading")
-    _require(not worker.requests, f"{worker.name} has open requests")
+    goes_on = state.interruptible and may_be_interrupted(state, worker)
+    goes_on = goes_on and decision.version > worker.target
+    _require(not worker.requests or goes_on, f"{worker.name} has open requests")
     _require(not worker.arriving, f"{worker.name} is where requests move to")
     _require(worker.target != decision.version, f"{worker.name} has that version")
     digest = state.policies.get(decision.version)

@@ -170,7 +170,7 @@ def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
 
 def _process(seeds: str, steps: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A process that plays these seeds, and the file that it tells of them in."""
-    lines = tempfile.TemporaryFile()
+    lines = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads it
     command = [sys.executable, "-c", _MAIN, "sim", "--json", "--steps", str(steps)]
     process = subprocess.Popen(
         [*command, "--seeds", seeds],

@@ -199,7 +199,7 @@ class Account:
         if record.resume is not None:
             self.note_progress(record.trajectory, record.resume)
         self._lost(record.trajectory, fault=False)
-        request.moving = moving
+        request.moving, request.kv = moving, record.kv
 
     def _committed(self, offset: int, record: StepCommitted) -> None:
         key = (record.step, record.attempt)
@@ -323,7 +323,7 @@ class Account:
         worker = self.workers.get(request.epoch)
         if worker is not None:
             worker.requests.discard(name)
-        request.epoch, request.moving = -1, None
+        request.epoch, request.moving, request.kv = -1, None, None
 
     def end(self, group: GroupAccount, fate: str) -> None:
         """A group has its fate."""

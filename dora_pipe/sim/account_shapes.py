@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec
 
 Phase = Literal["generating", "finished", "doomed", "taken", "over"]
@@ -42,6 +43,8 @@ class RequestAccount:
     known_tokens: int = 0
     """How far its lost worker had said it was: it goes on from there or later."""
     moving: tuple[str, int] | None = None
+    kv: Blob | None = None
+    """The KV cache that a move left behind, until it is placed again."""
 
 
 @dataclass(slots=True)

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.errors import PolicyError
-from dora_pipe.producers.engines.port import WeightsLoaded
+from dora_pipe.producers.engines.port import Kv, WeightsLoaded
 from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.handover import (
+    GONE,
+    NO_ROOM,
+    OTHER_DIGEST,
+    KvLabel,
+    Lost,
+    MemoryHandover,
+)
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
     EpisodeLost,
@@ -18,6 +26,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskEvent,
     TaskFailed,
 )
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.sim.parts import MS, PlainParts, Site, WorkerPlan, reward_of
 from dora_pipe.sim.ports import SimTasks, observed_of, prompt_of
 from dora_pipe.sim.storm import Storm
@@ -33,6 +42,14 @@ class BadParts(PlainParts):
     """`PlainParts` whose task and engine fail as the storm's seed says, until it is over."""
 
     storm: Storm
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handover", _BadHandover(self.storm))
+
+    @property
+    def single_turn(self) -> bool:
+        """See `PlainParts`."""
+        return not self.storm.draw.episodes
 
     def tasks(self, site: Site) -> SimTasks:
         """A pool whose calls may raise, hang, or lose their episode."""
@@ -82,6 +99,28 @@ class _BadTasks:
         if isinstance(call, EnvStep):
             return "episode-lost"
         return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
+
+
+class _BadHandover(MemoryHandover):
+    """Caches get lost on their way, or are found to be damaged."""
+
+    def __init__(self, storm: Storm) -> None:
+        super().__init__()
+        self._storm = storm
+
+    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
+        """See `Handover`."""
+        if self._storm.befalls("handover-full"):
+            return Lost(NO_ROOM)
+        return super().put(label, kv)
+
+    def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
+        """See `Handover`."""
+        if self._storm.befalls("handover-lost"):
+            return Lost(GONE)
+        if self._storm.befalls("handover-damaged"):
+            return Lost(OTHER_DIGEST)
+        return super().fetch(label, blob)
 
 
 class _BadEngine(SimulatedEngine):

@@ -225,7 +225,10 @@ class Checks:
         if one.resume != request.resume or tokens < max(known, request.known_tokens):
             known = max(known, request.known_tokens)
             self._wrong("progress", f"{name} goes on from {tokens} tokens of {known} known ones")
-        request.attempt, request.epoch, request.moving = one.attempt, worker.epoch, None
+        if one.kv != request.kv:
+            self._wrong("move", f"{name} is placed with another KV cache than it left")
+        request.attempt, request.epoch = one.attempt, worker.epoch
+        request.moving = request.kv = None
         worker.requests.add(name)
 
     def _move(self, decision: Move) -> None:

@@ -28,7 +28,7 @@ def _tags(union: Any, prefix: str) -> list[str]:
 
 
 _STATES: Final = (
-    *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed")),
+    *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
     *(f"group {fate}" for fate in get_args(Fate)),
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
     *(f"staleness {number}" for number in range(4)),

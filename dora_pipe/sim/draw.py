@@ -50,11 +50,16 @@ FAULTS: Final[dict[str, str]] = {
     "command-fail-batch": "a user ends the batch in training",
     "garbage": "a foreign record in control, metrics or trajectories",
     "gaps": "offsets have large gaps",
+    "handover-full": "a KV cache that moves finds no room",
+    "handover-lost": "a KV cache that moves is gone",
+    "handover-damaged": "a KV cache that moves was damaged",
+    "move-source-dies": "the worker that a request leaves dies meanwhile",
+    "move-target-dies": "the worker that a request moves to dies meanwhile",
+    "command-moves": "a user switches moves off or on",
     "policy-unreadable": "a worker cannot load its weights",
 }
 """Every fault, and what it is."""
 
-TASK_FAULTS: Final = frozenset({"reward-raises", "reward-hangs", "prompt-fails", "episode-lost"})
 STRIKING: Final = (
     "kill-worker",
     "pause-worker",
@@ -67,8 +72,11 @@ STRIKING: Final = (
 ALWAYS: Final = 3
 """A seed has at least so many kinds of faults."""
 
-SIBLINGS_MEAN: Final = 24
+SIBLINGS_MEAN: Final = 36
 """Small batches get more steps, so that every seed has something to do."""
+
+SLOW: Final = (1, 1, 6)
+"""Generation may be slow beside everything else: only then it pays to move a request."""
 
 WORKERS_MAX: Final = 6
 
@@ -106,12 +114,12 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
     chance = Random(f"dora-pipe sim {seed}")
     config = _config(chance, seed, steps)
     names = sorted(FAULTS)
-    count = chance.randint(ALWAYS, 14)
+    count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
     faults[chance.choice(STRIKING)] = 1.0
     first = chance.randint(1, WORKERS_MAX)
-    rates = "clock-rate" in faults
-    plans = tuple(_plan(chance, number, rates) for number in range(first + 3))
+    rates, slow = "clock-rate" in faults, chance.choice(SLOW)
+    plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
     return Draw(
         seed=seed,
         config=config,
@@ -120,12 +128,12 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
         delays=_delays(chance),
         steps_max=chance.choice((1, 2)),
         faults=faults,
-        strike_ns=chance.choice((150, 400, 1000)) * MS,
+        strike_ns=chance.choice((150, 400, 1000)) * MS * slow,
         append_share=chance.choice((0.005, 0.02, 0.08)),
         away_ns=chance.choice((100, 600, 2500)) * MS,
         task_share=chance.choice((0.03, 0.1, 0.3)),
         episodes=chance.random() < 0.2,
-        faulty_ns=chance.choice((5, 10, 20)) * 1000 * MS,
+        faulty_ns=chance.choice((5, 10, 20)) * 1000 * MS * slow,
     )
 
 
@@ -149,6 +157,7 @@ def _config(chance: Random, seed: int, steps: int) -> Config:
             "max_staleness": eta,
             "in_flight_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
         },
+        "planner": {"moves": chance.random() < 0.85, "moves_max": chance.randint(1, 3)},
         "evaluation": {
             "prompts": chance.choice((0, 0, 2, 3)),
             "every": chance.choice((0, 2, 4)),
@@ -168,12 +177,12 @@ def _config(chance: Random, seed: int, steps: int) -> Config:
     return msgspec.convert(plain, Config)
 
 
-def _plan(chance: Random, number: int, rates: bool) -> WorkerPlan:
+def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
     return WorkerPlan(
         name=f"w{number}",
         slots=chance.randint(1, 8),
         prefetch=chance.randrange(4),
-        token_ns=chance.choice((2, 5, 15)) * MS,
+        token_ns=chance.choice((2, 5, 15)) * MS * slow,
         load_ns=chance.choice((50, 200, 800)) * MS,
         rate=chance.choice((0.5, 0.8, 1.0, 1.25, 2.0)) if rates else 1.0,
     )

@@ -32,8 +32,11 @@ from dora_pipe.producers.engines.simulated import (
     SimulatedEngine,
     long_tailed_length,
 )
+from dora_pipe.producers.handover import Handover, MemoryHandover
+from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
+from dora_pipe.producers.role import declares
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
     PromptCall,
@@ -153,6 +156,7 @@ class Delays:
     task_ns: int = 5 * MS
     codec_ns: int = 1 * MS
     progress_ns: int = 2 * MS
+    handover_ns: int = 4 * MS
     restore_ns: int = 50 * MS
     fetch_ns: int = 20 * MS
     train_ns: int = 300 * MS
@@ -169,6 +173,13 @@ class PlainParts:
     delays: Delays = field(default_factory=Delays)
     steps_max: int = 8
     answer: Callable[[TaskCall], TaskEvent] = answer_of
+    handover: Handover = field(default_factory=MemoryHandover)
+    """Shared by all workers: they run on one machine."""
+
+    @property
+    def single_turn(self) -> bool:
+        """Whether requests have no episodes; only then they move."""
+        return True
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """A policy of 32 bytes."""
@@ -186,12 +197,13 @@ class PlainParts:
                 TimedTaskPort(TaskPort(tasks, Numbers()), tasks),
                 self._codec(site),
                 self._progress(site),
+                self._handover(site),
                 self._engine_port(site, engine, plan),
             ],
             kv_used=lambda: engine.kv_used_tokens,
             kv_tokens=plan.slots * plan.context_tokens,
             engine=engine.name,
-            declares=engine.declares,
+            declares=frozenset(declares(engine, single_turn=self.single_turn)),
             close=engine.close,
         )
 
@@ -238,6 +250,14 @@ class PlainParts:
             site.clock,
             delay_ns=lambda effect: self.delays.progress_ns,
             again_ns=lambda: self.delays.progress_ns,
+        )
+
+    def _handover(self, site: Site) -> SimPort:
+        return PacedPort(
+            HandoverPort(self.handover, in_thread=False),
+            site.clock,
+            delay_ns=lambda effect: self.delays.handover_ns,
+            again_ns=lambda: 0,
         )
 
     def _engine_port(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:

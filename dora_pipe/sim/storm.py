@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -23,6 +24,9 @@ from dora_pipe.sim.world import Role, World
 
 ALL: Final = 1 << 30
 """Every record of an append lands."""
+
+MOVE_NS: Final = 300_000_000
+"""A move takes about so long."""
 
 JUMP_NS: Final = 3600 * 10**9
 """A wall clock jumps by at most so much, either way."""
@@ -57,9 +61,9 @@ class Storm:
 
     def died(self, role: Role, why: str) -> int | None:
         """Soon, while there is something to do; never if it is gone for good."""
-        if self.ended or role.name in self.gone or why in ("ended", "replaced"):
+        if self.ended or role.name in self.gone or why == "ended":
             return None
-        if why == "left" and not self.over:
+        if why in ("left", "replaced") and not self.over:
             return None
         return RESTART_NS if self.over else self._while()
 
@@ -109,8 +113,18 @@ class Storm:
         self.struck[kind] += struck
         return struck
 
+    def moved(self, source: str, target: str) -> None:
+        """A request shall move: whoever has it, or waits for it, may die on the way."""
+        for kind, name in (("move-source-dies", source), ("move-target-dies", target)):
+            role = self.world.present(name)
+            if role is not None and self.befalls(kind):
+                ns = self.chance.randint(0, MOVE_NS)
+                self.world.after(ns, partial(self.world.kill, role))
+
     def tell(self, verb: str, **args: object) -> None:
-        """A user's command; on a bus of the user's own, which is always there."""
+        """A user's command, on a bus of the user's own; before the run there is nobody to ask."""
+        if not self.world.begun:
+            return
         record = Command(
             at_ns=self.world.clock.wall_ns(),
             user="sim",
@@ -263,6 +277,11 @@ def _command_bound(storm: Storm) -> bool:
     return True
 
 
+def _command_moves(storm: Storm) -> bool:
+    storm.tell("set", planner__moves=storm.chance.random() < 0.5)
+    return True
+
+
 def _command_odd(storm: Storm) -> bool:
     chance = storm.chance.randrange(4)
     if chance == 0:
@@ -282,6 +301,8 @@ def _fail_batch(storm: Storm) -> bool:
 
 
 def _garbage(storm: Storm) -> bool:
+    if not storm.world.begun:
+        return False
     topics = storm.world.topics
     topic = storm.chance.choice((topics.control, topics.metrics, topics.trajectories))
     values = (b"", b"{", b'{"kind":"dance","at_ns":1}', bytes(range(256)))
@@ -309,6 +330,7 @@ _STRIKES: Final[dict[str, Strike]] = {
     "depart": _depart,
     "command-pause": _command_pause,
     "command-bound": _command_bound,
+    "command-moves": _command_moves,
     "command-odd": _command_odd,
     "command-fail-batch": _fail_batch,
     "garbage": _garbage,

@@ -24,7 +24,7 @@ from dora_pipe.sim.tokens import check_tokens
 from dora_pipe.sim.watch import Watch
 from dora_pipe.sim.world import SECOND_NS, World
 
-LIVE_NS: Final = 400 * SECOND_NS
+LIVE_NS: Final = 1000 * SECOND_NS
 """A run that does not end so long after the last fault never ends."""
 
 END_NS: Final = 30 * SECOND_NS
@@ -117,6 +117,7 @@ class Swarm:
             start=False,
         )
         self.storm.begin(world)
+        self.watch.on_move = self.storm.moved
         world.start_all(drawn.first)
         faulty_steps = int(FAULTY_SHARE * drawn.config.run.steps)
         account = self.watch.account

@@ -19,7 +19,6 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.sim.account import Wrong
 from dora_pipe.sim.world import World
 
-
 TOLERANCE: Final = 1e-4
 """Of log-probs, which the log keeps as 32-bit floats."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +24,15 @@ from dora_pipe.schemas.metrics import (
     WorkerStatus,
     decode_metrics,
 )
-from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fence, LeaseExpired, Round, decode_round
+from dora_pipe.schemas.rounds import (
+    GENESIS_CHAIN,
+    Fence,
+    LeaseExpired,
+    Move,
+    Round,
+    StopRun,
+    decode_round,
+)
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.sim.account import Account
@@ -53,6 +61,8 @@ class Watch:
         self.account = Account(self.wrong)
         self.kinds: Counter[str] = Counter()
         """Records, decisions and observations by kind."""
+        self.on_move: Callable[[str, str], None] = lambda source, target: None
+        """Told who shall let go of a request, and who shall take it up."""
         self.records = 0
         self.waits: dict[str, str] = {}
         """What each role said last that it waits for."""
@@ -153,7 +163,7 @@ class Watch:
     # Rounds
 
     def _on_round(self, record: Record) -> None:
-        round_ = decode_round(record.value)
+        round_, moves = decode_round(record.value), list[Move]()
         folded = self._fold(round_)
         self._links(round_, folded)
         for one in round_.observations:
@@ -164,11 +174,15 @@ class Watch:
             self.kinds[f"decided {type(decision).__struct_config__.tag}"] += 1
             if isinstance(decision, Fence):
                 self._expect_progress(decision)
-            elif type(decision).__name__ == "StopRun":
+            elif isinstance(decision, Move):
+                moves.append(decision)
+            elif isinstance(decision, StopRun):
                 self.stopped = True
             if not decision.reason:
                 self.wrong("rounds", f"round {round_.ordinal} decides without a reason")
         self._checks.round(round_)
+        for move in moves:
+            self.on_move(move.worker, move.to)
         self._round, self._control_next = round_, round_.control_next
 
     def _fold(self, round_: Round) -> bytes:

@@ -64,7 +64,7 @@ def changed(
     for record in records:
         value = decoded(record)
         if isinstance(value, Round):
-            decisions = []
+            decisions: list[Any] = []
             for one in value.decisions:
                 if isinstance(one, kind):
                     one, nth = (change(one) if nth == 0 else one), nth - 1

@@ -1,9 +1,10 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
 A plan is made in stages, each on what the ones before it left: fence, end, take the batch, drain,
-dispatch a due evaluation, assign, place, move, admit, stop. Every decision is applied to the state
-as it is made, by the functions that the fold of the log uses, so the planner has no idea of its own
-of what a decision does. `decide` changes the state it is given; `plan` leaves it alone.
+dispatch a due evaluation, place what was released, assign, place, move, admit, stop. Every decision
+is applied to the state as it is made, by the functions that the fold of the log uses, so the
+planner has no idea of its own of what a decision does. `decide` changes the state it is given;
+`plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
@@ -269,13 +270,17 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
     )
 
 
-def _place(draft: Draft) -> None:
-    """What was released goes where its place is kept; then every version's queue, oldest first."""
-    state = draft.state
-    for name in sorted(state.released):
-        worker = _kept_place(state, name)
+def _place_released(draft: Draft) -> None:
+    """What was released goes where its place is kept, before anybody counts what is queued."""
+    for name in sorted(draft.state.released):
+        worker = _kept_place(draft.state, name)
         if worker is not None and not draft.full:
-            draft.place(name, worker, f"it moves here, as {worker.name} was to have it")
+            draft.place(name, worker, f"it moves here, where {worker.name} keeps a slot for it")
+
+
+def _place(draft: Draft) -> None:
+    """Every version's queue, oldest first."""
+    state = draft.state
     if not state.queues:
         return
     spared = hosting.victims(state)
@@ -353,6 +358,7 @@ _STAGES: Final = (
     _take_batch,
     _drain,
     _dispatch_evaluation,
+    _place_released,
     _assign,
     _place,
     _move,

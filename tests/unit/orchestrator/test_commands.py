@@ -174,3 +174,82 @@ def test_stop_before_anything_was_dispatched_ends_the_run() -> None:
     stage = Stage().begin()
     stage.tell(records.command("stop"))
     assert [type(one) for one in stage.plan()] == [StopRun]
+
+
+def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
+    stage = running(run__steps=20, groups__per_step=1)
+    stage.tell(records.command("stop", after=2))
+    for _ in range(10):
+        stage.finish_all()
+        if stage.state.training is not None:
+            stage.commit()
+        stage.settle()
+    assert stage.state.done
+    assert stage.state.version == 3, "steps 0, 1 and 2"
+    assert stage.state.tally.fates == {"trained": 3}, "no group was begun in vain"
+
+
+def test_stop_after_a_later_step_takes_the_place_of_an_earlier_stop() -> None:
+    stage = running(run__steps=20)
+    stage.tell(records.command("stop", after=2))
+    stage.tell(records.command("stop", after=9))
+    assert stage.state.steps == 10
+    stage.tell(records.command("stop", after=99))
+    assert stage.state.steps == 20, "never more than the run has"
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"after": -2}, "step -2 is over, step 0 comes next"),
+        ({"after": "soon"}, "`after` is a step"),
+        ({"after": True}, "`after` is a step"),
+        ({"after": 3, "now": True}, "without `now`"),
+    ],
+)
+def test_stop_after_what_is_no_step_to_come_is_rejected(args: dict[str, Any], why: str) -> None:
+    stage = running()
+    before = stage.copy()
+    stage.tell(records.command("stop", **args))
+    assert why in stage.state.tally.rejection
+    assert unchanged(before, stage.state)
+
+
+def test_stop_after_the_step_in_training_ends_with_it() -> None:
+    stage = running(run__steps=20, groups__per_step=1)
+    stage.finish(stage.running()[0])
+    stage.finish(stage.running()[0])
+    stage.plan()
+    assert stage.state.training is not None
+    stage.tell(records.command("stop", after=0))
+    ends = [one for one in stage.plan() if isinstance(one, End)]
+    assert {one.fate for one in ends} == {"cancelled"}
+    stage.commit()
+    assert [type(one) for one in stage.plan()] == [StopRun]
+
+
+@pytest.mark.parametrize("etas", [(3, 0), (0, 3), (2, 1, 0, 3)])
+def test_bound_goes_up_and_down_while_dispatched_groups_keep_their_deadlines(
+    etas: tuple[int, ...],
+) -> None:
+    stage = running(run__steps=12, groups__per_step=1, staleness__max_staleness=1)
+    for eta in etas:
+        before = {one.spec.group: one.spec.deadline for one in stage.state.groups.values()}
+        stage.tell(records.command("set", staleness__max_staleness=eta))
+        stage.tell(records.command("set", staleness__in_flight_batches=eta + 1.0))
+        kept = {one.spec.group: one.spec.deadline for one in stage.state.groups.values()}
+        assert kept == before
+        stage.settle()
+        for _ in range(2):
+            stage.finish_all()
+            if stage.state.training is not None:
+                stage.commit()
+            stage.settle()
+        fresh = [one.spec for one in stage.state.groups.values() if one.spec.group not in before]
+        assert all(one.deadline <= one.version + max(etas) for one in fresh)
+    for _ in range(30):
+        stage.finish_all()
+        if stage.state.training is not None:
+            stage.commit()
+        stage.settle()
+    assert stage.state.done and stage.state.tally.fates["trained"] == 12

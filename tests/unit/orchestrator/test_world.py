@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -145,6 +146,8 @@ def finish(world: World) -> None:
     world.run(seconds=CALM_S)
     assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.tally}"
     world.ledger.check_end()
+    most = world.config.planner.moves_max + world.commands  # Each command may drain a worker.
+    assert max(world.ledger.moves.values(), default=0) <= most
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -194,6 +197,36 @@ def shake(state: State, chance: random.Random) -> None:
     if chance.random() < 0.2:
         changed = records.command("set", staleness__max_staleness=chance.randrange(4))
         apply_control(state, offset + 12, changed)
+
+
+def test_swarm_moves_requests_and_loses_workers_meanwhile() -> None:
+    moves = released = lost = 0
+    for seed in (5, 13, 21, 34, 55):
+        world = swarm(seed)
+        world.chances = replace(world.chances, moves=True, token_s=0.5, crash=0.02)
+        world.run(seconds=FAULTY_S)
+        finish(world)
+        moves += sum(world.ledger.moves.values())
+        released += world.machine.state.tally.moved
+        lost += len(world.ledger.fenced)
+    assert moves > released > 0, "some end, or lose a worker, while they are asked to move"
+    assert lost > 0
+
+
+@pytest.mark.parametrize("eta", range(4))
+@pytest.mark.parametrize("in_flight", [None, 1.0, 4.0])
+def test_one_worker_alone_is_live_with_every_bound(eta: int, in_flight: float | None) -> None:
+    config = records.make_config(
+        run__steps=6,
+        groups__size=3,
+        staleness__max_staleness=eta,
+        staleness__in_flight_batches=in_flight and min(in_flight, eta + 1.0),
+    )
+    chances = Chances(crash=0.02, moves=True, away_s=3.0)
+    world = World(seed=eta, config=config, workers={"w0": (3, 1)}, chances=chances)
+    world.run(seconds=FAULTY_S)
+    finish(world)
+    assert world.ledger.moves == {}, "there is nowhere to move to"
 
 
 @settings(max_examples=60)

@@ -1,0 +1,299 @@
+"""Who moves, when, and where to; and that nobody moves for nothing or for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.fold import apply_decision, apply_observation
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import AnyDecision, Assign, KvPressure, Move, PlanPeriod
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+from tests.support.singly import placed as placed_by
+
+MANY: dict[str, Any] = {
+    "run__steps": 50,
+    "groups__per_step": 1,
+    "groups__size": 1,
+    "staleness__max_staleness": 20,
+    "staleness__in_flight_batches": 21.0,
+}
+
+
+def moves_of(decisions: list[AnyDecision]) -> list[Move]:
+    return [one for one in decisions if isinstance(one, Move)]
+
+
+def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) -> Stage:
+    """`a` runs three requests of version 0, `b` two; a step was just committed, at most 20 more
+    groups may come. Both have run for long, so that they may run on for as long again."""
+    stage = Stage(**MANY).begin()
+    stage.join("a", slots=slots, moves=moves)
+    stage.join("b", slots=slots, moves=moves)
+    stage.settle()
+    stage.tell(records.command("pause"))
+    for name in [*stage.running("a")[3:], *stage.running("b")[2:]]:
+        stage.finish(name)
+    stage.plan()
+    stage.later(age_s)
+    stage.tell(records.command("resume"))
+    stage.commit()
+    assert (len(stage.running("a")), len(stage.running("b"))) == (3, 2)
+    return stage
+
+
+def test_emptiest_worker_of_an_old_version_is_emptied_into_the_others() -> None:
+    stage = two_half_empty(slots=5)
+    found = moves_of(stage.plan())
+    assert [(one.worker, one.to) for one in found] == [("b", "a"), ("b", "a")]
+    assert [one.trajectory for one in found] == stage.running("b")
+    assert "frees b for version 1" in found[0].reason
+    assert "2 requests of version 0 fit elsewhere" in found[0].reason
+
+
+def test_it_waits_for_the_release_then_goes_on_there_and_the_worker_is_assigned() -> None:
+    stage = two_half_empty(slots=5)
+    moving = [one.trajectory for one in moves_of(stage.plan())]
+    resume = Resume(tokens=40, partition=0, offset=3)
+    kv = Blob(sha256="e" * 64, bytes=100)
+    for name in moving:
+        assert stage.state.workers["a"].arriving + len(stage.running("a")) == 5
+        stage.tell(records.released(stage.placed[name], resume, kv))
+        (place,) = placed_by(stage.plan())
+        assert (place.trajectory, place.worker, place.attempt) == (name, "a", 2)
+        assert (place.resume, place.kv) == (resume, kv)
+    assigned = [one for one in stage.decided if isinstance(one, Assign)][-1]
+    assert (assigned.worker, assigned.version) == ("b", 1)
+    assert "b has run out of version 0" in assigned.reason
+    assert stage.state.tally.moved == 2
+    assert stage.state.workers["a"].arriving == 0
+
+
+def test_nothing_moves_when_the_workers_cannot_let_go() -> None:
+    assert moves_of(two_half_empty(moves=False, slots=5).plan()) == []
+
+
+def test_nothing_moves_when_a_user_has_forbidden_it() -> None:
+    stage = two_half_empty(slots=5)
+    stage.tell(records.command("set", planner__moves=False))
+    assert moves_of(stage.plan()) == []
+
+
+def test_nothing_moves_when_the_others_have_no_slots_for_all_of_it() -> None:
+    assert moves_of(two_half_empty(slots=4).plan()) == []
+
+
+def test_nothing_moves_while_the_newest_version_has_nothing_to_do() -> None:
+    stage = two_half_empty(slots=5)
+    stage.tell(records.command("pause"))
+    assert moves_of(stage.plan()) == []
+
+
+def test_nothing_moves_that_would_soon_be_over() -> None:
+    """Nobody ran for longer than a stall: what is left is expected to be about as little."""
+    assert moves_of(two_half_empty(slots=5, age_s=0.1).plan()) == []
+
+
+def test_finished_request_alone_moves_nobody_but_the_period_does() -> None:
+    stage = two_half_empty(slots=4)
+    assert moves_of(stage.plan()) == []
+    stage.finish(stage.running("a")[0])
+    assert stage.state.trigger == ""
+    assert moves_of(stage.plan()) == [], "now they would fit"
+    apply_observation(stage.state, PlanPeriod())
+    assert len(moves_of(stage.plan())) == 2
+
+
+def test_worker_that_served_for_less_than_it_loaded_is_not_emptied() -> None:
+    stage = two_half_empty(slots=5)
+    for worker in stage.state.workers.values():
+        worker.load_ns = 10**12
+    assert moves_of(stage.plan()) == []
+
+
+def test_request_that_moves_is_not_moved_again_until_it_has_rested_and_boundedly_often() -> None:
+    stage = two_half_empty(slots=5)
+    request = stage.state.requests[stage.running("b")[0]]
+    request.moves, request.moved_ns = 1, stage.state.now_ns
+    assert moves_of(stage.plan()) == []
+    stage.later(60)
+    request.moves = 3
+    apply_observation(stage.state, PlanPeriod())
+    assert moves_of(stage.plan()) == [], "three moves are all it has"
+    request.moves = 2
+    apply_observation(stage.state, PlanPeriod())
+    assert len(moves_of(stage.plan())) == 2
+
+
+def test_finishing_while_it_is_asked_to_move_is_logged_as_usual() -> None:
+    stage = two_half_empty(slots=5)
+    first, _ = moves_of(stage.plan())
+    stage.finish(first.trajectory)
+    assert first.trajectory not in stage.state.requests
+    assert stage.state.workers["a"].arriving == 1
+    assert stage.state.workers["b"].leaving == 1
+    stage.tell(records.released(stage.placed[first.trajectory]))
+    assert stage.state.tally.superseded == 1
+
+
+def test_source_that_dies_before_it_lets_go_loses_nothing() -> None:
+    stage = two_half_empty(slots=5)
+    moving = [one.trajectory for one in moves_of(stage.plan())]
+    stage.lose("b")
+    again = placed_by(stage.plan())
+    assert sorted(one.trajectory for one in again) == moving
+    assert {one.worker for one in again} == {"a"}
+    assert stage.state.workers["a"].arriving == 0
+    assert all(stage.state.requests[name].faults == 1 for name in moving)
+
+
+def test_request_whose_destination_died_goes_to_any_host_of_its_version() -> None:
+    stage = two_half_empty(slots=5)
+    first, second = moves_of(stage.plan())
+    stage.lose("a")
+    stage.plan()
+    stage.release(first.trajectory)
+    (place,) = [one for one in placed_by(stage.plan()) if one.trajectory == first.trajectory]
+    assert place.worker == "b"
+    stage.release(second.trajectory)
+    stage.settle()
+    assert stage.state.released == {}
+    assert second.trajectory in stage.running("b")
+
+
+def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
+    stage = Stage(**MANY).begin()
+    stage.join("a", slots=20, moves=True)
+    stage.join("b", slots=5, moves=True)
+    stage.settle()
+    stage.tell(records.command("pause"))
+    for name in stage.running("a")[:3]:
+        stage.finish(name)
+    had = stage.running("b")
+    stage.tell(records.command("drain", worker="b"))
+    found = moves_of(stage.plan())
+    assert [one.trajectory for one in found] == had
+    assert {one.to for one in found} == {"a"}
+    assert "b is drained" in found[0].reason
+    for name in had:
+        stage.release(name)
+    stage.plan()
+    assert set(had) <= set(stage.running("a"))
+    epoch = stage.state.workers["b"].epoch
+    stage.tell(records.left("b", epoch))
+    assert stage.state.tally.requeued == 0, "nothing was lost"
+
+
+def test_what_fits_nowhere_is_finished_on_the_drained_worker() -> None:
+    stage = Stage(**MANY).begin()
+    stage.join("a", slots=8, moves=True)
+    stage.join("b", slots=5, moves=True)
+    stage.settle()
+    stage.tell(records.command("pause"))
+    stage.tell(records.command("drain", worker="b"))
+    assert moves_of(stage.plan()) == []
+    stage.finish(stage.running("a")[0])
+    apply_observation(stage.state, PlanPeriod())
+    assert len(moves_of(stage.plan())) == 1
+
+
+def pressed(stage: Stage, name: str, used: int) -> list[AnyDecision]:
+    """The KV cache of a worker is seen with so many tokens."""
+    epoch = stage.state.workers[name].epoch
+    apply_observation(stage.state, KvPressure(worker=name, epoch=epoch, used_tokens=used))
+    return stage.plan()
+
+
+def test_newest_requests_leave_a_worker_whose_cache_is_too_full() -> None:
+    stage = Stage(**MANY).begin()
+    stage.join("a", slots=5, moves=True)
+    stage.join("b", slots=22, moves=True)
+    stage.settle()
+    for number, name in enumerate(stage.running("a")):
+        stage.state.requests[name].began_ns = number
+    found = moves_of(pressed(stage, "a", 1000))
+    assert [one.trajectory for one in found] == [stage.running("a")[-1]]
+    assert found[0].to == "b" and "holds 1000 of 1024 tokens" in found[0].reason
+    assert moves_of(pressed(stage, "a", 1010)) == [], "one is on its way"
+
+
+def test_worker_under_pressure_gets_nothing_new_until_it_is_over() -> None:
+    stage = Stage(**MANY).begin()
+    stage.worker("a", slots=4)
+    pressed(stage, "a", 1000)
+    stage.finish(stage.running("a")[0])
+    assert placed_by(stage.plan()) == []
+    assert len(placed_by(pressed(stage, "a", 700))) == 1
+
+
+def test_pressure_ends_when_nothing_is_left_that_could_end() -> None:
+    stage = Stage(**MANY).begin()
+    stage.worker("a", slots=2)
+    pressed(stage, "a", 1000)
+    for name in stage.running("a"):
+        stage.finish(name)
+    assert len(placed_by(stage.plan())) == 2
+
+
+def test_version_without_a_host_gets_a_worker_that_is_emptied_for_it() -> None:
+    stage = Stage(**MANY).begin()
+    stage.join("old", slots=2, moves=True)
+    stage.settle()
+    stage.finish(stage.running("old")[0])
+    stage.settle()
+    stage.commit()
+    for name in ("a", "b"):
+        stage.join(name, slots=9, moves=True)
+    stage.settle()
+    stage.tell(records.command("pause"))
+    for name in [*stage.running("a")[:6], *stage.running("b")[:5]]:
+        stage.finish(name)
+    stage.plan()
+    stage.lose("old")
+    stage.tell(records.command("resume"))
+    found = moves_of(stage.plan())
+    assert {(one.worker, one.to) for one in found} == {("a", "b")}
+    assert "version 0 has no host" in found[0].reason
+    for one in found:
+        stage.release(one.trajectory)
+    assigned = [one for one in stage.plan() if isinstance(one, Assign)]
+    assert [(one.worker, one.version) for one in assigned] == [("a", 0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"attempt": 7}, "not placed there"),
+        ({"to": "b"}, "is on b already"),
+        ({"to_epoch": 99}, "is not there"),
+        ({"trajectory": "g0000000099-000"}, "is not open"),
+    ],
+)
+def test_move_that_cannot_be_is_refused_and_changes_nothing(
+    changes: dict[str, Any], why: str
+) -> None:
+    stage = two_half_empty(slots=5)
+    before = stage.copy()
+    (first, _) = moves_of(stage.plan())
+    changed = msgspec.structs.replace(first, **changes)
+    if "to" in changes:
+        changed = msgspec.structs.replace(changed, to_epoch=first.epoch)
+    digest = before.digest()
+    with pytest.raises(InvariantBroken, match=why):
+        apply_decision(before, changed)
+    assert before.digest() == digest
+    with pytest.raises(InvariantBroken, match="moves already"):
+        apply_decision(stage.state, first)
+
+
+def test_release_that_nobody_asked_for_is_rejected() -> None:
+    stage = two_half_empty(slots=4)
+    name = stage.running("b")[0]
+    stage.release(name)
+    assert "nobody asked" in stage.state.tally.rejection
+    assert name in stage.running("b")

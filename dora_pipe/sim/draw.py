@@ -48,6 +48,7 @@ FAULTS: Final[dict[str, str]] = {
     "command-bound": "a user sets max_staleness and in_flight_batches, up and down",
     "command-odd": "a user asks for what cannot be",
     "command-fail-batch": "a user ends the batch in training",
+    "command-stop": "a user stops the run early, now or when its groups are trained",
     "garbage": "a foreign record in control, metrics or trajectories",
     "gaps": "offsets have large gaps",
     "handover-full": "a KV cache that moves finds no room",
@@ -76,7 +77,7 @@ SIBLINGS_MEAN: Final = 36
 """Small batches get more steps, so that every seed has something to do."""
 
 SLOW: Final = (1, 1, 6)
-"""Generation may be slow beside everything else: only then it pays to move a request."""
+"""Generation may be slow beside everything else, on few slots: only then it pays to move."""
 
 WORKERS_MAX: Final = 6
 
@@ -112,13 +113,15 @@ class Draw:
 def draw(seed: int, *, steps: int = 10) -> Draw:
     """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``"""
     chance = Random(f"dora-pipe sim {seed}")
-    config = _config(chance, seed, steps)
+    slow = chance.choice(SLOW)
+    config = _config(chance, seed, steps, crowded=slow > 1)
     names = sorted(FAULTS)
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
     faults[chance.choice(STRIKING)] = 1.0
     first = chance.randint(1, WORKERS_MAX)
-    rates, slow = "clock-rate" in faults, chance.choice(SLOW)
+    first = max(first, 3) if slow > 1 else first
+    rates = "clock-rate" in faults
     plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
     return Draw(
         seed=seed,
@@ -137,15 +140,17 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
     )
 
 
-def _config(chance: Random, seed: int, steps: int) -> Config:
+def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
     eta = chance.randrange(4)
     size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
+    if crowded:
+        eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
     steps += chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},
         "task": {"kind": "none", "turns_max": chance.randint(1, 3)},
-        "sampling": {"max_tokens": chance.choice((24, 96))},
+        "sampling": {"max_tokens": 96 if crowded else chance.choice((24, 96))},
         "groups": {
             "size": size,
             "per_step": per_step,
@@ -180,7 +185,7 @@ def _config(chance: Random, seed: int, steps: int) -> Config:
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
     return WorkerPlan(
         name=f"w{number}",
-        slots=chance.randint(1, 8),
+        slots=chance.randint(1, 8 if slow == 1 else 3),
         prefetch=chance.randrange(4),
         token_ns=chance.choice((2, 5, 15)) * MS * slow,
         load_ns=chance.choice((50, 200, 800)) * MS,

@@ -25,6 +25,12 @@ from dora_pipe.sim.world import Role, World
 ALL: Final = 1 << 30
 """Every record of an append lands."""
 
+STEPS_MIN: Final = 10
+"""A user stops no run before it has so many steps."""
+
+MOVE_SHARE: Final = 0.4
+"""Moves that something befalls, where such faults are enabled: there are few moves."""
+
 MOVE_NS: Final = 300_000_000
 """A move takes about so long."""
 
@@ -46,6 +52,8 @@ class Storm:
         """Workers that are not started again."""
         self.ended = False
         """The run is over: nobody is started again."""
+        self.version: Callable[[], int] = lambda: 0
+        """Committed steps."""
         self._world: World | None = None
         kinds = [name for name in _STRIKES if name in draw.faults]
         self._kinds = sorted(kinds)
@@ -87,6 +95,8 @@ class Storm:
     def calm(self) -> None:
         """No more faults; the living go on, the others are started again."""
         world = self.world
+        if "command-stop" in self.draw.faults:
+            self.strike("command-stop")
         self.over, self.outage_ns = True, 0
         self.gone.clear()
         for role in list(world.roles.values()):
@@ -109,7 +119,8 @@ class Storm:
         """Whether this kind befalls a call now; then it is counted."""
         if self.over or kind not in self.draw.faults:
             return False
-        struck = self.chance.random() < self.draw.task_share
+        moving = kind.startswith(("handover", "move"))
+        struck = self.chance.random() < (MOVE_SHARE if moving else self.draw.task_share)
         self.struck[kind] += struck
         return struck
 
@@ -295,6 +306,14 @@ def _command_odd(storm: Storm) -> bool:
     return True
 
 
+def _command_stop(storm: Storm) -> bool:
+    """Not before the run has had its steps."""
+    if storm.version() < STEPS_MIN:
+        return False
+    storm.tell("stop", now=storm.chance.random() < 0.5)
+    return True
+
+
 def _fail_batch(storm: Storm) -> bool:
     storm.tell("fail-batch")
     return True
@@ -333,6 +352,7 @@ _STRIKES: Final[dict[str, Strike]] = {
     "command-moves": _command_moves,
     "command-odd": _command_odd,
     "command-fail-batch": _fail_batch,
+    "command-stop": _command_stop,
     "garbage": _garbage,
 }
 

@@ -118,6 +118,7 @@ class Swarm:
         )
         self.storm.begin(world)
         self.watch.on_move = self.storm.moved
+        self.storm.version = lambda: self.watch.account.version
         world.start_all(drawn.first)
         faulty_steps = int(FAULTY_SHARE * drawn.config.run.steps)
         account = self.watch.account

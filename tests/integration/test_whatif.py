@@ -26,7 +26,8 @@ from dora_pipe.sim.whatif import (
     lengths_of,
     rewards_of,
 )
-from dora_pipe.sim.whatif_facts import Measured, Stay, Steps, measure, speed_of
+from dora_pipe.sim.whatif_facts import Measured, measure
+from dora_pipe.sim.whatif_speed import Stay, Steps, speed_of
 from dora_pipe.sim.world import SECOND_NS, World
 
 TOKEN_NS = 4_000_000

@@ -15,7 +15,7 @@ from dora_pipe.schemas.control import Offender, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.headers import matches
 from dora_pipe.schemas.identity import group_of, parse_trajectory_id
 from dora_pipe.schemas.rounds import TakeBatch
-from dora_pipe.schemas.trajectory import Headers, Trajectory
+from dora_pipe.schemas.trajectory import Headers, Trajectory, mixing_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class Known:
     next_step: int
     digests: Mapping[int, str]
     """Weights digest of every version that a group of this batch may have."""
+    interruptible: bool
+    """Whether a trajectory may go on under later versions than its group's."""
     trained: Mapping[str, int]
     """Groups that were trained already, by step, as far back as a deadline can reach."""
 
@@ -102,7 +104,8 @@ def _wrong_with(
     assert trajectory is not None
     return (
         _wrong_identity(taken, group, headers, found.sha256, known)
-        or _wrong_version(group, headers, trajectory, known)
+        or _wrong_version(group, headers, known)
+        or _wrong_segments(group, trajectory, step, known)
         or _wrong_deadline(group, headers, step)
         or _wrong_value(headers, trajectory)
     )
@@ -128,17 +131,29 @@ def _wrong_identity(
     return ""
 
 
-def _wrong_version(
-    group: TakenGroup, headers: Headers, trajectory: Trajectory, known: Known
-) -> str:
-    """C1: every token comes from the group's version, and from that version's weights."""
+def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
+    """C1: what was sampled for a group is of its version, and of that version's weights."""
     if headers.version != group.version:
         return f"C1: it is of version {headers.version}, its group of {group.version}"
     if headers.digest != known.digests[group.version]:
         return f"C1: version {group.version} has other weights than {headers.digest[:12]}..."
-    versions = {one.version for one in trajectory.segments if one.kind == "model"}
-    if versions - {group.version}:
+    return ""
+
+
+def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known: Known) -> str:
+    """C1: every token comes from the group's version; in an interruptible run from that or from
+    later ones in order, none beyond the version that this step begins with, with their weights."""
+    versions = set(trajectory.versions)
+    if not versions - {group.version}:
+        return ""
+    if not known.interruptible:
         return f"C1: its segments are of versions {sorted(versions)}"
+    if why := mixing_error(trajectory, step):
+        return f"C1: {why}"
+    weights = {one.version: one.digest for one in trajectory.meta.weights}
+    for version in sorted(versions - {group.version}):
+        if weights.get(version) != known.digests.get(version):
+            return f"C1: version {version} has other weights than its segments name"
     return ""
 
 

@@ -53,15 +53,24 @@ class History:
             return self.run_started.policy.digest
         return self.notes[version - 1].digest
 
+    @property
+    def interruptible(self) -> bool:
+        """Whether the run lets trajectories mix versions; a frozen key."""
+        assert self.run_started is not None
+        return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
+
     def known(self, decision: TakeBatch, *, run: str) -> Known:
         """As much of this history as the checks of a batch need."""
         versions = {group.version for group in decision.groups}
+        if self.interruptible and versions:
+            versions.update(range(max(0, min(versions)), self.next_step + 1))
         exist = {version for version in versions if 0 <= version <= self.next_step}
         names = {group.group for group in decision.groups} & self.trained.keys()
         return Known(
             run=run,
             next_step=self.next_step,
             digests={version: self.digest_of(version) for version in exist},
+            interruptible=self.interruptible,
             trained={name: self.trained[name][0] for name in names},
         )
 

@@ -120,7 +120,13 @@ def _interrupted(state: State) -> list[Assignment]:
             worker = workers[name]
             if not worker.loading and may_be_interrupted(state, worker):
                 count = len(worker.requests)
-                found.append((worker, newest, f"{count} requests of {name} go on under it"))
+                found.append(
+                    (
+                        worker,
+                        newest,
+                        f"version {newest} is there, {count} requests of {name} go on under it",
+                    )
+                )
     return found
 
 

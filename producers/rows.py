@@ -16,7 +16,7 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Meta, Times, Trajectory
+from dora_pipe.schemas.trajectory import Meta, Sampler, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 from dora_pipe.waiting import DEFAULT_LIMITS, Limits
 
@@ -279,11 +279,11 @@ def trajectory_of(row: Row, setup: WorkerSetup) -> Trajectory:
             error=row.error,
             prefills=tuple(sequence.prefills),
             moves=sequence.moves,
-            weights={
-                version: row.weights[version]
+            weights=tuple(
+                Sampler(version=version, digest=row.weights[version])
                 for version in sequence.versions
                 if version != spec.version
-            },
+            ),
         ),
     )
 

@@ -56,6 +56,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     rewarded: int | None = None
 
 
+class Sampler(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A version that sampled tokens."""
+
+    version: int
+    digest: str
+    """Weights digest (hex)."""
+
+
 class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The JSON column: everything that is neither an array nor asked for in bulk."""
 
@@ -86,9 +94,9 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefills: tuple[int, ...] = ()
     """Sequence lengths at which the KV cache was filled by prefill; the first is the prompt's."""
     moves: int = 0
-    weights: dict[int, str] = {}
-    """Weights digest (hex) of every version beside the trajectory's own that sampled tokens of it;
-    only in runs that may mix versions."""
+    weights: tuple[Sampler, ...] = ()
+    """Every version beside the trajectory's own that sampled tokens of it, in order; only in runs
+    that may mix versions."""
     extra: dict[str, Any] = {}
 
 
@@ -125,6 +133,11 @@ class Trajectory:
     def sampled(self) -> int:
         """Tokens the policy sampled."""
         return int(sum(self.loss_mask))
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of every segment that the policy sampled, in order."""
+        return [one.version for one in self.segments if one.kind == "model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +224,7 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
     check_digest(trajectory.digest)
     if trajectory.version < 0:
         raise SchemaError(f"version {trajectory.version} is none", path="$.version")
+    _check_weights(trajectory)
     if not 0 <= meta.prompt_tokens <= len(arrays.token_ids):
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
     purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
@@ -222,10 +236,36 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
         raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
 
 
+def mixing_error(trajectory: Trajectory, newest: int) -> str:
+    """Why its versions are not those of a run that may mix them; empty if they are.
+
+    From its own on they never decrease, and none is later than `newest`.
+    """
+    last = trajectory.version
+    for version in trajectory.versions:
+        if version < last:
+            return f"version {version} samples after version {last}"
+        last = version
+    return f"version {last} is later than {newest}" if last > newest else ""
+
+
 def check_digest(digest: str) -> None:
     """Raise SchemaError unless this is a weights digest."""
     if _DIGEST.fullmatch(digest) is None:
         raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
+
+
+def _check_weights(trajectory: Trajectory) -> None:
+    """A mixed trajectory names the weights of each of its other versions, and no others."""
+    named = [one.version for one in trajectory.meta.weights]
+    for one in trajectory.meta.weights:
+        check_digest(one.digest)
+    if not named:  # that it is mixed then is for those to say who know what the run allows
+        return
+    own = trajectory.version
+    others = dict.fromkeys(version for version in trajectory.versions if version != own)
+    if named != list(others):
+        raise SchemaError("not the versions of its segments", path="$.meta.weights")
 
 
 def _array(

@@ -12,6 +12,7 @@ from dora_pipe.consumers.objectives.grpo import RowFigures
 from dora_pipe.consumers.trainers.port import TrainGroup
 from dora_pipe.consumers.trainers.settings import StepSettings
 from dora_pipe.errors import NonFinite
+from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.trajectory import Trajectory
 
@@ -28,6 +29,8 @@ class Item:
     advantage: float | None
     counted: int
     """Tokens that enter the loss."""
+    token_staleness: int
+    """Staleness of every sampled token by the version that sampled it, added up."""
     minibatch: int = 0
     micro_batch: int | None = None
     figures: RowFigures | None = None
@@ -60,6 +63,11 @@ def items_of(step: int, group: TrainGroup, settings: StepSettings) -> list[Item]
                 staleness=step - group.version,
                 advantage=advantage,
                 counted=int(sum(trajectory.loss_mask[1:])),
+                token_staleness=sum(
+                    staleness_of(step, one.version) * (one.end - one.start)
+                    for one in trajectory.segments
+                    if one.kind == "model"
+                ),
             )
         )
     return items
@@ -70,6 +78,7 @@ def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
     rows = [(item.figures, item.counted) for item in items if item.figures is not None]
     tokens = sum(count for _, count in rows)
+    sampled = sum(item.trajectory.sampled for item in items)
     figures = {
         "loss": sums.loss / max(1, sums.updates),
         "updates": float(sums.updates),
@@ -79,6 +88,7 @@ def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
         "tokens": float(sum(item.counted for item in items)),
         "padded_tokens": float(sums.padded_tokens),
         "staleness_mean": _mean([item.staleness for item in items]),
+        "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
         "staleness_max": float(max((item.staleness for item in items), default=0)),
     }
     if rewards:

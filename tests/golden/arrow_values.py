@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+
+import msgspec
 
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Headers, Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import Headers, Meta, Sampler, Segment, Times, Trajectory
 from tests.golden.values import AT_NS, DATA_DIGEST, DIGEST, GROUP, OTHER_DIGEST, SHA256
 
 
@@ -129,6 +132,32 @@ PLAIN_TRAJECTORY = Trajectory(
     ),
 )
 """Sampled at temperature 1, evaluation, no valid reward: every column that can be null is."""
+
+_PROMPT, _FIRST, *_ = TRAJECTORY.segments
+
+MIXED_TRAJECTORY = replace(
+    TRAJECTORY,
+    token_ids=TRAJECTORY.token_ids[:6],
+    logprobs=TRAJECTORY.logprobs[:6],
+    sampler_logprobs=TRAJECTORY.sampler_logprobs[:6],
+    loss_mask=TRAJECTORY.loss_mask[:6],
+    segments=[
+        _PROMPT,
+        replace(_FIRST, end=4),
+        replace(_FIRST, start=4, end=5, version=5),
+        replace(_FIRST, start=5, worker="w1", epoch=9, version=6),
+    ],
+    meta=msgspec.structs.replace(
+        TRAJECTORY.meta,
+        finish="stop",
+        prefills=(3, 4, 5),
+        weights=(
+            Sampler(version=5, digest=OTHER_DIGEST),
+            Sampler(version=6, digest=SHA256),
+        ),
+    ),
+)
+"""Of an interruptible run: three versions, the last on another worker."""
 
 PROGRESS = Progress(
     trajectory=f"{GROUP}-002",

@@ -81,6 +81,7 @@ def files() -> dict[str, bytes]:
         "decisions/round.json": encode(values.ROUND),
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
         "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],
+        "trajectories/mixed.arrow.zst": encode_trajectory(arrow_values.MIXED_TRAJECTORY)[0],
         "trajectories/headers.txt": pairs_to_bytes(header_pairs(arrow_values.HEADERS)),
         "progress/progress.arrow.zst": encode_progress(arrow_values.PROGRESS),
         "dead-letters/value.bin": letter,

@@ -371,6 +371,7 @@ class Cluster:
             context_tokens=config.workers.context_tokens,
             checkpoint_tokens=config.workers.checkpoint_tokens,
             turns_max=config.task.turns_max,
+            interruptible=config.staleness.interruptible,
             heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
             limits=limits_of(config),
             stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),

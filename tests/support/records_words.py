@@ -88,6 +88,7 @@ PARTS = (
     ("Tensor", "policy"),
     ("Blob", "policy"),
     ("Times", "trajectory"),
+    ("Sampler", "trajectory"),
     ("Wait", "metrics"),
     ("Blocker", "metrics"),
     ("Cost", "metrics"),

@@ -11,7 +11,7 @@ from dora_pipe.consumers.checks import Arrived, Known, check_batch
 from dora_pipe.schemas.control import Offender, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.rounds import TakeBatch
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Sampler, Trajectory
 from tests.support.batches import make_trajectory
 
 GROUP = "g0000000004"
@@ -43,7 +43,9 @@ class Case:
         self.headers: dict[str, Any] = {}
         self.sha256 = SHA
         self.why = ""
-        self.known = Known(run="r", next_step=2, digests={1: DIGEST}, trained={})
+        self.known = Known(
+            run="r", next_step=2, digests={1: DIGEST}, trained={}, interruptible=False
+        )
         self.twice = False
 
     def offenders(self) -> tuple[Offender, ...]:
@@ -191,3 +193,51 @@ def test_every_offender_is_named_at_once() -> None:
     case.taken[ONE]["attempt"] = 5
     case.taken[TWO]["epoch"] = 5
     assert [one.trajectory for one in case.offenders()] == [ONE, TWO]
+
+
+def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) -> Case:
+    """The second trajectory's sampled tokens, one each by these versions, in a run that mixes."""
+    case = Case()
+    case.known = replace(case.known, interruptible=True, digests={1: DIGEST, 2: OTHER})
+    prompt, model = case.trajectories[TWO].segments
+    stays = [
+        replace(model, start=model.start + at, end=model.start + at + 1, version=version)
+        for at, version in enumerate(versions)
+    ]
+    assert stays[-1].end == model.end
+    return case.change_trajectory(segments=[prompt, *stays]).change_meta(
+        weights=tuple(Sampler(version=version, digest=digest) for version, digest in weights)
+    )
+
+
+def test_mixed_trajectory_is_accepted_where_the_run_declares_it_and_refused_elsewhere() -> None:
+    case = mixed(1, 2, 2)
+    assert case.offenders() == ()
+    case.known = replace(case.known, interruptible=False)
+    (offender,) = case.offenders()
+    assert (offender.trajectory, offender.why) == (TWO, "C1: its segments are of versions [1, 2]")
+
+
+MIXED_CASES: dict[str, tuple[Case, str]] = {
+    "back to an older version": (mixed(1, 2, 1), "C1: version 1 samples after version 2"),
+    "older than its group": (
+        mixed(0, 1, 1, weights=((0, DIGEST),)),
+        "C1: version 0 samples after version 1",
+    ),
+    "beyond the trainer": (
+        mixed(1, 1, 3, weights=((3, DIGEST),)),
+        "C1: version 3 is later than 2",
+    ),
+    "other weights": (
+        mixed(1, 2, 2, weights=((2, DIGEST),)),
+        "C1: version 2 has other weights than its segments name",
+    ),
+    "no weights": (mixed(1, 2, 2, weights=()), "C1: version 2 has other weights"),
+}
+
+
+@pytest.mark.parametrize(("case", "why"), MIXED_CASES.values(), ids=MIXED_CASES.keys())
+def test_mixed_trajectory_that_breaks_what_is_promised_is_named(case: Case, why: str) -> None:
+    (offender,) = case.offenders()
+    assert (offender.group, offender.trajectory) == (GROUP, TWO)
+    assert why in offender.why

@@ -342,6 +342,7 @@ def test_figures_are_finite_and_describe_the_batch(qwen2: Policy) -> None:
     assert figures["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert figures["trajectories"] == 9
     assert figures["staleness_mean"] == figures["staleness_max"] == 3
+    assert figures["token_staleness"] == 3
     assert figures["tokens"] == sum(
         one.sampled for group in batch.groups for one in group.trajectories
     )

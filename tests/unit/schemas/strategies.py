@@ -16,7 +16,7 @@ from dora_pipe.schemas import control, metrics, policy, rounds
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Meta, Segment, SegmentKind, Times, Trajectory
+from dora_pipe.schemas.trajectory import Meta, Sampler, Segment, SegmentKind, Times, Trajectory
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 WHOLE = st.integers(0, 2**62)
@@ -117,9 +117,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     sampler = own if draw(st.booleans()) else _masked(draw(logprobs(size)), mask)
     reward = draw(st.none() | FLOATS)
     meta = draw(metas(size, why=None if reward is not None else draw(TEXT)))
+    version = draw(WHOLE)
     return Trajectory(
         trajectory=trajectory_id(meta.group, meta.sibling),
-        version=draw(WHOLE),
+        version=version,
         digest=draw(HEX),
         token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)),
         logprobs=own,
@@ -127,8 +128,17 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         loss_mask=mask,
         reward=reward,
         segments=tiles,
-        meta=meta,
+        meta=msgspec.structs.replace(meta, weights=_weights(draw, tiles, version)),
     )
+
+
+def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:
+    """None at all, or one for each of the segments' other versions."""
+    others = dict.fromkeys(one.version for one in tiles if one.kind == "model")
+    others.pop(version, None)
+    if draw(st.booleans()):
+        return ()
+    return tuple(Sampler(version=one, digest=draw(HEX)) for one in others)
 
 
 @st.composite

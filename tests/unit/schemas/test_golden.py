@@ -43,7 +43,11 @@ def test_json_record_has_its_golden_value_and_bytes(
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("several-turns", arrow_values.TRAJECTORY), ("plain", arrow_values.PLAIN_TRAJECTORY)],
+    [
+        ("several-turns", arrow_values.TRAJECTORY),
+        ("plain", arrow_values.PLAIN_TRAJECTORY),
+        ("mixed", arrow_values.MIXED_TRAJECTORY),
+    ],
 )
 def test_trajectory_has_its_golden_value(name: str, expected: Any) -> None:
     data = (V1 / f"trajectories/{name}.arrow.zst").read_bytes()
@@ -95,7 +99,12 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
     seen: dict[type[msgspec.Struct], set[str]] = {}
     for record in (*values.CONTROL, *values.METRICS, values.ROUND):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
-    for meta in (arrow_values.TRAJECTORY.meta, arrow_values.PLAIN_TRAJECTORY.meta):
+    trajectories = (
+        arrow_values.TRAJECTORY,
+        arrow_values.PLAIN_TRAJECTORY,
+        arrow_values.MIXED_TRAJECTORY,
+    )
+    for meta in (one.meta for one in trajectories):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)
     missing = {
         kind.__name__: sorted(set(kind.__struct_encode_fields__) - names)

@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given
 
 from dora_pipe.errors import SchemaError
-from dora_pipe.schemas.trajectory import Segment, Trajectory, check
+from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory, check, mixing_error
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
     decode_progress,
@@ -22,10 +22,12 @@ from dora_pipe.schemas.trajectory_codec import (
     encode_progress,
     encode_trajectory,
 )
+from tests.golden.arrow_values import MIXED_TRAJECTORY as MIXED
 from tests.golden.arrow_values import PLAIN_TRAJECTORY, PROGRESS
 from tests.golden.arrow_values import TRAJECTORY as SOUND
 from tests.unit.schemas import strategies
 
+OTHER, NO_DIGEST = Sampler(version=4, digest="ab" * 32), Sampler(version=3, digest="ab")
 TILES = list(SOUND.segments)
 
 
@@ -135,6 +137,14 @@ BROKEN: list[tuple[str, Trajectory, str, str]] = [
     ("digest in capitals", replace(SOUND, digest="AB" * 32), "$.digest", "64 hex"),
     ("negative version", replace(SOUND, version=-1), "$.version", "-1"),
     ("long prompt", with_meta(prompt_tokens=11), "$.meta.prompt_tokens", "longer"),
+    ("weights of nobody", with_meta(weights=(OTHER,)), "$.meta.weights", "versions of its"),
+    (
+        "weights out of order",
+        replace(MIXED, meta=msgspec.structs.replace(MIXED.meta, weights=MIXED.meta.weights[::-1])),
+        "$.meta.weights",
+        "versions of its",
+    ),
+    ("weights that are no digest", with_meta(weights=(NO_DIGEST,)), "$.digest", "64 hex"),
     ("strange id", replace(SOUND, trajectory="t1"), "$.trajectory", "not a trajectory id"),
     ("foreign group", with_meta(group="g0000000041"), "$.trajectory", "not of this group"),
     ("foreign sibling", with_meta(sibling=4), "$.trajectory", "not of this group"),
@@ -283,3 +293,33 @@ def rewritten(**columns: Any) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return zstandard.compress(sink.getvalue().to_pybytes())
+
+
+def by(*versions: int) -> Trajectory:
+    """The mixed trajectory, of version 3, with its segments by other versions."""
+    prompt, *stays = MIXED.segments
+    made = [replace(one, version=version) for one, version in zip(stays, versions, strict=True)]
+    return replace(MIXED, segments=[prompt, *made])
+
+
+@pytest.mark.parametrize(
+    ("versions", "newest", "why"),
+    [
+        ((3, 3, 3), 3, ""),
+        ((3, 5, 6), 6, ""),
+        ((5, 5, 5), 9, ""),
+        ((3, 5, 6), 5, "version 6 is later than 5"),
+        ((3, 6, 5), 6, "version 5 samples after version 6"),
+        ((2, 3, 3), 6, "version 2 samples after version 3"),
+    ],
+)
+def test_versions_of_a_mixed_trajectory_only_grow_from_its_own(
+    versions: tuple[int, int, int], newest: int, why: str
+) -> None:
+    assert mixing_error(by(*versions), newest) == why
+
+
+def test_mixed_trajectory_knows_the_version_of_every_sampled_segment() -> None:
+    check(MIXED)
+    assert MIXED.versions == [3, 5, 6]
+    assert SOUND.versions == [3, 3]

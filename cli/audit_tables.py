@@ -17,6 +17,7 @@ VIOLATIONS_SHOWN_MAX: Final = 200
 def print_report(report: AuditReport) -> None:
     """Every table, the verdict last."""
     _head(report)
+    _mixed(report)
     _fates(report)
     _staleness(report)
     _lengths(report)
@@ -38,8 +39,23 @@ def _head(report: AuditReport) -> None:
         "plans": f"{report.plans} made again from the log, each as recorded",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
     }
+    if report.interruptible:
+        mixed = report.mixed_share
+        pairs["C1"] = "declared off (interruptible)"
+        pairs["mixed trajectories"] = "-" if mixed is None else f"{mixed:.2%}"
     typer.echo(f"audit of {report.run}")
     emit_pairs(pairs)
+    typer.echo()
+
+
+def _mixed(report: AuditReport) -> None:
+    """How many versions sampled a trajectory, where that may be several."""
+    if not report.interruptible:
+        return
+    total = sum(report.versions_each.values())
+    rows = [(many, count, f"{count / total:.1%}") for many, count in report.versions_each.items()]
+    title = "C1 is declared off: versions that sampled each trajectory"
+    _table(title, ("versions", "trajectories", "share"), rows)
     typer.echo()
 
 

@@ -71,6 +71,8 @@ def audit(bus: Bus, topics: Topics, store_root: Path | None) -> AuditReport:
         record_bytes=seen.bytes,
         standings=dict(sorted(seen.standings.items())),
         one_version_share=seen.one_version / logged if logged else None,
+        interruptible=ledger.interruptible,
+        versions_each=dict(sorted(seen.mixed.items())),
         fates=report.fate_lines(ledger),
         staleness=dict(sorted(staleness.items())),
         staleness_max=max(staleness, default=None),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.errors import SchemaError
+from dora_pipe.history.check_mixed import wrong_mixture
 from dora_pipe.history.entries import GroupEntry, Logged
 from dora_pipe.history.findings import Check
 from dora_pipe.history.ledger import Ledger
@@ -44,6 +45,8 @@ class Seen:
     """Where logged records were found."""
     other_bytes: dict[Place, str] = field(default_factory=dict)
     """Real sha256 of records whose bytes are not those that were logged."""
+    mixed: Counter[int] = field(default_factory=Counter)
+    """Logged records by the number of versions that sampled them."""
     one_version: int = 0
     """Records all of whose evidence names one version and its published digest."""
 
@@ -157,8 +160,9 @@ class _Look:
         except SchemaError as error:
             self._unreadable(record, logged, f"cannot be read: {error.message}")
             return
-        self._value(trajectory, headers, fact, group)
-        self.seen.one_version += self._findings.total == before
+        self._value(trajectory, headers, logged, group)
+        one = set(trajectory.versions) <= {trajectory.version}
+        self.seen.one_version += one and self._findings.total == before
 
     def _bytes(self, record: Record, headers: Headers, fact: TrajectoryLogged) -> None:
         sha256 = sha256_hex(record.value)
@@ -188,9 +192,10 @@ class _Look:
             self._findings.same("C1", who, message, expected=published.digest, found=headers.digest)
 
     def _value(
-        self, trajectory: Trajectory, headers: Headers, fact: TrajectoryLogged, group: GroupEntry
+        self, trajectory: Trajectory, headers: Headers, logged: Logged, group: GroupEntry
     ) -> None:
-        who, meta, spec = fact.trajectory, trajectory.meta, group.spec
+        fact, meta, spec = logged.fact, trajectory.meta, group.spec
+        who = fact.trajectory
         for name in matches(headers, trajectory):
             check = _check_of(name)
             self._findings.add(check, who, f"its header and its value disagree about {name}")
@@ -205,8 +210,18 @@ class _Look:
         for name, expected in wanted.items():
             self._dispatched("records", who, name, expected, getattr(meta, name))
         self._same("records", who, "finish", fact.finish, meta.finish)
-        strange = {one.version for one in trajectory.segments if one.kind == "model"}
-        strange.discard(trajectory.version)
+        self._versions(trajectory, logged, group)
+
+    def _versions(self, trajectory: Trajectory, logged: Logged, group: GroupEntry) -> None:
+        who, versions = logged.fact.trajectory, set(trajectory.versions)
+        self.seen.mixed[len(versions)] += 1
+        if self._ledger.interruptible and group.spec.purpose == "train":
+            self._findings.looked["C1"] += len(trajectory.segments)
+            wrong = wrong_mixture(trajectory, group, logged, self._ledger)
+            for message, expected, found in wrong:
+                self._findings.add("C1", who, message, expected=expected, found=found)
+            return
+        strange = versions - {trajectory.version}
         if strange:
             others = ", ".join(str(version) for version in sorted(strange))
             message = "its tokens come from more than one version"

@@ -115,6 +115,8 @@ class WorkerEntry:
     joined: WorkerJoined
     epoch: int
     ready: list[WorkerReady] = field(default_factory=list)
+    hosted: dict[int, int] = field(default_factory=dict)
+    """Version to the offset in control at which it was first ready."""
     target: int = -1
     departure: Departure = ""
     departed: Moment | None = None

@@ -25,6 +25,12 @@ CHECKS: Final[dict[Check, str]] = {
 }
 """What holds when a check finds nothing."""
 
+MIXED: Final = (
+    "declared off (interruptible): versions never decrease, from the dispatch to the trainer's, "
+    "each hosted then with its published digest; evaluations are of one version"
+)
+"""What C1 becomes where a run lets trajectories mix versions."""
+
 NAMED_MAX: Final = 10_000
 """Violations kept by name; those beyond are counted."""
 

@@ -81,6 +81,11 @@ class Ledger:
         """The newest version; -1 before version 0."""
         return max(self.versions, default=-1)
 
+    @property
+    def interruptible(self) -> bool:
+        """Whether the run declared C1 off: trajectories may mix versions."""
+        return self.config is not None and self.config.staleness.interruptible
+
     def take(self, turn: Turn) -> None:
         """Book one turn, in the order of the fold."""
         ordinal = -1 if turn.round is None else turn.round.ordinal
@@ -172,6 +177,7 @@ class Ledger:
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
             worker.ready.append(fact)
+            worker.hosted.setdefault(fact.version, at.offset)
             if not worker.departure:
                 self.hosting.ready(fact.epoch, fact.version)
 

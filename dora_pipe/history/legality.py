@@ -199,13 +199,15 @@ class Legality:
         worker = self._worker(
             decision.worker, decision.epoch, f"place {decision.trajectory}", where
         )
-        if worker is not None and worker.target != group.spec.version:
+        if worker is not None and not self._may_run(group.spec, worker.target):
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
 
     def _move(self, decision: Move, where: str) -> None:
         """Only what runs there now may move, and only to a worker of its version (C1)."""
         who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
+        if self._ledger.interruptible:
+            self._wrong(who, f"moves in {where}, although nothing moves in an interruptible run")
         group = self._ledger.accounts.groups.get(group_of(who))
         if entry is None or group is None:
             self._wrong(who, f"moves in {where} but was never dispatched")
@@ -220,6 +222,11 @@ class Legality:
         if to is not None and to.target != group.spec.version:
             message = f"moves in {where} to {decision.to}, assigned to another version"
             self._wrong(who, message, group.spec.version, to.target)
+
+    def _may_run(self, spec: GroupSpec, version: int) -> bool:
+        """Whether a version may sample for a group; later ones only where that is declared."""
+        mixes = self._ledger.interruptible and spec.purpose == "train"
+        return version >= spec.version if mixes else version == spec.version
 
     def _assign(self, decision: Assign, where: str) -> None:
         self._worker(decision.worker, decision.epoch, "assign", where)

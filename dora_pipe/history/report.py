@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.history.entries import GroupEntry
-from dora_pipe.history.findings import CHECKS, Check, Violation
+from dora_pipe.history.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.schemas.batch import staleness_of
 
@@ -78,6 +78,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectory records: bound, superseded, fenced, pending."""
     one_version_share: float | None
     """C1: logged records all of whose evidence names one version and its published digest."""
+    interruptible: bool
+    """Whether C1 is declared off: trajectories may mix versions."""
+    versions_each: dict[int, int]
+    """Logged records by the number of versions that sampled them."""
     fates: tuple[FateLine, ...]
     staleness: dict[int, int]
     """C3: trained groups by staleness."""
@@ -102,6 +106,13 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     @property
+    def mixed_share(self) -> float | None:
+        """Of the logged records: those that more than one version sampled."""
+        total = sum(self.versions_each.values())
+        mixed = sum(count for versions, count in self.versions_each.items() if versions > 1)
+        return mixed / total if total else None
+
+    @property
     def holds(self) -> bool:
         """Whether every promise holds."""
         return self.violations_total == 0
@@ -121,7 +132,9 @@ class _Bucket:
 
 def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
     """The checks in their order."""
-    findings = ledger.findings
+    findings, said = ledger.findings, dict(CHECKS)
+    if ledger.interruptible:
+        said["C1"] = MIXED
     return tuple(
         CheckLine(
             check=check,
@@ -129,7 +142,7 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
             looked=findings.looked[check],
             violations=findings.count[check],
         )
-        for check, holds in CHECKS.items()
+        for check, holds in said.items()
     )
 
 

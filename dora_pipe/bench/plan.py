@@ -43,7 +43,7 @@ TURN_WORKERS: Final = 32
 """Workers that report in one turn of the bus, each as many trajectories as it would then have."""
 ENDED_SHARE: Final = 0.4
 """Of the requests of older versions, when a step is committed."""
-REPEATS: Final = 5
+REPEATS: Final = 10
 """Rounds of a kind; the fastest counts: what else the machine does is not the planner's cost."""
 BUILD_ROUNDS_MAX: Final = 100_000
 """Rounds that fill the workers of one version."""

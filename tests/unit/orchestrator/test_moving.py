@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -297,3 +298,43 @@ def test_release_that_nobody_asked_for_is_rejected() -> None:
     stage.release(name)
     assert "nobody asked" in stage.state.tally.rejection
     assert name in stage.running("b")
+
+
+def test_the_worked_example_of_the_page_goes_as_it_is_told() -> None:
+    page = " ".join((Path(__file__).parents[3] / "docs" / "planner.md").read_text().split())
+    stage = Stage(**{**MANY, "staleness__in_flight_batches": 12.0}).begin()
+    stage.join("w0", moves=True)
+    stage.join("w1", moves=True)
+    stage.settle()
+    for name in [*stage.running("w1")[:3], stage.running("w0")[0]]:
+        stage.tell(records.command("pause"))
+        stage.finish(name)
+    stage.plan()
+    stage.commit()
+    stage.join("w2", moves=True)
+    stage.tell(records.command("resume"))
+    stage.settle()
+    stage.later(100)
+    stage.tell(records.command("pause"))
+    stage.plan()
+    stage.commit()
+    stage.tell(records.command("set", staleness__in_flight_batches=18.0))
+    stage.tell(records.command("resume"))
+    loads = {name: one.load for name, one in stage.state.workers.items()}
+    assert loads == {"w0": 3, "w1": 1, "w2": 4} and stage.state.version == 2
+    (move,) = moves_of(stage.plan())
+    assert (move.worker, move.to) == ("w1", "w0")
+    assert f'"{move.reason}"' in page
+    apply_observation(stage.state, PlanPeriod())
+    assert stage.plan() == []
+    stage.release(move.trajectory)
+    place, assigned = stage.plan()
+    assert isinstance(assigned, Assign) and f'"{assigned.reason}"' in page
+    assert placed_by([place])[0].worker == "w0"
+    stage.load()
+    stage.plan()
+    assert {name: one.load for name, one in stage.state.workers.items()} == {
+        "w0": 4,
+        "w1": 4,
+        "w2": 4,
+    }

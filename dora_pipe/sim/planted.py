@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,15 +78,34 @@ def _gate_at_t(patches: Patches) -> None:
 
 
 def _first_finished(patches: Patches) -> None:
-    patches.put(transitions, "insort", lambda line, one: line.append(one))
+    order: dict[str, int] = {}
+
+    def note(line: list[Finished], one: Finished) -> None:
+        order.setdefault(one.group, len(order))
+        insort(line, one)
+
+    patches.put(transitions, "insort", note)
+    _take_by(patches, lambda one: order.get(one.group, 0))
 
 
 def _newest_first(patches: Patches) -> None:
-    def put(line: list[Finished], one: Finished) -> None:
-        line.append(one)
-        line.sort(reverse=True)
+    _take_by(patches, lambda one: (-one.deadline, -one.ordinal))
 
-    patches.put(transitions, "insort", put)
+
+def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
+    """Batches in another order, behind the same gate."""
+
+    def take(
+        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    ) -> Sequence[Finished]:
+        batch = sorted(finished, key=key)[:per_step]
+        if len(batch) < per_step:
+            return ()
+        rest = Counter(deadlines)
+        rest.subtract(one.deadline for one in batch)
+        return batch if staleness.feasible(rest, step + 1, per_step) else ()
+
+    patches.everywhere(staleness.take, take)
 
 
 def _overdue_then_oldest(patches: Patches) -> None:
@@ -213,7 +233,7 @@ def _too_many(patches: Patches) -> None:
 
 
 def _orphan_forgotten(patches: Patches) -> None:
-    patches.everywhere(hosting.orphans, lambda state, hosted: [])
+    patches.everywhere(hosting.orphans, lambda *args: [])
 
 
 def _attempt_in_seed(patches: Patches) -> None:

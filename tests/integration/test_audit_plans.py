@@ -1,4 +1,4 @@
-"""A legal decision that is not the planner's is named, though the forger's chain and digests fit."""
+"""A legal decision that is not the planner's is named, though chain and digests are made to fit."""
 
 from __future__ import annotations
 

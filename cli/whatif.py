@@ -12,6 +12,7 @@ from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.config.load import load_config
+from dora_pipe.config.paradigms import PARADIGMS
 from dora_pipe.errors import UsageError
 
 
@@ -24,9 +25,10 @@ def whatif(
     paradigm: Annotated[
         str,
         typer.Option(
-            help="one-step, proportional, legacy-fill, interruptible, drop or roll-flash instead."
+            help=f"{', '.join(PARADIGMS)}; in the simulator also one-batch, proportional, "
+            "legacy-fill, drop, roll-flash."
         ),
-    ] = "as configured",
+    ] = "",
     cores: Annotated[
         int, typer.Option(min=0, help="Cores the run had; 0: those of this machine.")
     ] = 0,
@@ -37,24 +39,24 @@ def whatif(
 
     The run is simulated as it was first: the error of that is printed.
     """
-    from dora_pipe.sim.whatif import PARADIGMS, answer, as_it_was
+    from dora_pipe.sim.whatif import SCHEDULERS, answer, as_it_was
     from dora_pipe.sim.whatif_facts import measure
 
-    if paradigm not in PARADIGMS:
-        raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(PARADIGMS)}")
+    known = [*PARADIGMS, *SCHEDULERS]
+    if paradigm and paradigm not in known:
+        raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(known)}")
     with opened(run, root) as found:
         measured = measure(found.bus, found.topics)
-        changed = load_config(found.directory.config_file, override or ())
+        laid = paradigm if paradigm in PARADIGMS else ""
+        changed = load_config(found.directory.config_file, override or (), paradigm=laid)
     cores = cores or os.cpu_count() or 1
     was = as_it_was(measured)
-    again = answer(
-        measured, measured.config, what="simulated", paradigm="as configured", cores=cores
-    )
+    again = answer(measured, measured.config, what="simulated", cores=cores)
     answers = [was, again]
-    if override or paradigm != "as configured":
-        what = " ".join([*(override or ()), *([] if paradigm == "as configured" else [paradigm])])
-        chosen = next(one for one in PARADIGMS if one == paradigm)
-        answers.append(answer(measured, changed, what=what, paradigm=chosen, cores=cores))
+    if override or paradigm:
+        what = " ".join([paradigm, *(override or ())]).strip()
+        scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
+        answers.append(answer(measured, changed, what=what, cores=cores, scheduler=scheduler))
     error = again.wall_s / was.wall_s - 1
     if as_json:
         emit_json(_plain(measured, answers, error, cores))

@@ -30,21 +30,14 @@ TURN_S: Final = 0.01
 NEVER_FILLS: Final = 1e12
 """Prefill tokens per second: its time is in the regression already."""
 
-Paradigm = Literal[
-    "as configured",
-    "one-step",
-    "proportional",
-    "legacy-fill",
-    "interruptible",
-    "drop",
-    "roll-flash",
-]
-PARADIGMS: Final = get_args(Paradigm)
+Scheduler = Literal["production", "one-batch", "proportional", "legacy-fill", "drop", "roll-flash"]
+SCHEDULERS: Final[tuple[Scheduler, ...]] = get_args(Scheduler)
+"""Production's, and those that exist in the simulator only; see docs/paper.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """How a run goes; seconds. `spans` are not needed by anybody who reads a table."""
+    """How a run goes; times in seconds."""
 
     what: str
     wall_s: float
@@ -76,13 +69,18 @@ def as_it_was(measured: Measured) -> Answer:
 
 
 def answer(
-    measured: Measured, config: Config, *, what: str, paradigm: Paradigm, cores: int
+    measured: Measured,
+    config: Config,
+    *,
+    what: str,
+    cores: int,
+    scheduler: Scheduler = "production",
 ) -> Answer:
     """How long the run takes with this configuration, on the hardware that was measured."""
     contention = Contention.of(measured, cores)
-    if paradigm in ("interruptible", "drop", "roll-flash"):
-        return _summed(what, Pool(pool_plan(measured, config, paradigm, contention)).run())
-    return _summed(what, Cluster(cluster_plan(measured, config, paradigm, contention)).run())
+    if config.staleness.interruptible or scheduler in ("drop", "roll-flash"):
+        return _summed(what, Pool(pool_plan(measured, config, scheduler, contention)).run())
+    return _summed(what, Cluster(cluster_plan(measured, config, scheduler, contention)).run())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class Contention:
 
 
 def cluster_plan(
-    measured: Measured, config: Config, paradigm: Paradigm, contention: Contention
+    measured: Measured, config: Config, scheduler: Scheduler, contention: Contention
 ) -> ClusterPlan:
     """Production's planner on the measured hardware."""
     planners: dict[str, Planner] = {"proportional": Proportional(), "legacy-fill": LegacyFill()}
@@ -136,8 +134,8 @@ def cluster_plan(
         steps=config.run.steps,
         max_staleness=config.staleness.max_staleness,
         in_flight_batches=config.staleness.in_flight_batches,
-        one_batch=paradigm == "one-step",
-        planner=planners.get(paradigm, Production()),
+        one_batch=scheduler == "one-batch",
+        planner=planners.get(scheduler, Production()),
         reward=rewards_of(measured.rewards),
         filter_zero_advantage=config.groups.filter_zero_advantage,
         evaluation=_evaluations(measured, config),
@@ -152,11 +150,11 @@ def cluster_plan(
 
 
 def pool_plan(
-    measured: Measured, config: Config, paradigm: Paradigm, contention: Contention
+    measured: Measured, config: Config, scheduler: Scheduler, contention: Contention
 ) -> PoolPlan:
     """A paradigm without versions on workers; its cores are shared as in the measured run."""
-    by_sample = paradigm == "roll-flash"
-    dropping = paradigm in ("roll-flash", "drop")
+    by_sample = scheduler == "roll-flash"
+    dropping = scheduler in ("roll-flash", "drop")
     batches = in_flight_batches(config.staleness)
     in_flight = round(batches * config.groups.per_step) * (config.groups.size if by_sample else 1)
     trainer = _trainer(measured, contention)
@@ -178,7 +176,7 @@ def pool_plan(
         steps=config.run.steps,
         in_flight=in_flight,
         unit="sample" if by_sample else "group",
-        interrupt=paradigm != "drop",
+        interrupt=scheduler != "drop",
         bound=config.staleness.max_staleness if dropping else None,
         reward=rewards_of(measured.rewards),
         filter_zero_advantage=config.groups.filter_zero_advantage,

@@ -18,6 +18,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.errors import UsageError
 from dora_pipe.sim.parts import Delays, PlainParts, WorkerPlan
 from dora_pipe.sim.whatif import (
+    SCHEDULERS,
     Answer,
     Contention,
     answer,
@@ -77,7 +78,7 @@ def measured() -> Iterator[Measured]:
 
 def simulated(measured: Measured, chosen: Config) -> Answer:
     """With these settings, on more cores than processes."""
-    return answer(measured, chosen, what="sim", paradigm="as configured", cores=64)
+    return answer(measured, chosen, what="sim", cores=64)
 
 
 def test_the_speed_of_engine_and_trainer_is_found(measured: Measured) -> None:
@@ -111,13 +112,17 @@ def test_another_setting_is_foretold(measured: Measured, changes: dict[str, int]
     assert foretold.wall_s / again.wall_s == pytest.approx(ratio, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    "paradigm", ["one-step", "proportional", "legacy-fill", "interruptible", "drop", "roll-flash"]
-)
-def test_every_paradigm_has_an_answer(measured: Measured, paradigm: Any) -> None:
-    found = answer(measured, measured.config, what=paradigm, paradigm=paradigm, cores=64)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_has_an_answer(measured: Measured, scheduler: Any) -> None:
+    found = answer(measured, measured.config, what=scheduler, cores=64, scheduler=scheduler)
     assert found.wall_s >= 14 * TRAIN_NS / 1e9
-    assert found.staleness <= 1 or paradigm == "interruptible"
+    assert found.staleness <= 1
+
+
+def test_an_interruptible_run_is_foretold_without_versions_on_workers(measured: Measured) -> None:
+    found = simulated(measured, config(staleness__interruptible=True))
+    assert found.moves == 0
+    assert found.wall_s <= simulated(measured, measured.config).wall_s
 
 
 def test_a_run_that_is_too_short_says_so() -> None:

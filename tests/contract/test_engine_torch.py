@@ -24,9 +24,12 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     EngineRequest,
     SamplingParams,
+    TokensSampled,
+    WeightsLoaded,
 )
 from dora_pipe.producers.engines.torch_engine import TorchEngine
-from tests.support.engine_contract import Result, request, run
+from tests.support.engine_contract import Result, request, run, take
+from tests.support.engine_moves import finish, steps
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
 
 LOGPROB_TOLERANCE = 1e-4
@@ -128,6 +131,31 @@ def test_long_prompts_are_prefilled_over_several_steps(
     engine.cancel("r0")
     assert engine.kv_used_tokens == 0
     assert run(engine, wanted) == at_once
+
+
+def test_weights_that_change_under_long_rows_are_prefilled_over_several_steps(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(directory, slots=4)
+    weights = tmp_path / "same.safetensors"
+    save_file(load_all(directory), weights)
+    same = read_manifest(weights).digest
+    wanted = [request(f"r{n}", [5, 6, 7 + n] * 40, max_tokens=60, seed=n) for n in range(4)]
+    wholes = run(engine, wanted)
+    results = {one.request: Result() for one in wanted}
+    for one in wanted:
+        engine.add(one)
+    steps(engine, results, 20)
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS_MAX", 50)
+    for at in (0, 1, 5):  # also while some are prefilled and one is in the middle of it
+        steps(engine, results, at)
+        *pending, loaded = engine.reload_keeping(weights, version=1, digest=same)
+        assert isinstance(loaded, WeightsLoaded)
+        for event in pending:
+            assert isinstance(event, TokensSampled)
+            take(results[event.request], event)
+    finish(engine, results)
+    assert results == wholes and engine.kv_used_tokens == 0
 
 
 def test_what_a_prompt_was_sampled_as_makes_no_difference(directory: Path) -> None:

@@ -16,6 +16,8 @@ from dora_pipe.producers.effects import (
     EncodeTrajectory,
     EngineAdd,
     EngineCancel,
+    EngineExport,
+    EngineExported,
     EngineStarted,
     FetchProgress,
     LoadFailed,
@@ -32,6 +34,7 @@ from dora_pipe.producers.engines.port import (
     EngineRequest,
     RequestFinished,
     SamplingParams,
+    TokensSampled,
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
@@ -117,6 +120,42 @@ def test_request_ahead_is_cancelled_before_it_reaches_the_engine() -> None:
     port.start(EngineCancel(request="a"))
     assert port.poll() == []
     assert (engine.active, port.busy) == (0, False)
+
+
+def test_exported_request_tells_what_it_sampled_and_comes_with_its_cache() -> None:
+    engine = _engine(slots=1, length=50)
+    port = _engine_port(engine, steps_max=4)
+    port.start(EngineAdd(request=_request("a")))
+    port.poll()
+    port.start(EngineExport(request="nobody"))
+    port.start(EngineExport(request="a"))
+    assert (engine.active, port.busy) == (0, True)
+    sampled, exported = port.poll()
+    assert isinstance(sampled, TokensSampled) and len(sampled.token_ids) == 4
+    assert isinstance(exported, EngineExported) and exported.kv is not None
+    assert (exported.kv.tokens, port.busy) == (3 + 4 - 1, False)
+
+
+def test_cache_that_does_not_fit_is_named_and_its_request_prefilled() -> None:
+    engine = _engine(slots=1, length=50)
+    port = _engine_port(engine, steps_max=4)
+    port.start(EngineAdd(request=_request("a")))
+    port.poll()
+    port.start(EngineExport(request="a"))
+    sampled, exported = port.poll()
+    again = replace(
+        _request("a"), token_ids=[5, 5, 5, *sampled.token_ids], sampled=4, kv=exported.kv
+    )
+    unfit = replace(again, request="b", kv=replace(exported.kv, weights="other"))
+    port.start(EngineAdd(request=again))
+    port.start(EngineAdd(request=unfit))
+    started = []
+    while engine.active or port.busy:
+        started += [event for event in port.poll() if isinstance(event, EngineStarted)]
+    assert [(one.request, one.imported, one.why) for one in started] == [
+        ("a", True, ""),
+        ("b", False, "other weights"),
+    ]
 
 
 def test_request_that_the_engine_refuses_has_ended_with_an_error() -> None:

@@ -110,6 +110,15 @@ def test_last_answer_is_the_last_turn_of_the_model_behind_which_an_observation_m
     assert not sequence.segments[-1].ok
 
 
+def test_stay_that_begins_with_a_cache_is_a_move_and_no_prefill() -> None:
+    sequence = TokenSequence([5, 6], at_ns=0)
+    for worker, imported in (("a", False), ("b", True), ("c", False), ("a", True)):
+        sequence.start_stay(1, imported=imported)
+        sequence.sampled([7], [-1.0], [-1.0])
+        sequence.end_stay(2, worker=worker, epoch=1, version=0)
+    assert (sequence.prefills, sequence.moves) == ([2, 4], 2)
+
+
 def _chain() -> list[Progress]:
     return [_chunk(0, 3), _chunk(3, 2)]
 

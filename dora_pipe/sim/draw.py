@@ -73,10 +73,10 @@ STRIKING: Final = (
 ALWAYS: Final = 3
 """A seed has at least so many kinds of faults."""
 
-SIBLINGS_MEAN: Final = 36
+SIBLINGS_MEAN: Final = 42
 """Small batches get more steps, so that every seed has something to do."""
 
-SLOW: Final = (1, 1, 6)
+SLOW: Final = (1, 1, 1, 6)
 """Generation may be slow beside everything else, on few slots: only then it pays to move."""
 
 WORKERS_MAX: Final = 6

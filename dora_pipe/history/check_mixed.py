@@ -23,7 +23,7 @@ def wrong_mixture(
     """Everything that a mixed trajectory must not be."""
     newest = ledger.version if group.step is None else group.step
     if why := mixing_error(trajectory, newest):
-        yield "its versions are not those of an interruptible run", "", why
+        yield f"its versions are not in order: {why}", "", ""
     for one in trajectory.meta.weights:
         published = ledger.versions.get(one.version)
         digest = "nothing" if published is None else published.digest

@@ -1,10 +1,10 @@
-"""Generates a trajectory again from its seed, its sampling settings and the weights of its version.
+"""Generates a trajectory again from seed, sampling settings and the weights that sampled it.
 
 A trajectory is cut into *stays*: stretches of tokens that were sampled behind one prefill. The
 recorded prefill points say where each began (a request that went on elsewhere, or whose
-environment answered, was prefilled again), so each stay is generated from the recorded tokens
-before it, and what an environment said is fed back as it was recorded. Tokens and both log-probs
-of every stay must come out bit for bit.
+environment answered, or whose weights changed, was prefilled again), so each stay is generated
+from the recorded tokens before it under the version that sampled it, and what an environment said
+is fed back as it was recorded. Tokens and both log-probs of every stay must come out bit for bit.
 
 What that promises depends on what the engine declares: equal bits need `counter_sampling`, and
 `batch_invariant` where the trajectory was sampled beside others.
@@ -48,6 +48,8 @@ class Stay:
 
     start: int
     end: int
+    version: int
+    """Which one sampled it; in an interruptible run not always the trajectory's own."""
     whole: bool
     """Whether the engine itself ended there; else the request was taken away from it."""
 
@@ -83,6 +85,11 @@ class _Run:
     difference: str = ""
     stays: int = 0
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is generated of it."""
+        return not self.left or bool(self.difference)
+
 
 def stays_of(trajectory: Trajectory) -> list[Stay]:
     """The stays of a trajectory, in order. Raises InvariantBroken where none can be made of it.
@@ -101,7 +108,8 @@ def stays_of(trajectory: Trajectory) -> list[Stay]:
         last = place + 1 == len(points)
         taken = trajectory.meta.finish == "error" if last else end == limit
         if end > start:
-            found.append(Stay(start=start, end=end, whole=not taken))
+            version = _version_of(trajectory, start, end)
+            found.append(Stay(start=start, end=end, version=version, whole=not taken))
     covered = sum(stay.end - stay.start for stay in found)
     if covered != trajectory.sampled:
         raise InvariantBroken(
@@ -109,6 +117,19 @@ def stays_of(trajectory: Trajectory) -> list[Stay]:
             f"{trajectory.sampled} sampled tokens"
         )
     return found
+
+
+def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
+    """The version that sampled a stay."""
+    found = {
+        one.version
+        for one in trajectory.segments
+        if one.kind == "model" and one.start < end and one.end > start
+    }
+    if len(found) != 1:
+        who = f"{trajectory.trajectory}: tokens {start} to {end}, behind one prefill,"
+        raise InvariantBroken(f"{who} were sampled by versions {sorted(found)}")
+    return found.pop()
 
 
 def pick(ledger: Ledger, count: int, seed: int) -> list[str]:
@@ -135,22 +156,25 @@ def regenerate(
     wanted: Sequence[str],
     params: Mapping[Purpose, SamplingParams],
 ) -> Iterator[Regenerated]:
-    """Generate trajectories again, version by version; in order of version, then id.
+    """Generate trajectories again, version by version; in order of their last version, then id.
 
     Raises UsageError for an id without a record, PolicyError when weights are gone.
     """
     recorded = [_read(bus, topics, ledger, name) for name in sorted(wanted)]
     store = PolicyStore(store_root)
-    for version in sorted({one.version for one in recorded}):
-        runs = [
-            _Run(recorded=one, params=params[one.meta.purpose], left=deque(stays_of(one)))
-            for one in recorded
-            if one.version == version
-        ]
-        digest = runs[0].recorded.digest
-        engine.load(store.weights_path(digest), version=version, digest=digest)
-        _generate(engine, runs)
-        yield from (_result(run) for run in runs)
+    open_ = [
+        _Run(recorded=one, params=params[one.meta.purpose], left=deque(stays_of(one)))
+        for one in recorded
+    ]
+    for version in sorted({stay.version for run in open_ for stay in run.left}):
+        runs = [run for run in open_ if run.left and run.left[0].version == version]
+        if runs:
+            digest = _digest_of(runs[0].recorded, version)
+            engine.load(store.weights_path(digest), version=version, digest=digest)
+            _generate(engine, runs, version)
+        yield from (_result(run) for run in open_ if run.over)
+        open_ = [run for run in open_ if not run.over]
+    yield from (_result(run) for run in open_)  # nothing was sampled of these
 
 
 def raise_if_different(found: Regenerated) -> None:
@@ -170,9 +194,17 @@ def _read(bus: Bus, topics: Topics, ledger: Ledger, name: str) -> Trajectory:
     return decode_trajectory(record.value)
 
 
-def _generate(engine: Engine, runs: Sequence[_Run]) -> None:
-    """Drive the engine until every stay of every run was generated, all slots in use."""
-    waiting = deque(run for run in runs if run.left)
+def _digest_of(trajectory: Trajectory, version: int) -> str:
+    others = {one.version: one.digest for one in trajectory.meta.weights}
+    digest = others.get(version, trajectory.digest if version == trajectory.version else "")
+    if not digest:
+        raise InvariantBroken(f"{trajectory.trajectory} names no weights for version {version}")
+    return digest
+
+
+def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
+    """Drive the engine until every stay of this version was generated, all slots in use."""
+    waiting = deque(runs)
     active: dict[str, _Run] = {}
     for _ in range(STEPS_MAX):
         while waiting and engine.active < engine.slots:
@@ -186,13 +218,13 @@ def _generate(engine: Engine, runs: Sequence[_Run]) -> None:
                 _take(active[event.request], event)
             elif isinstance(event, RequestFinished):
                 run = active.pop(event.request)
-                if _ended(run, event):
+                if _ended(run, event) and run.left[0].version == version:
                     waiting.append(run)
         for name, run in list(active.items()):
             if run.left[0].end - run.left[0].start <= len(run.ids) and not run.left[0].whole:
                 engine.cancel(name)
                 del active[name]
-                if _ended(run, None):
+                if _ended(run, None) and run.left[0].version == version:
                     waiting.append(run)
     raise InvariantBroken(f"the engine does not end after {STEPS_MAX} steps")
 
@@ -200,15 +232,17 @@ def _generate(engine: Engine, runs: Sequence[_Run]) -> None:
 def _request(run: _Run) -> EngineRequest:
     """The request that the worker made for this stay.
 
-    Every turn of an episode is a request of its own, with what is left of `max_tokens`; a
-    single-turn request that went on elsewhere counts what was sampled before.
+    Every turn of an episode is a request of its own, with what is left of `max_tokens`; a turn that
+    goes on behind another prefill counts what was sampled of it before.
     """
     stay, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler = [], [], []
-    sampled, params = sum(recorded.loss_mask[: stay.start]), run.params
-    if any(segment.kind in ("tool", "environment") for segment in recorded.segments):
-        params = replace(params, max_tokens=params.max_tokens - sampled)
-        sampled = 0
+    turn = _turn_start(recorded, stay)
+    before = sum(recorded.loss_mask[:turn])
+    sampled, params = (
+        stay.start - turn,
+        replace(run.params, max_tokens=run.params.max_tokens - before),
+    )
     return EngineRequest(
         request=recorded.trajectory,
         token_ids=list(recorded.token_ids[: stay.start]),
@@ -217,6 +251,13 @@ def _request(run: _Run) -> EngineRequest:
         params=params,
         emit_every=0 if stay.whole else 1,
     )
+
+
+def _turn_start(trajectory: Trajectory, stay: Stay) -> int:
+    """Where the turn begins that a stay belongs to."""
+    model = [one for one in trajectory.segments if one.kind == "model"]
+    turn = next(one.turn for one in model if one.start <= stay.start < one.end)
+    return min(one.start for one in model if one.turn == turn)
 
 
 def _take(run: _Run, event: TokensSampled) -> None:

@@ -1,0 +1,282 @@
+"""Runs that let requests go on under new weights: the promises that are left hold, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.ledger import Ledger
+from dora_pipe.history.reading import horizon_of, records_of
+from dora_pipe.history.regenerate import Regenerated, regenerate
+from dora_pipe.history.report import AuditReport
+from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.producers.role import sampling_params
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+from tests.support.cluster_parts import SimulatedParts, TorchParts
+from tests.support.inline_tasks import episode_tasks
+from tests.support.models import make_qwen2
+from tests.support.recorded_run import RecordedRun, progress_is_known
+from tests.support.tamper import Row, Tamper
+
+STEPS = 10
+LEASE_TICKS = 130
+CHANGES = {
+    "staleness__interruptible": True,
+    "sampling__max_tokens": 200,
+    "evaluation__every": 2,
+    "timing__lease_s": 0.5,
+    "run__name": "mixed",
+}
+
+
+def long_lengths(seed: int, turn: int) -> int:
+    """Most are short; while one of the others runs, several steps are committed."""
+    return 120 + seed % 60 if seed % 7 == 0 else 6 + seed % 20
+
+
+LONG = SimulatedParts(lengths=long_lengths)
+EVEN = SimulatedParts(lengths=lambda seed, turn: 20 + seed % 130)
+
+
+@pytest.fixture(scope="module")
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A finished run: a worker killed, one leaves, one joins, every other role starts again."""
+    folder = tmp_path_factory.mktemp("mixed") / "run"
+    with Cluster(folder, make_config(run__steps=STEPS, **CHANGES), parts=LONG) as cluster:
+        cluster.train_ticks = 3
+        cluster.until(lambda: cluster.version >= 2)
+        cluster.until(lambda: progress_is_known(cluster, "w1"))
+        cluster.kill("w1")
+        cluster.ticks(LEASE_TICKS)
+        cluster.start("w1")
+        cluster.until(lambda: cluster.version >= 4)
+        cluster.restart(ORCHESTRATOR)
+        cluster.restart(TRAINER)
+        cluster.stop("w2")
+        cluster.until(lambda: "w2" not in cluster.roles)
+        cluster.start("w3")
+        cluster.run()
+        yield cluster
+
+
+def report_of(cluster: Cluster) -> AuditReport:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations[:8]]
+    return report
+
+
+def trajectories(cluster: Cluster) -> list[Trajectory]:
+    at = horizon_of(cluster.bus, cluster.topics).trajectories
+    return [decode_trajectory(record.value) for record in records_of(cluster.bus, at)]
+
+
+def is_mixed(one: Trajectory) -> bool:
+    return len(set(one.versions)) > 1
+
+
+def bound(ledger: Ledger) -> list[str]:
+    facts = ledger.accounts.logged.values()
+    return [one.fact.trajectory for one in facts if one.standing == "bound"]
+
+
+def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regenerated]:
+    config, stop_ids = cluster.config, cluster.parts.stop_ids(cluster.assets)
+    params: dict[Purpose, SamplingParams] = {
+        "train": sampling_params(config.sampling, stop_ids),
+        "eval": sampling_params(config.evaluation.sampling, stop_ids),
+    }
+    ledger = build_ledger(cluster.bus, cluster.topics)
+    found = regenerate(
+        cluster.bus, cluster.topics, cluster.store.root, ledger, engine, names, params
+    )
+    return list(found)
+
+
+def again_whole(cluster: Cluster) -> list[Regenerated]:
+    names = bound(build_ledger(cluster.bus, cluster.topics))
+    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
+    found = again(cluster, names, engine)
+    assert sorted(one.trajectory for one in found) == sorted(names)
+    return found
+
+
+def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) -> None:
+    report = report_of(eventful)
+    assert report.steps == STEPS
+    assert report.interruptible
+    assert report.mixed_share is not None
+    assert 0.05 < report.mixed_share < 1
+    assert max(report.versions_each) > 2
+    assert report.staleness_max is not None
+    assert report.staleness_bound is not None
+    assert report.staleness_max <= report.staleness_bound == 2
+    (c1,) = [line for line in report.checks if line.check == "C1"]
+    assert c1.holds.startswith("declared off (interruptible)")
+
+
+def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:
+    evaluations = [one for one in trajectories(eventful) if one.meta.purpose == "eval"]
+    assert {one.version for one in evaluations} == {0, 2, 4, 6, 8, 10}
+    assert all(set(one.versions) == {one.version} for one in evaluations)
+
+
+def test_every_trajectory_comes_out_bit_for_bit_under_its_versions(eventful: Cluster) -> None:
+    found = again_whole(eventful)
+    assert [one for one in found if not one.equal] == []
+    assert max(one.stays for one in found) > 2
+
+
+def test_request_goes_on_elsewhere_from_a_chain_over_several_versions(eventful: Cluster) -> None:
+    def is_one(one: Trajectory) -> bool:
+        makers = {(part.epoch, part.version) for part in one.segments if part.kind == "model"}
+        return len({epoch for epoch, _ in makers}) > 1 and is_mixed(one)
+
+    assert any(is_one(one) for one in trajectories(eventful))
+
+
+def test_weights_of_every_version_are_named(eventful: Cluster) -> None:
+    for one in filter(is_mixed, trajectories(eventful)):
+        others = [version for version in dict.fromkeys(one.versions) if version != one.version]
+        assert [weights.version for weights in one.meta.weights] == others
+
+
+def test_single_worker_with_evaluations_is_live(tmp_path: Path) -> None:
+    config = make_config(run__steps=6, **CHANGES)
+    with Cluster(tmp_path / "run", config, parts=LONG, workers=("w0",), train_ticks=3) as cluster:
+        cluster.run()
+        report = report_of(cluster)
+    assert report.steps == 6
+    assert report.mixed_share
+
+
+def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path) -> None:
+    """The others have gone on to the next version, which running requests of theirs carry."""
+    config = make_config(run__steps=6, **(CHANGES | {"evaluation__sampling": {"max_tokens": 240}}))
+    with Cluster(tmp_path / "run", config, parts=EVEN, train_ticks=3) as cluster:
+        worker = ""
+
+        def evaluates_alone() -> bool:
+            nonlocal worker
+            state = cluster.roles[ORCHESTRATOR].machine.state
+            hosts = [one for one in state.workers.values() if one.target < state.version]
+            evals = [one for one in hosts if any(name[0] == "e" for name in one.requests)]
+            worker = evals[0].name if len(evals) == 1 and len(hosts) == 1 else ""
+            return bool(worker)
+
+        cluster.until(evaluates_alone)
+        cluster.kill(worker)
+        cluster.run()
+        report = report_of(cluster)
+        again_ = [one for one in again_whole(cluster) if not one.equal]
+    assert again_ == []
+    assert report.steps == 6
+
+
+def test_turns_of_an_episode_may_be_of_several_versions(tmp_path: Path) -> None:
+    config = make_config(run__steps=4, **(CHANGES | {"evaluation__prompts": 0}))
+    parts = SimulatedParts(lengths=lambda seed, turn: 10 + (seed >> turn) % 40)
+    with Cluster(
+        tmp_path / "run", config, parts=parts, tasks=lambda: episode_tasks(3), train_ticks=3
+    ) as cluster:
+        cluster.run()
+        report = report_of(cluster)
+        found = again_whole(cluster)
+    assert report.mixed_share
+    assert [one for one in found if not one.equal] == []
+
+
+def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Path) -> None:
+    parts = TorchParts(make_qwen2(tmp_path / "model", scale=20.0))
+    config = make_config(run__steps=4, **(CHANGES | {"sampling__max_tokens": 96}))
+    with Cluster(
+        tmp_path / "run", config, parts=parts, workers=("w0", "w1"), train_ticks=3
+    ) as cluster:
+        cluster.run()
+        report = report_of(cluster)
+        names = [one.trajectory for one in trajectories(cluster) if is_mixed(one)][:12]
+        engine = parts.engine(cluster.assets, cluster.config, cluster.clock)
+        found = again(cluster, names, engine)
+    assert report.mixed_share
+    assert len(found) == len(names) > 4
+    assert [one for one in found if not one.equal] == []
+
+
+# Damages: what is promised where C1 is off is looked at in every record.
+
+
+def by_versions(one: Trajectory, change: Callable[[int], int]) -> list[Segment]:
+    return [
+        replace(part, version=change(part.version)) if part.kind == "model" else part
+        for part in one.segments
+    ]
+
+
+def back_to_an_older_one(one: Trajectory) -> Trajectory:
+    """The last two versions change places."""
+    *rest, newer, last = one.segments
+    changed = [replace(newer, version=last.version), replace(last, version=newer.version)]
+    named = {each.version: each for each in one.meta.weights}
+    order = dict.fromkeys(part.version for part in [*rest[1:], *changed])
+    weights = tuple(named[version] for version in order if version != one.version)
+    meta = msgspec.structs.replace(one.meta, weights=weights)
+    return replace(one, segments=[*rest, *changed], meta=meta)
+
+
+def never_hosted(one: Trajectory) -> Trajectory:
+    """The last segment names another worker's role epoch."""
+    *rest, last = one.segments
+    return replace(one, segments=[*rest, replace(last, epoch=last.epoch + 100_000)])
+
+
+def other_weights(one: Trajectory) -> Trajectory:
+    """The weights of a version are none that were published."""
+    weights = tuple(Sampler(version=each.version, digest="ab" * 32) for each in one.meta.weights)
+    return replace(one, meta=msgspec.structs.replace(one.meta, weights=weights))
+
+
+def beyond_the_trainer(one: Trajectory) -> Trajectory:
+    """Versions that did not exist when it was trained."""
+    weights = tuple(
+        Sampler(version=each.version + 50, digest=each.digest) for each in one.meta.weights
+    )
+    segments = by_versions(one, lambda version: version + 50 if version != one.version else version)
+    return replace(one, segments=segments, meta=msgspec.structs.replace(one.meta, weights=weights))
+
+
+DAMAGES = {
+    "back": (back_to_an_older_one, "samples after version"),
+    "never hosted": (never_hosted, "which never joined"),
+    "other weights": (other_weights, "names other weights than version"),
+    "beyond": (beyond_the_trainer, "is later than"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_mixed_trajectory_is_named(
+    eventful: Cluster, tmp_path: Path, change: Callable[[Trajectory], Trajectory], why: str
+) -> None:
+    run = RecordedRun(directory=eventful.directory, run="mixed").copy(tmp_path / "copy")
+
+    def fits(row: Row) -> bool:
+        one = decode_trajectory(row.value)
+        return len(set(one.versions)) == 3 and one.versions.count(one.versions[-1]) == 1
+
+    with Tamper(run) as log:
+        row = next(row for row in log.rows("trajectories") if fits(row))
+        name = decode_trajectory(row.value).trajectory
+        log.put(log.reencode(row, change))
+    bus = run.open()
+    try:
+        report = audit(bus, run.topics, None)
+    finally:
+        bus.close()
+    named = [one.line for one in report.violations if (one.check, one.subject) == ("C1", name)]
+    assert any(why in line for line in named), named

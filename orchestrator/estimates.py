@@ -37,6 +37,8 @@ class Estimates:
 
     lives: list[int] = field(default_factory=lambda: [0] * LIVES)
     """Logged requests by the bit length of their life in units: class k holds 2**(k-1) to 2**k."""
+    count: int = 0
+    """Sum of `lives`."""
     stall_ns: int = STALL_NS
     """Running mean of the time a request stands still when it moves."""
 
@@ -44,8 +46,10 @@ class Estimates:
         """A request was logged so long after it was placed for the first time."""
         lives = self.lives
         lives[min(LIVES - 1, (max(0, life_ns) >> LIFE_SHIFT).bit_length())] += 1
-        if sum(lives) > LIVES_MAX:
+        self.count += 1
+        if self.count > LIVES_MAX:
             self.lives = [one // 2 for one in lives]
+            self.count = sum(self.lives)
 
     def released(self, after_ns: int) -> None:
         """A worker let go of a request so long after it was asked; going on takes as long again."""

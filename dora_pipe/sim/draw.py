@@ -145,7 +145,7 @@ def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
     size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
     if crowded:
         eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
-    steps += chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
+    steps += 1 + chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},

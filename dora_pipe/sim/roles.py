@@ -23,12 +23,11 @@ from dora_pipe.schemas.control import RoleStarted, WorkerJoined
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.parts import Site, WorkerParts, WorkerPlan
 from dora_pipe.sim.ports import SimPort
+from dora_pipe.sim.role import Role
 
 if TYPE_CHECKING:
-    from dora_pipe.sim.world import Role, World
+    from dora_pipe.sim.world import World
 
-ORCHESTRATOR: Final = "orchestrator"
-TRAINER: Final = "trainer"
 HOST: Final = "sim"
 
 

@@ -8,22 +8,20 @@ Three kinds: what befalls single appends and polls (`BadBus`), single calls of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Final
 
-from dora_pipe.bus.memory import AppendFault, FaultPlan
+from dora_pipe.bus.memory import FaultPlan
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
+from dora_pipe.sim.bad_bus import BadBus
 from dora_pipe.sim.draw import Draw
-from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
 from dora_pipe.sim.weather import RESTART_NS
-from dora_pipe.sim.world import Role, World
-
-ALL: Final = 1 << 30
-"""Every record of an append lands."""
+from dora_pipe.sim.world import World
 
 STEPS_MIN: Final = 10
 """A user stops no run before it has so many steps."""
@@ -355,63 +353,3 @@ _STRIKES: Final[dict[str, Strike]] = {
     "command-stop": _command_stop,
     "garbage": _garbage,
 }
-
-
-class BadBus:
-    """What befalls the appends and polls of one incarnation."""
-
-    def __init__(self, storm: Storm, role: Role) -> None:
-        self._storm = storm
-        self._role = role
-        self.outage_ns = 0
-        """It does not reach the bus before then."""
-        self.doomed = False
-        """It dies in its next append."""
-
-    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-        """See `FaultPlan`."""
-        storm = self._storm
-        if storm.over:
-            return None
-        if self._is_away():
-            return AppendFault(kind="failed")
-        if self.doomed:
-            storm.world.kill(self._role, "killed while appending")
-            return AppendFault(kind="unknown", lands=storm.chance.randint(0, len(records)))
-        if storm.chance.random() >= storm.draw.append_share:
-            return None
-        return self._befall(len(records))
-
-    def on_poll(self, call: int) -> bool:
-        """See `FaultPlan`."""
-        storm = self._storm
-        if storm.over:
-            return False
-        refused = "poll-refused" in storm.draw.faults
-        if refused and storm.chance.random() < storm.draw.append_share:
-            storm.struck["poll-refused"] += 1
-            return True
-        return self._is_away()
-
-    def _is_away(self) -> bool:
-        return self._storm.world.clock.ns < max(self.outage_ns, self._storm.outage_ns)
-
-    def _befall(self, records: int) -> AppendFault | None:
-        storm = self._storm
-        kinds = [kind for kind in _APPENDS if kind in storm.draw.faults]
-        if self._role.exclusive:  # What an exclusive writer appends is visible when it is told so.
-            kinds = [kind for kind in kinds if kind != "delayed"]
-        if not kinds:
-            return None
-        kind = storm.chance.choice(kinds)
-        storm.struck[kind] += 1
-        if kind == "append-refused":
-            return AppendFault(kind=storm.chance.choice(("failed", "full")))
-        if kind == "append-unknown":
-            return AppendFault(kind="unknown", lands=ALL)
-        if kind == "append-torn":
-            return AppendFault(kind="unknown", lands=storm.chance.randrange(records))
-        return AppendFault(kind="delayed", delay_ms=storm.chance.randint(1, 400))
-
-
-_APPENDS: Final = ("append-refused", "append-unknown", "append-torn", "delayed")

@@ -18,7 +18,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.bad_parts import BadParts
 from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.draw import Draw, draw
-from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
 from dora_pipe.sim.storm import Storm
 from dora_pipe.sim.tokens import check_tokens
 from dora_pipe.sim.watch import Watch

@@ -37,8 +37,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.sim.account import Account
 from dora_pipe.sim.checks import Checks
-from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
-from dora_pipe.sim.world import Role
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
 
 GAP_HEARTBEATS: Final = 2
 """The orchestrator listens as long as its reactions are at most so many heartbeats apart."""

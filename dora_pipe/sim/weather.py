@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from dora_pipe.bus.memory import NO_FAULTS, FaultPlan
-
-if TYPE_CHECKING:
-    from dora_pipe.sim.world import Role
+from dora_pipe.sim.role import Role
 
 RESTART_NS: Final = 500_000_000
 """A supervisor starts a role again after so long."""

@@ -20,12 +20,11 @@ from __future__ import annotations
 import heapq
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -35,20 +34,15 @@ from dora_pipe.config.model import Config
 from dora_pipe.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.policies.store import PolicyStore
-from dora_pipe.runtime import Machine, Meter, Runtime
+from dora_pipe.runtime import Runtime
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, sha256_hex
 from dora_pipe.sim.clock import NEVER_NS, RoleClock, WorldClock
 from dora_pipe.sim.parts import Parts, PlainParts, WorkerPlan
-from dora_pipe.sim.ports import SimPort, StillMeter
-from dora_pipe.sim.roles import (
-    ORCHESTRATOR,
-    TRAINER,
-    build_orchestrator,
-    build_trainer,
-    build_worker,
-)
+from dora_pipe.sim.ports import StillMeter
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Killed, Role, Watcher
+from dora_pipe.sim.roles import build_orchestrator, build_trainer, build_worker
 from dora_pipe.sim.weather import FairWeather, Weather
 
 SECOND_NS: Final = 1_000_000_000
@@ -69,58 +63,6 @@ DATASET: Final = sha256_hex(b"train rows")
 EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROOM: Final = Path("/dev/shm")
 """Where policies lie while a world lasts, if the machine has it: nothing here must survive."""
-
-
-class Killed(BaseException):
-    """Unwinds the turn of a role that was killed in the middle of it; no code may catch it."""
-
-
-@dataclass(eq=False, slots=True)
-class Role:
-    """One incarnation of a role."""
-
-    name: str
-    number: int
-    """Counts all incarnations of a world."""
-    clock: RoleClock
-    chance: Random
-    meter: Meter
-    bus: MemoryBus = field(init=False)
-    machine: Machine = field(init=False)
-    runtime: Runtime | None = None
-    ports: Sequence[SimPort] = ()
-    reads: frozenset[str] = frozenset()
-    epoch: int = -1
-    """Of a worker: the offset of its `worker joined`."""
-    paused_until_ns: int = 0
-    due_ns: int = NEVER_NS
-    pending_ns: list[int] = field(default_factory=list)
-    """When records that it reads become visible."""
-    acting: bool = False
-    """In the middle of a turn."""
-    asleep: bool = False
-    """In the middle of a turn, which waits for the bus."""
-    dead: bool = False
-    end: str = ""
-    """How it ended."""
-    on_close: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether a run has one of it."""
-        return self.name in (ORCHESTRATOR, TRAINER)
-
-
-class Watcher(Protocol):
-    """Sees what happens in a world; whatever it raises ends the world."""
-
-    def appended(self, records: Sequence[Record], role: Role | None) -> None:
-        """Records landed in the log, in the turn of this role (None: in nobody's)."""
-        ...
-
-    def overhear(self, role: Role, machine: Machine) -> Machine:
-        """The machine that the loop drives: this one, or one that passes everything on to it."""
-        ...
 
 
 class World:

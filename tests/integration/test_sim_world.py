@@ -12,10 +12,10 @@ from dora_pipe.history.audit import audit
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.draw import draw
 from dora_pipe.sim.parts import WorkerPlan
-from dora_pipe.sim.roles import ORCHESTRATOR, TRAINER
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
 from dora_pipe.sim.swarm import Swarm
 from dora_pipe.sim.weather import FairWeather
-from dora_pipe.sim.world import SECOND_NS, Role, World
+from dora_pipe.sim.world import SECOND_NS, World
 from tests.support.cluster import make_config
 
 PLANS = tuple(WorkerPlan(name=f"w{number}", slots=4, prefetch=2) for number in range(3))

@@ -19,8 +19,9 @@ from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, decode_roun
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.parts import WorkerPlan
+from dora_pipe.sim.role import Role
 from dora_pipe.sim.watch import Watch
-from dora_pipe.sim.world import SECOND_NS, Role, World
+from dora_pipe.sim.world import SECOND_NS, World
 from tests.support.cluster import make_config
 
 CONFIG = make_config(run__steps=4, timing__heartbeat_s=0.2)

@@ -54,14 +54,16 @@ print(seed_digest(5))
 
 def seed_digest(seed: int) -> str:
     """The log of a seed under all its faults."""
-    swarm = Swarm(draw(seed))
-    digests = []
+    swarm, digests = Swarm(draw(seed)), []
     close = World.close
-    try:
-        World.close = lambda self: digests.append(log_digest(self)) or close(self)  # type: ignore[method-assign,func-returns-value]
+
+    def closing(self: World) -> None:
+        digests.append(log_digest(self))
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "close", closing)
         assert swarm.play().holds
-    finally:
-        World.close = close  # type: ignore[method-assign]
     return digests[0]
 
 

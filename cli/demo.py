@@ -43,7 +43,7 @@ def demo(
     start.mkdir(parents=True)
     (start / "demo.toml").write_text(example_config(TASK))
     say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
-    _in_child(lambda: _warm(start))
+    in_child(lambda: warm(start))
     overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
     plan = plan_new(load_config(start / "demo.toml", overrides), root)
     workers = plan.config.workers.count
@@ -93,12 +93,13 @@ def _report(run: str, killer: _Killer, steps: int) -> None:
     replay(run, first=steps - REPLAYED_STEPS, last=steps)
 
 
-def _warm(start: Path) -> None:
+def warm(start: Path) -> None:
+    """The demo's model under `start`, random and warmed up; `demo.toml` lies there. Needs torch."""
     make_model(start / "random", TASK)
     sft(start / "demo.toml", start / "warm", override=[f'model.path="{start / "random"}"'])
 
 
-def _in_child(work: Callable[[], None]) -> None:
+def in_child(work: Callable[[], None]) -> None:
     """Run something that imports torch in a child: this process goes on to fork roles."""
 
     def role(_: str) -> int:

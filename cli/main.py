@@ -16,6 +16,7 @@ from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.paper import paper
+from dora_pipe.cli.paradigms import paradigms
 from dora_pipe.cli.show import show
 from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
@@ -56,7 +57,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
-for _bench in (think.engine, think.bus, think.codec, think.move, think.plan, faults):
+for _bench in (think.engine, think.bus, think.codec, think.move, think.plan, paradigms, faults):
     bench_app.command()(cast("Callable[..., None]", _bench))
 sim_app.callback()(sim)
 sim_app.command()(paper)

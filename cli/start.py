@@ -115,8 +115,8 @@ def plan_resume(wanted: Config, root: Path) -> Plan:
     return Plan(directory=directory, config=wanted, first=first)
 
 
-def supervise(plan: Plan, watch: Watch | None = None) -> bool:
-    """Start every role, show progress until all have ended; False when the user stopped it."""
+def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], None] = say) -> bool:
+    """Start every role, `tell` of it until all have ended; False when the user stopped it."""
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
     roles.need_torch()
@@ -135,10 +135,10 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
                 stop_order=(names, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
                 timing=config.timing,
                 logs=directory.logs,
-                watch=lambda: _watch(progress, supervisor, watch),
+                watch=lambda: _watch(progress, supervisor, watch, tell),
             )
             finished = supervisor.run()
-            _watch(progress, supervisor, watch)
+            _watch(progress, supervisor, watch, tell)
             progress.close()
             return finished
     finally:
@@ -146,9 +146,11 @@ def supervise(plan: Plan, watch: Watch | None = None) -> bool:
             zygote.close()
 
 
-def _watch(progress: Progress, supervisor: Supervisor, watch: Watch | None) -> None:
+def _watch(
+    progress: Progress, supervisor: Supervisor, watch: Watch | None, tell: Callable[[str], None]
+) -> None:
     for line in progress.lines():
-        say(line)
+        tell(line)
     if watch is not None:
         watch(progress, supervisor)
 

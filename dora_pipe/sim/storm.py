@@ -26,6 +26,9 @@ from dora_pipe.sim.world import World
 STEPS_MIN: Final = 10
 """A user stops no run before it has so many steps."""
 
+STOP_SHARE: Final = 0.85
+"""Nor before it has committed so much of them."""
+
 MOVE_SHARE: Final = 0.4
 """Moves that something befalls, where such faults are enabled: there are few moves."""
 
@@ -93,8 +96,6 @@ class Storm:
     def calm(self) -> None:
         """No more faults; the living go on, the others are started again."""
         world = self.world
-        if "command-stop" in self.draw.faults:
-            self.strike("command-stop")
         self.over, self.outage_ns = True, 0
         self.gone.clear()
         for role in list(world.roles.values()):
@@ -306,7 +307,8 @@ def _command_odd(storm: Storm) -> bool:
 
 def _command_stop(storm: Storm) -> bool:
     """Not before the run has had its steps."""
-    if storm.version() < STEPS_MIN:
+    steps = storm.draw.config.run.steps
+    if storm.version() < max(STEPS_MIN, int(STOP_SHARE * steps)):
         return False
     storm.tell("stop", now=storm.chance.random() < 0.5)
     return True

@@ -19,7 +19,7 @@ from dora_pipe.sim.bad_parts import BadParts
 from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.draw import Draw, draw
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
-from dora_pipe.sim.storm import Storm
+from dora_pipe.sim.storm import STOP_SHARE, Storm
 from dora_pipe.sim.tokens import check_tokens
 from dora_pipe.sim.watch import Watch
 from dora_pipe.sim.world import SECOND_NS, World
@@ -125,6 +125,13 @@ class Swarm:
         world.run(until_ns=drawn.faulty_ns, done=lambda: account.version >= faulty_steps)
         self.storm.at_least(FAULTS_MIN)
         world.run(until_ns=world.clock.ns + SECOND_NS // 2, done=lambda: self.watch.stopped)
+        if "command-stop" in drawn.faults:
+            late = int(STOP_SHARE * drawn.config.run.steps)
+            world.run(
+                until_ns=world.clock.ns + drawn.faulty_ns,
+                done=lambda: self.watch.stopped or account.version >= late,
+            )
+            self.storm.strike("command-stop")
         self.storm.calm()
         self._live(world)
         self._look(world)

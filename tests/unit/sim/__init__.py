@@ -1,0 +1,1 @@
+"""Tests of the simulator's checkers, one changed record at a time."""

@@ -1,0 +1,195 @@
+"""An interruptible run: who is assigned what while requests run, where they queue, what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator.fold import apply_decision
+from dora_pipe.orchestrator.planner import plan
+from dora_pipe.schemas.rounds import Assign, Move, Place
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+
+def stage_of(*, eval_rows: int = 4, **changes: Any) -> Stage:
+    """Two siblings a group, one group a step, three groups in flight."""
+    keys = {
+        "groups__per_step": 1,
+        "groups__size": 2,
+        "staleness__interruptible": True,
+        "staleness__in_flight_batches": 3.0,
+    }
+    return Stage(**(keys | changes)).begin(eval_rows=eval_rows)
+
+
+def targets(stage: Stage) -> dict[str, int]:
+    return {name: one.target for name, one in sorted(stage.state.workers.items())}
+
+
+def step(stage: Stage, group: str) -> list[Assign]:
+    """A group is finished and trained; the assignments of the plan that follows."""
+    stage.finish_group(group)
+    stage.settle()
+    stage.commit()
+    return [one for one in stage.plan() if isinstance(one, Assign)]
+
+
+def test_every_worker_is_assigned_the_newest_version_at_once_although_requests_run() -> None:
+    stage = stage_of()
+    for name in ("w0", "w1"):
+        stage.worker(name, slots=2)
+    busy = set(stage.running())
+    assigned = step(stage, "g0000000000")
+    assert [(one.worker, one.version) for one in assigned] == [("w0", 1), ("w1", 1)]
+    left = {name for name in busy if not name.startswith("g0000000000")}
+    assert left <= set(stage.running()), "what runs stays where it is"
+    assert any("requests of" in one.reason and "version 1" in one.reason for one in assigned)
+
+
+def test_loading_worker_is_not_assigned_again_before_it_is_ready() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=6)
+    step(stage, "g0000000000")
+    stage.finish_group("g0000000001")
+    stage.plan()
+    stage.commit()
+    assert not [one for one in stage.plan() if isinstance(one, Assign)]
+    stage.load()
+    assert [one.version for one in stage.plan() if isinstance(one, Assign)] == [2]
+
+
+def test_queued_requests_follow_to_the_newest_version_and_keep_stamp_and_deadline() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=3)
+    before = {name: group.spec for name, group in stage.state.groups.items()}
+    queued = [one.trajectory for one in stage.state.queues[0]]
+    assert queued
+    step(stage, "g0000000000")
+    assert 0 not in stage.state.queues
+    waiting = [one.trajectory for queue in stage.state.queues.values() for one in queue]
+    assert set(queued) <= {*waiting, *stage.running()}
+    stage.settle()
+    for name, group in stage.state.groups.items():
+        assert group.spec == before.get(name, group.spec)
+    placed = [one for one in stage.decided if isinstance(one, Place) and one.spec.version == 0]
+    hosts = {stage.placed[name].worker for name in queued}
+    assert hosts == {"w0"}
+    assert targets(stage) == {"w0": 1}
+    assert placed[-1].spec.deadline == before[placed[-1].spec.group].deadline
+
+
+def test_request_of_a_lost_worker_goes_on_under_the_newest_version() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=4)
+    stage.worker("w1", slots=4)
+    step(stage, "g0000000000")
+    stage.settle()
+    (name, *_) = [one for one in stage.running("w0") if one < "g0000000003"] or stage.running("w0")
+    stage.lose("w0")
+    stage.settle()
+    assert stage.placed[name].worker == "w1"
+    assert stage.placed[name].attempt == 2
+    assert targets(stage) == {"w1": 1}
+
+
+def test_worker_with_an_evaluation_keeps_its_version_until_that_has_ended() -> None:
+    stage = stage_of(evaluation__prompts=1, evaluation__every=1)
+    stage.worker("w0", slots=8)
+    stage.worker("w1", slots=8)
+    (evaluation,) = [name for name in stage.running() if name.startswith("e")]
+    host = stage.placed[evaluation].worker
+    (other,) = {"w0", "w1"} - {host}
+    assigned = step(stage, "g0000000000")
+    assert [one.worker for one in assigned] == [other]
+    stage.settle()
+    assert targets(stage) == {host: 0, other: 1}
+    stage.finish(evaluation)
+    assert [one.worker for one in stage.plan() if isinstance(one, Assign)] == [host]
+
+
+def test_host_stays_while_evaluations_of_its_version_are_queued() -> None:
+    stage = stage_of(eval_rows=12, evaluation__prompts=12, evaluation__every=1)
+    stage.worker("w0", slots=4)
+    while names := [name for name in stage.running() if name.startswith("e")]:
+        for name in names:
+            stage.finish(name)
+        stage.settle()
+    stage.finish_group("g0000000001")
+    step(stage, "g0000000000")
+    stage.settle()
+    assert targets(stage) == {"w0": 1}
+    assert any(key.trajectory.startswith("e") for key in stage.state.queues[1])
+    stage.commit()
+    assert not [one for one in stage.plan() if isinstance(one, Assign)]
+    assert 2 not in stage.state.index.hosts
+    assert all(key.trajectory.startswith("e") for key in stage.state.queues[1])
+    stage.finish_all()
+    assert targets(stage) == {"w0": stage.state.version}
+
+
+def test_nothing_moves() -> None:
+    stage = stage_of()
+    for name in ("w0", "w1"):
+        stage.worker(name, slots=4, moves=True)
+    for number in range(4):
+        step(stage, f"g{number:010d}")
+        stage.settle()
+        stage.later(30)
+    assert not [one for one in stage.decided if isinstance(one, Move)]
+
+
+def test_a_plan_leaves_nothing_to_plan_where_versions_mix() -> None:
+    stage = stage_of(evaluation__prompts=2, evaluation__every=1)
+    stage.worker("w0", slots=3)
+    stage.worker("w1", slots=3)
+    for number in range(3):
+        step(stage, f"g{number:010d}")
+        assert plan(stage.state) == ()
+        stage.settle()
+        assert plan(stage.state) == ()
+
+
+def test_busy_worker_may_not_go_back_to_an_older_version() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=6)
+    step(stage, "g0000000000")
+    stage.load()
+    worker = stage.state.workers["w0"]
+    assert worker.requests
+    back = Assign(worker="w0", epoch=worker.epoch, version=0, digest=records.weights(0), reason="")
+    with pytest.raises(InvariantBroken, match="has open requests"):
+        apply_decision(stage.state, back)
+
+
+def test_placement_under_an_older_version_than_the_stamp_is_refused() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=2)
+    stage.join("w1", slots=6)
+    stage.plan()
+    stage.load()
+    stage.finish_group("g0000000000")
+    stage.settle()
+    stage.commit()
+    stage.plan()
+    new = [one for one in stage.decided if isinstance(one, Place)][-1]
+    forged = msgspec.structs.replace(
+        new, spec=msgspec.structs.replace(new.spec, version=stage.state.version + 1)
+    )
+    with pytest.raises(InvariantBroken):
+        apply_decision(stage.state, forged)
+
+
+def test_run_that_does_not_mix_versions_leaves_busy_workers_alone() -> None:
+    stage = stage_of(staleness__interruptible=False)
+    stage.worker("w0", slots=6)
+    assert step(stage, "g0000000000") == []
+    worker = stage.state.workers["w0"]
+    forward = Assign(
+        worker="w0", epoch=worker.epoch, version=1, digest=records.weights(1), reason=""
+    )
+    with pytest.raises(InvariantBroken, match="has open requests"):
+        apply_decision(stage.state, forward)

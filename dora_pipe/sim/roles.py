@@ -152,6 +152,7 @@ def _worker_setup(
         context_tokens=plan.context_tokens,
         checkpoint_tokens=config.workers.checkpoint_tokens,
         turns_max=config.task.turns_max,
+        interruptible=config.staleness.interruptible,
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from dora_pipe.producers.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.engines.port import (
+    EngineEvent,
     EngineRequest,
     RequestFinished,
     SamplingParams,
@@ -192,6 +194,39 @@ def test_weights_are_loaded_beside_the_loop() -> None:
 
 
 # Tasks
+
+
+def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> None:
+    """The loading thread has the engine: nobody else may change its rows meanwhile."""
+    engine = _engine(slots=2, length=50)
+    port = _engine_port(engine, steps_max=4, thread=True)
+    for name in "ab":
+        port.start(EngineAdd(request=_request(name)))
+    port.poll()
+    begun, may_end = threading.Event(), threading.Event()
+    reload = engine.reload_keeping
+
+    def slow(weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        begun.set()
+        assert may_end.wait(10)
+        return reload(weights, version=version, digest=digest)
+
+    engine.reload_keeping = slow  # type: ignore[method-assign]
+    port.start(LoadWeights(version=1, digest="b", keep=True))
+    assert begun.wait(10)
+    port.start(EngineCancel(request="a"))
+    assert (port.poll(), engine.active) == ([], 2)
+    may_end.set()
+    events = []
+    while not events:
+        events = port.poll()
+    before = events[: [type(one) for one in events].index(WeightsLoaded)]
+    assert [(type(one), one.request) for one in before] == [
+        (TokensSampled, "a"),
+        (TokensSampled, "b"),
+    ]
+    assert all(len(one.token_ids) == 4 for one in before)
+    assert engine.active == 1
 
 
 def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,7 +218,7 @@ def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> Non
     port.start(EngineCancel(request="a"))
     assert (port.poll(), engine.active) == ([], 2)
     may_end.set()
-    events = []
+    events: list[Any] = []
     while not events:
         events = port.poll()
     before = events[: [type(one) for one in events].index(WeightsLoaded)]

@@ -87,7 +87,7 @@ def _orchestrator(directory: RunDir) -> None:
         run_orchestrator(
             bus,
             topics,
-            stop=roles.StopFlag(),
+            stop=roles.settle(),
             timing=config.timing,
             clock=clock,
             instance=Instance(
@@ -114,7 +114,7 @@ def _worker(directory: RunDir, name: str) -> None:
             store=PolicyStore(directory.store(config)),
             engine_factory=engine,
             handover=DirectoryHandover(directory.handover, clock=clock),
-            stop=roles.StopFlag(),
+            stop=roles.settle(),
             config=config,
             clock=clock,
         )
@@ -133,7 +133,7 @@ def _trainer(directory: RunDir) -> None:
         topics,
         store=FaultStore(directory.store(config), injector),
         trainer_factory=trainer,
-        stop=roles.StopFlag(),
+        stop=roles.settle(),
         config=config,
         clock=clock,
     )

@@ -28,8 +28,9 @@ EFFECTS_MAX: Final = 4
 EVENTS_MAX: Final = 1024
 """Events that may wait for the loop; then the thread waits."""
 
-READ_AHEAD_EVERY_S: Final = 0.1
-"""A thread without an effect looks at the log this often."""
+READ_AHEAD_EVERY_S: Final = 0.5
+"""A thread without an effect looks at the log this often; what came since is read when it is
+wanted. Looking costs about as much as reading twenty records."""
 
 WAIT_S: Final = 0.1
 """One wait of the thread for room among the events; closing is noticed after each."""

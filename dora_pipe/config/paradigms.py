@@ -55,12 +55,12 @@ PARADIGMS: Final[Mapping[str, Paradigm]] = MappingProxyType(
             Paradigm(
                 name="dora",
                 what="several versions generate at once, one version per trajectory",
-                staleness=Staleness(max_staleness=2, in_flight_batches=2.0),
+                staleness=Staleness(max_staleness=2, in_flight_batches=3.0),
             ),
             Paradigm(
                 name="interruptible",
                 what="every worker takes new weights at once, running requests go on under them",
-                staleness=Staleness(max_staleness=2, in_flight_batches=2.0, interruptible=True),
+                staleness=Staleness(max_staleness=2, in_flight_batches=3.0, interruptible=True),
             ),
         )
     }

@@ -46,8 +46,8 @@ def with_staleness(config: Config, **changes: object) -> Config:
     [
         ("sync", (0, 1.0, False)),
         ("one-step", (1, 2.0, False)),
-        ("dora", (2, 2.0, False)),
-        ("interruptible", (2, 2.0, True)),
+        ("dora", (2, 3.0, False)),
+        ("interruptible", (2, 3.0, True)),
     ],
 )
 def test_paradigm_lays_its_keys_over_the_file(
@@ -61,7 +61,7 @@ def test_paradigm_lays_its_keys_over_the_file(
 
 def test_override_has_the_last_word_over_a_paradigm(file: Path) -> None:
     read = load_config(file, ["staleness.max_staleness=3"], paradigm="interruptible")
-    assert of(read) == (3, 2.0, True)
+    assert of(read) == (3, 3.0, True)
     assert paradigm_of(read) == "interruptible with max_staleness 3"
 
 

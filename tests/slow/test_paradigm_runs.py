@@ -1,0 +1,114 @@
+"""Real processes: one worker under a wide bound, workers that come and go, every paradigm."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.schemas.control import RunStarted, WorkerJoined, WorkerLeft
+from tests.support.user_run import assert_clean, call, facts, furnish, start, steps, until
+
+pytestmark = pytest.mark.slow
+
+EVERY_S = 1.5
+"""Between two things that happen to workers."""
+
+
+def run_with(place: Path, paradigm: str, *overrides: str) -> subprocess.Popen[bytes]:
+    words = [word for override in overrides for word in ("-o", override)]
+    return start(place, "run", "config.toml", "--paradigm", paradigm, *words)
+
+
+@pytest.mark.parametrize("paradigm", ["sync", "one-step", "dora", "interruptible"])
+def test_every_paradigm_ends_clean_and_is_replayed(tmp_path: Path, paradigm: str) -> None:
+    place = furnish(tmp_path)
+    process = run_with(place, paradigm, "run.steps=6", "evaluation.every=2")
+    assert process.wait(200) == 0
+    assert steps(place, "tiny") == list(range(6))
+    assert_clean(place, "tiny")
+    assert call(place, "replay", "tiny", "--random", "20") == 0
+
+
+@pytest.mark.parametrize("paradigm", ["dora", "interruptible"])
+def test_one_worker_with_eta_three_ends_clean(tmp_path: Path, paradigm: str) -> None:
+    place = furnish(tmp_path)
+    wide = ("staleness.max_staleness=3", "staleness.in_flight_batches=4", "workers.count=1")
+    process = run_with(place, paradigm, "run.steps=12", *wide)
+    assert process.wait(200) == 0
+    assert steps(place, "tiny") == list(range(12))
+    assert_clean(place, "tiny")
+
+
+def living(place: Path) -> dict[str, int]:
+    """Workers that have joined and not said that they leave, by name: the newest process of each.
+
+    One that was killed is among them until its supervisor has started it again.
+    """
+    found: dict[str, int] = {}
+    for fact in facts(place, "tiny"):
+        if isinstance(fact, WorkerJoined):
+            found[fact.worker] = fact.pid
+        elif isinstance(fact, WorkerLeft):
+            found.pop(fact.worker, None)
+    return found
+
+
+def names() -> Iterator[str]:
+    number = 0
+    while True:
+        yield f"x{number}"
+        number += 1
+
+
+@pytest.mark.parametrize("paradigm", ["dora", "interruptible"])
+def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(
+    tmp_path: Path, paradigm: str
+) -> None:
+    place, chance, fresh = furnish(tmp_path), random.Random(5), names()
+    hardy = ("timing.restarts_max=200", "groups.attempts_max=50", "timing.lease_s=2.0")
+    process = run_with(place, paradigm, "run.steps=60", "sampling.max_tokens=40", *hardy)
+    log = place / "runs" / "tiny" / "log.sqlite"
+    until(lambda: log.exists() and any(isinstance(one, RunStarted) for one in facts(place, "tiny")))
+    until(lambda: len(living(place)) == 2)
+    others: dict[str, subprocess.Popen[bytes]] = {}
+    done = {"died": 0, "drained": 0, "joined": 0}
+    while process.poll() is None:
+        there = living(place)
+        mine = [name for name in others if name in there]
+        what = chance.choice(["died", "drained", "joined", "joined"])
+        if what == "joined" and len(mine) < 3:
+            name = next(fresh)
+            others[name] = start(place, "worker", "config.toml", "--name", name)
+            done[what] += 1
+        elif what == "drained" and mine:
+            assert call(place, "tell", "tiny", "drain", f"worker={chance.choice(mine)}") == 0
+            done[what] += 1
+        elif what == "died" and there:
+            try:
+                os.kill(there[chance.choice(sorted(there))], signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it had died already, and has not joined again yet
+            done[what] += 1
+        _pause(process)
+    assert process.returncode == 0, (place / "said").read_text()[-2000:]
+    for one in others.values():
+        one.wait(60)
+    assert min(done.values()) >= 2, json.dumps(done)
+    assert steps(place, "tiny") == list(range(60))
+    assert_clean(place, "tiny")
+
+
+def _pause(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(EVERY_S)
+    except subprocess.TimeoutExpired:
+        return

@@ -26,7 +26,6 @@ from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
-from dora_pipe.consumers.ports import InlinePort
 from dora_pipe.consumers.recovery import read_history
 from dora_pipe.consumers.role import work_setup
 from dora_pipe.consumers.trainers.port import Trainer
@@ -48,7 +47,7 @@ from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
 from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.cluster_parts import Parts, SimulatedParts, limits_of
+from tests.support.cluster_parts import Parts, SimulatedParts, SlowPort, limits_of
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
@@ -301,7 +300,7 @@ class Cluster:
             clock=self.clock,
             meter=meter,
         )
-        port = _SlowPort(work, self.train_ticks)
+        port = SlowPort(work, self.train_ticks)
         setup = TrainerSetup(
             topics=self.topics,
             role_epoch=started.role_epoch,
@@ -382,20 +381,3 @@ class Cluster:
                 "eval": sampling_params(config.evaluation.sampling, stops),
             },
         )
-
-
-class _SlowPort(InlinePort):
-    """The trainer's work in the loop, with a pause of some turns before each event."""
-
-    def __init__(self, work: TrainerWork, ticks: int) -> None:
-        super().__init__(work)
-        self._ticks = ticks
-        self._left = ticks
-
-    def poll(self) -> list[Any]:
-        """The next event, once its time has come."""
-        if self.busy and self._left:
-            self._left -= 1
-            return []
-        self._left = self._ticks
-        return super().poll()

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dora_pipe.clock import Clock
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.ports import InlinePort
 from dora_pipe.consumers.trainers.make import make_trainer
 from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.work import TrainerWork
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.simulated import (
@@ -121,3 +123,20 @@ class TorchParts:
 def limits_of(config: Config) -> Limits:
     """Of the waits of every role."""
     return Limits(short_s=config.timing.alarm_s, work_s=config.timing.alarm_work_s)
+
+
+class SlowPort(InlinePort):
+    """The trainer's work in the loop, with a pause of some turns before each event."""
+
+    def __init__(self, work: TrainerWork, ticks: int) -> None:
+        super().__init__(work)
+        self._ticks = ticks
+        self._left = ticks
+
+    def poll(self) -> list[Any]:
+        """The next event, once its time has come."""
+        if self.busy and self._left:
+            self._left -= 1
+            return []
+        self._left = self._ticks
+        return super().poll()

@@ -105,9 +105,14 @@ def test_mutated_json_is_read_or_refused(data: st.DataObject, record: tuple[Deco
 
 @settings(max_examples=300)
 @given(st.data(), st.sampled_from(ARROW))
-def test_mutated_frame_is_refused(data: st.DataObject, record: tuple[Decode, bytes]) -> None:
-    mutated = data.draw(mutations(record[1]))
-    assert mutated == record[1] or not expect_read_or_refused(record[0], mutated)
+def test_mutated_frame_is_refused_or_says_the_same(
+    data: st.DataObject, record: tuple[Decode, bytes]
+) -> None:
+    """A frame has bits without a meaning (zstd's unused header bit): they may change."""
+    decode, sound = record
+    mutated = data.draw(mutations(sound))
+    if expect_read_or_refused(decode, mutated):
+        assert decode(mutated) == decode(sound)
 
 
 @settings(max_examples=600)

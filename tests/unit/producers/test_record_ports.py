@@ -1,0 +1,193 @@
+"""The ports to the codec and to progress chains: bounded bits of work, chains that break."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.errors import LogTruncated
+from dora_pipe.producers.effects import (
+    EncodeFailed,
+    EncodeProgress,
+    EncodeTrajectory,
+    FetchProgress,
+    ProgressEncoded,
+    ProgressFetched,
+    TrajectoryEncoded,
+)
+from dora_pipe.producers.record_ports import CodecPort, ProgressPort
+from dora_pipe.runtime import Meter
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress
+from tests.support.batches import make_trajectory
+from tests.support.worker import VirtualClock
+
+PROGRESS = "r.progress"
+
+
+# Codec
+
+
+def _trajectory_effect() -> EncodeTrajectory:
+    return EncodeTrajectory(request="a", trajectory=make_trajectory("g0000000000-000"))
+
+
+def test_codec_makes_value_headers_and_digest_and_books_the_time() -> None:
+    meter = Meter()
+    port = CodecPort(meter, clock=VirtualClock())
+    for _ in range(20):
+        port.start(_trajectory_effect())
+    assert port.busy
+    events = port.poll()
+    assert len(events) == 20 and not port.busy
+    encoded = events[0]
+    assert isinstance(encoded, TrajectoryEncoded)
+    assert decode_trajectory(encoded.value) == _trajectory_effect().trajectory
+    assert dict(encoded.headers)["sha256"].decode() == encoded.sha256
+    assert meter.cost().codec_s > 0
+
+
+def test_record_that_breaks_its_rules_is_an_event() -> None:
+    port = CodecPort(Meter(), clock=VirtualClock())
+    broken = replace(make_trajectory("g0000000000-000"), digest="0")
+    port.start(EncodeTrajectory(request="a", trajectory=broken))
+    (event,) = port.poll()
+    assert isinstance(event, EncodeFailed)
+    assert "64 hex digits" in event.message
+
+
+def test_codec_stops_when_its_time_is_over() -> None:
+    class Ticking(VirtualClock):
+        def now_ns(self) -> int:
+            self.ns += 2_000_000
+            return self.ns
+
+    port = CodecPort(Meter(), clock=Ticking())
+    for _ in range(10):
+        port.start(_trajectory_effect())
+    assert len(port.poll()) == 3
+    assert port.busy
+    port.close()
+    assert not port.busy
+
+
+# Progress chains
+
+
+def _chunk(start: int, previous: int) -> Progress:
+    return Progress(
+        trajectory="g0000000000-000",
+        attempt=1,
+        version=0,
+        digest="0" * 64,
+        worker="w0",
+        epoch=1,
+        start=start,
+        token_ids=[start],
+        logprobs=[-0.5],
+        sampler_logprobs=[-0.5],
+        prefills=(3,),
+        previous=previous,
+        started_ns=1,
+    )
+
+
+def _log(*values: bytes) -> tuple[MemoryBus, list[int]]:
+    """A log of these progress records, and the offset of each."""
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=PROGRESS, partitions=2)])
+    writer = bus.writer()
+    return bus, [writer.append([Append(topic=PROGRESS, value=v, partition=1)])[0] for v in values]
+
+
+def _fetch(bus: MemoryBus, offset: int, clock: VirtualClock | None = None) -> ProgressFetched:
+    clock = clock or VirtualClock()
+    port = ProgressPort(bus, PROGRESS, Meter(), clock=clock)
+    port.start(FetchProgress(request="a", resume=Resume(tokens=1, partition=1, offset=offset)))
+    for _ in range(10_000):
+        assert port.busy
+        events = port.poll()
+        clock.sleep(0.01)
+        if events:
+            assert not port.busy
+            (event,) = events
+            assert isinstance(event, ProgressFetched)
+            return event
+    raise AssertionError("it was followed for ever")
+
+
+def _chain(length: int) -> tuple[MemoryBus, list[int]]:
+    bus, offsets = _log()
+    writer = bus.writer()
+    for start in range(length):
+        value = encode_progress(_chunk(start, offsets[-1] if offsets else -1))
+        offsets += writer.append([Append(topic=PROGRESS, value=value, partition=1)])
+    return bus, offsets
+
+
+def test_chain_is_followed_back_over_gaps_and_comes_oldest_first() -> None:
+    bus, offsets = _chain(5)
+    assert offsets[-1] > 5
+    fetched = _fetch(bus, offsets[-1])
+    assert [chunk.start for chunk in fetched.chunks] == [0, 1, 2, 3, 4]
+    assert fetched.why == ""
+
+
+def test_chain_begins_where_it_is_asked_for() -> None:
+    bus, offsets = _chain(5)
+    assert [chunk.start for chunk in _fetch(bus, offsets[2]).chunks] == [0, 1, 2]
+
+
+def test_chain_with_a_record_that_is_not_there_breaks() -> None:
+    bus, offsets = _chain(3)
+    fetched = _fetch(bus, offsets[1] + 1)
+    assert fetched.chunks == ()
+    assert f"no record at offset {offsets[1] + 1}" in fetched.why
+
+
+def test_chain_with_a_record_that_cannot_be_read_breaks() -> None:
+    bus, offsets = _log(b"nonsense")
+    assert f"the record at offset {offsets[0]}" in _fetch(bus, offsets[0]).why
+
+
+def test_chain_that_names_itself_breaks() -> None:
+    bus, offsets = _log(encode_progress(_chunk(1, 0)))
+    assert offsets == [0]
+    assert "names no earlier one" in _fetch(bus, 0).why
+
+
+def test_chain_on_a_log_that_is_away_is_tried_again_and_given_up_in_the_end() -> None:
+    bus, offsets = _chain(2)
+    away = MemoryBus(bus.log, faults=ScriptedFaults(polls={0, 1, 2}))
+    assert [chunk.start for chunk in _fetch(away, offsets[-1]).chunks] == [0, 1]
+    gone = MemoryBus(bus.log, faults=ScriptedFaults(polls=range(10_000)))
+    clock = VirtualClock()
+    assert "could not be read in time" in _fetch(gone, offsets[-1], clock).why
+    assert 10.0 <= clock.ns / 1e9 < 11.0
+
+
+def test_position_beyond_the_log_is_never_taken_for_a_broken_chain() -> None:
+    bus, offsets = _chain(2)
+    with pytest.raises(LogTruncated):
+        _fetch(bus, offsets[-1] + 100)
+
+
+def test_several_chains_are_read_turn_by_turn() -> None:
+    bus, offsets = _chain(4)
+    port = ProgressPort(bus, PROGRESS, Meter(), clock=VirtualClock())
+    for name, offset in (("long", offsets[3]), ("short", offsets[0])):
+        resume = Resume(tokens=1, partition=1, offset=offset)
+        port.start(FetchProgress(request=name, resume=resume))
+    order = [event.request for _ in range(5) for event in port.poll()]
+    assert order == ["short", "long"]
+    assert not port.busy
+
+
+def test_progress_is_encoded_too() -> None:
+    port = CodecPort(Meter(), clock=VirtualClock())
+    port.start(EncodeProgress(request="a", progress=_chunk(0, -1)))
+    assert isinstance(port.poll()[0], ProgressEncoded)

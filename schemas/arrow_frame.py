@@ -12,7 +12,7 @@ from __future__ import annotations
 import array
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,9 +80,10 @@ class Layout:
             raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
         return _compressor().compress(raw)
 
-    def unseal(self, value: bytes) -> Row:
+    def unseal(self, value: bytes, *, leave: Collection[str] = ()) -> Row:
         """The known columns of a record, each valid, of one row and of its type.
 
+        Those of `leave` come as arrays alone: their plain values are for who wants them as lists.
         Raises SchemaError for anything else.
         """
         raw = decompress(value)
@@ -93,7 +94,9 @@ class Layout:
                 raise SchemaError(f"{batch.num_rows} rows instead of 1")
             arrays = self._known(batch, same)
             # Here, where what Arrow finds wrong only now is still expected.
-            values = {name: array.to_pylist()[0] for name, array in arrays.items()}
+            values = {
+                name: array.to_pylist()[0] for name, array in arrays.items() if name not in leave
+            }
             return Row(arrays=arrays, values=values)
         except SchemaError:
             raise

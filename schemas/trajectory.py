@@ -132,7 +132,8 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         """Tokens the policy sampled."""
-        return int(sum(self.loss_mask))
+        mask = self.loss_mask  # A sum over numpy's bytes would be one byte, too.
+        return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else int(sum(mask))
 
     @property
     def versions(self) -> list[int]:

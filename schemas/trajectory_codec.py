@@ -39,6 +39,7 @@ __all__ = [
     "headers_of",
     "matches",
     "parse_headers",
+    "view_trajectory",
 ]
 
 _DIGEST_BYTES = 32
@@ -105,6 +106,7 @@ PROGRESS = Layout(
 )
 """Columns of the progress topic."""
 
+_LISTS = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
 _META = msgspec.json.Decoder(Meta)
 
 
@@ -138,7 +140,22 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
 def decode_trajectory(value: bytes) -> Trajectory:
     """A trajectory from its value bytes, checked. Raises SchemaError with a path, nothing else."""
     columns, values = TRAJECTORY.unseal(value)
+    return _checked(columns, values, _arrays(columns))
+
+
+def view_trajectory(value: bytes) -> Trajectory:
+    """As `decode_trajectory`, with numpy arrays (NaN for None): no token becomes an object.
+
+    For who looks at a record as a whole; checks and errors are the same.
+    """
+    columns, values = TRAJECTORY.unseal(value, leave=_LISTS)
     arrays = _arrays(columns)
+    values["token_ids"], values["loss_mask"] = arrays.token_ids, arrays.loss_mask
+    values["logprobs"], values["sampler_logprobs"] = arrays.logprobs, arrays.sampler_logprobs
+    return _checked(columns, values, arrays)
+
+
+def _checked(columns: Mapping[str, pa.Array], values: dict[str, Any], arrays: Arrays) -> Trajectory:
     check_arrays(arrays)
     _no_stray_values(columns, arrays.loss_mask)
     trajectory = Trajectory(

@@ -61,7 +61,7 @@ sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every pla
 	@$(BIN)/dora-pipe sim --bugs
 
 kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
-	@$(BIN)/python -m tests.support.kafka_broker $(ARGS)
+	@$(BIN)/python -m infra.kafka $(ARGS)
 
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 

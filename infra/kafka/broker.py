@@ -1,0 +1,294 @@
+"""Runs a real Kafka broker from Maven's jars as a plain process, and decides nothing about its use.
+
+with KafkaBroker(tmp_path) as broker:
+    broker.kill()      # SIGKILL
+    broker.start()     # same ports, same data
+
+A broker always has a listener PLAINTEXT, which `bootstrap` names, for its peers and for those who
+watch over it. What is tested on another protocol gets a listener of its own, at `address(NAME)`:
+
+KafkaBroker(
+    tmp_path,
+    listeners=[Listener(name="SECURE", protocol="SASL_SSL")],
+    settings={"sasl.enabled.mechanisms": "SCRAM-SHA-256", "ssl.keystore.location": ...},
+    format_with=["--add-scram", "SCRAM-SHA-256=[name=w0,password=secret]"],
+)
+"""
+
+import base64
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from infra.kafka.jars import HERE, TOOL_LIMIT_S, BrokerError, java, run_bounded
+
+START_LIMIT_S = 60.0
+"""A broker is up in 2 to 3 s; a loaded machine may take ten times that."""
+STOP_LIMIT_S = 20.0
+POLL_S = 0.05
+MAX_STARTS = 3
+"""Another process may take a free port between our looking and the broker's binding."""
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """One more door of a broker, on a port of its own."""
+
+    name: str
+    protocol: str = "PLAINTEXT"
+    """PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL."""
+    advertised: str = ""
+    """`host:port` that clients are sent to, e.g. a proxy's; empty: the listener itself."""
+
+
+class KafkaBroker:
+    """One broker that is a controller too, with its data in a folder that the caller owns.
+
+    Ports are drawn once, at the first start, so `start` after `kill` or `stop` comes back under
+    the same address with the same data. The process dies with the thread that started it.
+    `settings` are lines of server.properties that are added or replace ours; `format_with` are
+    words for `kafka-storage format`; `port` fixes the ports (this one and those above it), and
+    then data that is in the folder already is used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        node: int = 1,
+        port: int | None = None,
+        listeners: Sequence[Listener] = (),
+        settings: Mapping[str, str] | None = None,
+        format_with: Sequence[str] = (),
+        jvm: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.node = node
+        self.listeners = (Listener(name="PLAINTEXT"), *listeners)
+        self.settings = dict(settings or {})
+        self.format_with = tuple(format_with)
+        self.jvm = tuple(jvm)
+        self.peers: Sequence[KafkaBroker] = (self,)
+        self._wanted_port = port
+        self._ports: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port` for `bootstrap_servers`; known once the broker was started."""
+        return self.address("PLAINTEXT")
+
+    @property
+    def data(self) -> Path:
+        """Where its log lies."""
+        return self.folder / "data"
+
+    @property
+    def pid(self) -> int:
+        """The broker's process; it must be running."""
+        assert self._process is not None, "the broker is not running"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended, by itself or by us; a frozen one runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def address(self, listener: str) -> str:
+        """`host:port` where a listener itself listens; known once the broker was started."""
+        assert self._ports, "the broker was never started"
+        names = [one.name for one in self.listeners]
+        return f"{HOST}:{self._ports[1 + names.index(listener)]}"
+
+    def start(self) -> None:
+        """Start and return when the broker answers; a stopped or killed one comes back as it was.
+
+        Raises BrokerError when it does not answer within `START_LIMIT_S`.
+        """
+        again = bool(self._ports)
+        for attempt in range(1, MAX_STARTS + 1):
+            if not again:
+                self.draw()
+                self.format(new_cluster())
+            try:
+                self.launch()
+                self.await_ready()
+                return
+            except BrokerError:
+                if again or self._wanted_port or attempt == MAX_STARTS:
+                    raise
+
+    def stop(self) -> None:
+        """Ask the broker to shut down cleanly and wait for it; nothing happens if it is down."""
+        self.signal(signal.SIGTERM)
+        self.join()
+
+    def kill(self) -> None:
+        """SIGKILL: what was acknowledged must survive this."""
+        self.signal(signal.SIGKILL)
+        self.join()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers, until `thaw`."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT after `freeze`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def log(self) -> str:
+        """Everything that the broker wrote so far."""
+        path = self.folder / "broker.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self) -> int:
+        """Block until the broker ends by itself; its exit status."""
+        assert self._process is not None, "the broker is not running"
+        return self._process.wait()
+
+    def __enter__(self) -> "KafkaBroker":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    # The steps of a start, for a cluster that takes each with all its brokers.
+
+    def draw(self) -> None:
+        """Decide the ports: the controller's, then one for each listener."""
+        count = 1 + len(self.listeners)
+        first = self._wanted_port
+        # With a port of the caller's choice all are fixed, so that old data is found again.
+        self._ports = [first + count - 1, *range(first, first + count - 1)] if first else []
+        self._ports = self._ports or free_ports(count)
+
+    def format(self, cluster: str) -> None:
+        """Write server.properties, and the data folder of a new member of the cluster."""
+        if self.data.exists() and self._wanted_port is None:
+            shutil.rmtree(self.data)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        properties = self.folder / "server.properties"
+        lines = [f"{name}={value}\n" for name, value in self._properties().items()]
+        properties.write_text("".join(lines))
+        if self.data.exists():
+            return
+        words = ["format", "-t", cluster, "-c", str(properties), *self.format_with]
+        done = run_bounded(java("kafka.tools.StorageTool", *words), TOOL_LIMIT_S)
+        if done.returncode:
+            raise BrokerError(f"the data folder was not formatted:\n{done.stdout}{done.stderr}")
+
+    def launch(self) -> None:
+        """Start the process; it may not answer yet."""
+        assert self._process is None, "the broker is running already"
+        with (self.folder / "broker.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self.jvm),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the tests, which then stop the broker
+            )
+
+    def await_ready(self) -> None:
+        """Return when the broker takes part; one that does not is killed. Raises BrokerError."""
+        limit = time.monotonic() + START_LIMIT_S
+        while not _answers(self.bootstrap, self.node):
+            if not self.running or time.monotonic() > limit:
+                self.kill()
+                raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
+            time.sleep(POLL_S)
+
+    def signal(self, how: signal.Signals) -> None:
+        """Tell a running broker to end; `join` waits for it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)  # a frozen one hears nothing
+            self._process.send_signal(how)
+
+    def join(self) -> None:
+        """Wait for the end of a broker that was told to, and make sure of it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_LIMIT_S)
+
+    def _properties(self) -> dict[str, str]:
+        own = [(one, self.address(one.name)) for one in self.listeners]
+        protocols = {"CONTROLLER": "PLAINTEXT"} | {one.name: one.protocol for one, _ in own}
+        controller = f"{HOST}:{self._ports[0]}"
+        doors = [f"{one.name}://{address}" for one, address in own]
+        outside = [f"{one.name}://{one.advertised or address}" for one, address in own]
+        voters = [f"{peer.node}@{HOST}:{peer._ports[0]}" for peer in self.peers]
+        drawn = {
+            "node.id": str(self.node),
+            "controller.quorum.voters": ",".join(voters),
+            "listeners": ",".join([*doors, f"CONTROLLER://{controller}"]),
+            "advertised.listeners": ",".join(outside),
+            "listener.security.protocol.map": ",".join(f"{k}:{v}" for k, v in protocols.items()),
+            "log.dirs": str(self.data),
+        }
+        return {**read_properties(HERE / "server.properties"), **drawn, **self.settings}
+
+
+def read_properties(path: Path) -> dict[str, str]:
+    """The settings of a properties file, in their order."""
+    lines = path.read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def new_cluster() -> str:
+    """A cluster id."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+
+
+def free_ports(count: int) -> list[int]:
+    """That many different TCP ports of the loopback that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _answers(bootstrap: str, node: int) -> bool:
+    """Whether the broker lists itself as serving: before that it refuses new topics."""
+    from kafka import KafkaAdminClient
+    from kafka.errors import KafkaError
+
+    host, port = bootstrap.split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=POLL_S).close()
+    except OSError:
+        return False  # ask the client only when somebody listens: its own retries are slow
+    try:
+        admin = KafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
+    except KafkaError:
+        return False
+    try:
+        brokers = admin.describe_cluster()["brokers"]
+        return any(one["broker_id"] == node and not one["is_fenced"] for one in brokers)
+    except KafkaError:
+        return False
+    finally:
+        admin.close()

@@ -1,0 +1,94 @@
+"""Three real brokers replicate, go on without one, and take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.admin import NewTopic
+
+from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+TOPIC = "kept"
+WAIT_S = 30
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
+    """Three brokers of this test's own, with one topic as they make it by default."""
+    with KafkaCluster(tmp_path) as made:
+        with made.admin() as admin:
+            admin.create_topics([NewTopic(TOPIC, 1, -1)], wait_for_metadata=True)
+        made.await_in_sync(TOPIC)
+        yield made
+
+
+def append(bootstrap: str, *values: bytes) -> None:
+    """Append with every acknowledgement that the cluster asks for."""
+    producer = KafkaProducer(bootstrap_servers=bootstrap.split(","), acks="all")
+    try:
+        for value in values:
+            producer.send(TOPIC, value).get(timeout=WAIT_S)
+    finally:
+        producer.close()
+
+
+def values(bootstrap: str, count: int) -> list[bytes]:
+    """What is in the topic once so much is there."""
+    reader = KafkaConsumer(bootstrap_servers=bootstrap.split(","), enable_auto_commit=False)
+    try:
+        reader.assign([TopicPartition(TOPIC, 0)])
+        reader.seek_to_beginning()
+        found: list[bytes] = []
+        for _ in range(5 * WAIT_S):
+            for records in reader.poll(timeout_ms=200).values():
+                found += [record.value for record in records]
+            if len(found) >= count:
+                break
+        return found
+    finally:
+        reader.close()
+
+
+def test_a_cluster_goes_on_when_its_leader_is_killed_and_takes_it_back(
+    cluster: KafkaCluster,
+) -> None:
+    assert cluster.in_sync(TOPIC) == [1, 2, 3]
+    append(cluster.bootstrap, b"one")
+    first = cluster.leader(TOPIC)
+    first.kill()
+    assert not first.running
+    second = cluster.leader(TOPIC)
+    assert second is not first
+    append(cluster.bootstrap, b"two")
+    first.start()
+    cluster.await_in_sync(TOPIC)
+    append(cluster.bootstrap, b"three")
+    assert values(cluster.bootstrap, 3) == [b"one", b"two", b"three"]
+
+
+def test_a_cluster_that_was_stopped_has_what_it_had(cluster: KafkaCluster) -> None:
+    append(cluster.bootstrap, b"one")
+    address = cluster.bootstrap
+    cluster.kill()
+    cluster.start()
+    cluster.stop()
+    cluster.start()
+    assert cluster.bootstrap == address
+    assert values(address, 1) == [b"one"]
+
+
+def test_another_listener_is_another_door_to_the_same_log(tmp_path: Path) -> None:
+    doors = [Listener(name="SECOND"), Listener(name="ELSEWHERE", advertised="127.0.0.1:1")]
+    with KafkaBroker(tmp_path, listeners=doors, settings={"num.partitions": "7"}) as broker:
+        addresses = {broker.bootstrap, broker.address("SECOND"), broker.address("ELSEWHERE")}
+        assert len(addresses) == 3
+        producer = KafkaProducer(bootstrap_servers=broker.address("SECOND"))
+        producer.close()
+        written = (tmp_path / "server.properties").read_text()
+        assert "ELSEWHERE://127.0.0.1:1" in written
+        assert "num.partitions=7" in written

@@ -20,7 +20,6 @@ from dora_pipe import __version__
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
 from dora_pipe.bench.faults.order import WORKERS
-from dora_pipe.bus.open import open_bus
 from dora_pipe.cli import roles
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import Clock, SystemClock
@@ -83,7 +82,7 @@ def _orchestrator(directory: RunDir) -> None:
 
     first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
     config, topics, injector, clock = _rigged(directory, roles.ORCHESTRATOR)
-    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
+    with closing(FaultBus(directory.open_bus(config), injector)) as bus:
         run_orchestrator(
             bus,
             topics,
@@ -106,7 +105,7 @@ def _worker(directory: RunDir, name: str) -> None:
     def engine(**given: Any) -> Engine:
         return watched(roles.open_engine(**given), _ENGINE_MARKS, injector)
 
-    with closing(FaultBus(open_bus(directory.bus_url(config)), injector)) as bus:
+    with closing(FaultBus(directory.open_bus(config), injector)) as bus:
         run_worker(
             bus,
             topics,
@@ -129,7 +128,7 @@ def _trainer(directory: RunDir) -> None:
         return watched(make_trainer(**given), _TRAINER_MARKS, injector)
 
     run_trainer(
-        lambda: FaultBus(open_bus(directory.bus_url(config)), injector),
+        lambda: FaultBus(directory.open_bus(config), injector),
         topics,
         store=FaultStore(directory.store(config), injector),
         trainer_factory=trainer,
@@ -159,6 +158,6 @@ def _judge(directory: RunDir) -> None:
     )
     names = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
     acks = [ack for name in names for ack in files.acks(name)]
-    with closing(open_bus(directory.bus_url(config))) as bus:
+    with closing(directory.open_bus(config)) as bus:
         verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock())
     verdict_of(directory).write_bytes(msgspec.json.encode(verdict))

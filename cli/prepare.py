@@ -31,7 +31,11 @@ def create_topics(bus: Bus, config: Config) -> Topics:
     many = {topics.trajectories, topics.progress}
     bus.create(
         [
-            TopicSpec(name=name, partitions=config.bus.partitions if name in many else 1)
+            TopicSpec(
+                name=name,
+                partitions=config.bus.partitions if name in many else 1,
+                record_bytes_max=config.bus.record_bytes_max,
+            )
             for name in topics.all()
         ]
     )

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe import __version__
-from dora_pipe.bus.open import open_bus
 from dora_pipe.cli.output import complain
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, DoraError
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.role import Decode
 from dora_pipe.schemas.control import RunStarted
@@ -115,7 +113,7 @@ def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:
     from dora_pipe.orchestrator.role import Instance, run_orchestrator
 
     stop = settle()
-    bus = open_bus(directory.bus_url(config))
+    bus = directory.open_bus(config)
     try:
         run_orchestrator(
             bus=bus,
@@ -127,6 +125,7 @@ def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:
             ),
             stop=stop,
             run_started=first,
+            snapshots=directory.snapshots,
         )
     finally:
         bus.close()
@@ -138,13 +137,13 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
     from dora_pipe.producers.role import run_worker
 
     stop = settle()
-    bus = open_bus(directory.bus_url(config))
+    bus = directory.open_bus(config)
     try:
         run_worker(
             bus,
             Topics(config.run.name),
             worker=name,
-            store=PolicyStore(directory.store(config)),
+            store=directory.policies(config),
             engine_factory=open_engine,
             handover=DirectoryHandover(directory.handover, clock=SystemClock()),
             stop=stop,
@@ -159,9 +158,9 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     from dora_pipe.consumers.role import run_trainer
 
     run_trainer(
-        lambda: open_bus(directory.bus_url(config)),
+        lambda: directory.open_bus(config),
         Topics(config.run.name),
-        store=PolicyStore(directory.store(config)),
+        store=directory.policies(config),
         stop=settle(),
         config=config,
         adopt=adopt,

@@ -3,7 +3,9 @@
 runs/NAME/
   config.toml     the resolved configuration
   log.sqlite      the log, unless the bus is elsewhere
-  policies/       policies and checkpoints under their digests
+  policies/       policies and checkpoints under their digests; claims/: values too large for
+                  the log
+  snapshots/      the orchestrator's state now and then: a cache that a restart begins at
   handover/       KV caches on their way from worker to worker
   logs/           what each role said
 """
@@ -16,11 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.policies.open import open_store
+from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.topics import Topics
 
 RUNS = Path("runs")
@@ -59,9 +64,26 @@ class RunDir:
         """Where the log is."""
         return config.bus.url or f"sqlite:{self.path / 'log.sqlite'}"
 
+    def open_bus(self, config: Config) -> Bus:
+        """The log as the configuration says: user, certificates, and where large values lie.
+
+        The only way from a configuration to its log. Raises BusError, ConfigError.
+        """
+        security = KafkaSecurity.of(config.bus)
+        return open_bus(self.bus_url(config), security, claims=self.store(config) / "claims")
+
     def store(self, config: Config) -> Path:
-        """Where policies lie."""
+        """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
         return Path(config.store.path) if config.store.path else self.path / "policies"
+
+    def policies(self, config: Config) -> PolicyStore:
+        """The policy store, wherever it is. Raises ConfigError."""
+        return open_store(self.store(config), config.store)
+
+    @property
+    def snapshots(self) -> Path:
+        """The orchestrator's snapshots of its state; may be removed at any time."""
+        return self.path / "snapshots"
 
     def exists(self) -> bool:
         """Whether a run was made here."""
@@ -79,8 +101,13 @@ class OpenRun:
 
     @property
     def store(self) -> Path:
-        """Where its policies lie."""
+        """Where its policies lie on this machine."""
         return self.directory.store(self.config)
+
+    @property
+    def policies(self) -> PolicyStore:
+        """The policy store, wherever it is."""
+        return self.directory.policies(self.config)
 
 
 def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
@@ -110,7 +137,7 @@ def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
             f"{directory.path} holds a configuration, but no log",
             hint=f"start it with: dora-pipe run {directory.config_file}",
         )
-    bus = open_bus(directory.bus_url(config))
+    bus = directory.open_bus(config)
     try:
         yield OpenRun(directory=directory, config=config, topics=Topics(config.run.name), bus=bus)
     finally:

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus
 from dora_pipe.cli import prepare, roles
 from dora_pipe.cli.output import say
@@ -205,7 +204,7 @@ def _load(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:
 
 @contextmanager
 def _bus(directory: RunDir, config: Config) -> Iterator[Bus]:
-    bus = open_bus(directory.bus_url(config))
+    bus = directory.open_bus(config)
     try:
         yield bus
     finally:

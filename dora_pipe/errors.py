@@ -6,6 +6,7 @@
     ├── BusError           (4)  the log cannot be reached, read or written
     │   ├── Fenced              another incarnation owns this exclusive writer
     │   ├── OutcomeUnknown      an append may or may not have happened
+    │   ├── AccessRefused       a wrong password, an untrusted certificate, a missing right
     │   ├── RecordTooLarge      a record is above the limit of its topic
     │   ├── BusFull             the disk, or a bounded buffer, has no room
     │   ├── TopicMissing        a topic of the run does not exist
@@ -23,7 +24,23 @@ The number is the exit code of the command line. A message is one line; `hint` s
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MESSAGE_CHARACTERS_MAX: Final = 2000
+"""A message may quote what came from outside, and that may be of any length."""
+
+_PATH_CHARACTERS_MAX: Final = 200
+
+
+def one_line(text: str, characters_max: int) -> str:
+    """The text on one line and not endless: what a terminal would obey is written as an escape."""
+    if len(text) > characters_max:
+        text = text[: characters_max - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 class DoraError(Exception):
@@ -35,6 +52,7 @@ class DoraError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = one_line(message, MESSAGE_CHARACTERS_MAX)
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -66,8 +84,24 @@ class OutcomeUnknown(BusError):
     """An append may or may not have happened; the role starts again under a new role epoch."""
 
 
+class AccessRefused(BusError):
+    """The log's cluster refuses this client, or is not trusted by it: no wait mends that."""
+
+
 class RecordTooLarge(BusError):
-    """A record is above the size limit of its topic."""
+    """A record is above the size limit of its topic, which is told where it is known."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        topic: str = "",
+        limit_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.topic = topic
+        self.limit_bytes = limit_bytes
 
 
 class BusFull(BusError):
@@ -106,6 +140,8 @@ class SchemaError(DoraError):
     exit_code = 8
 
     def __init__(self, message: str, *, path: str = "$", hint: str | None = None) -> None:
+        path = one_line(path, _PATH_CHARACTERS_MAX)
+        message = one_line(message, MESSAGE_CHARACTERS_MAX - _PATH_CHARACTERS_MAX - 10)
         super().__init__(f"{message} (at {path})", hint=hint)
         self.path = path
 

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from dora_pipe.clock import Clock
 from dora_pipe.errors import (
+    AccessRefused,
     BusError,
     Fenced,
     LogTruncated,
@@ -25,7 +26,7 @@ DELIVERY_TIMEOUT_S: Final = 120.0
 
 RETRY_PAUSE_S: Final = 0.25
 
-FINAL_ERRORS: Final = (Fenced, LogTruncated, RecordTooLarge, TopicMissing)
+FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordTooLarge, TopicMissing)
 """Trying again cannot mend these."""
 
 

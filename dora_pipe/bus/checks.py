@@ -83,17 +83,29 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
         if size_bytes > spec.record_bytes_max:
             raise RecordTooLarge(
                 f"a record of {size_bytes} bytes for topic {record.topic}, "
-                f"which takes at most {spec.record_bytes_max}"
+                f"which takes at most {spec.record_bytes_max}",
+                topic=record.topic,
+                limit_bytes=spec.record_bytes_max,
             )
 
 
 def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
-    """Refuse to create a topic that exists with other settings. Raises BusError."""
-    if spec != existing:
+    """Refuse to go on with a topic that exists with other partitions, or for smaller records.
+
+    Raises BusError. A topic that takes larger records is as good.
+    """
+    if spec.partitions != existing.partitions:
         raise BusError(
-            f"topic {spec.name} exists with {existing.partitions} partitions and records of at "
-            f"most {existing.record_bytes_max} bytes, not {spec.partitions} and "
-            f"{spec.record_bytes_max}"
+            f"topic {spec.name} exists with {existing.partitions} partitions, not "
+            f"{spec.partitions}",
+            hint=f"set bus.partitions = {existing.partitions}, or choose another run.name",
+        )
+    if spec.record_bytes_max > existing.record_bytes_max:
+        raise BusError(
+            f"topic {spec.name} exists and takes records of at most {existing.record_bytes_max} "
+            f"bytes, not {spec.record_bytes_max}",
+            hint="raise its max.message.bytes, or set "
+            f"bus.record_bytes_max = {existing.record_bytes_max}",
         )
 
 
@@ -109,6 +121,16 @@ def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} ends at {end}, before the position {position}",
             hint="records that were acknowledged are gone; restore the log from a copy",
+        )
+
+
+def check_not_deleted(tp: TopicPartition, position: int, begin: int) -> None:
+    """Raises LogTruncated if retention deleted what somebody wants to read."""
+    if position < begin:
+        raise LogTruncated(
+            f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
+            "were deleted",
+            hint="read the log together with its archive: --archive DIR (`dora-pipe archive`)",
         )
 
 

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
@@ -26,11 +27,11 @@ from dora_pipe.bus.checks import (
     OpenedHere,
     check_appends,
     check_exists,
+    check_not_deleted,
     check_position,
     check_same,
     check_spec,
     record_bytes,
-    topic_missing,
 )
 from dora_pipe.bus.kafka_client import (
     BATCH_BYTES,
@@ -40,23 +41,29 @@ from dora_pipe.bus.kafka_client import (
     FETCH_BYTES,
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
-    RECONNECT_MS_MAX,
     RECORD_BYTES_MAX,
     RETRY_MS,
     TRANSACTION_LIMIT_S,
     bounded,
+    client_settings,
     discard,
     ms,
-    our_errors,
     send,
     to_record,
     topic_settings,
     was_fenced,
 )
+from dora_pipe.bus.kafka_errors import check_found, our_errors
+from dora_pipe.bus.kafka_reach import check_tls, unreachable
+from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, Fenced, OutcomeUnknown
+from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
+
+
+class _Unreachable(BusError):
+    """Nothing answers; what that means is looked at before it is told."""
 
 
 class KafkaBus:
@@ -66,9 +73,14 @@ class KafkaBus:
     """
 
     def __init__(
-        self, servers: Sequence[str], *, delivery_limit_s: float = DELIVERY_LIMIT_S
+        self,
+        servers: Sequence[str],
+        *,
+        security: KafkaSecurity = PLAINTEXT,
+        delivery_limit_s: float = DELIVERY_LIMIT_S,
     ) -> None:
         self.servers = list(servers)
+        self.security = security
         self.delivery_limit_s = delivery_limit_s
         self._here = OpenedHere(f"kafka://{','.join(servers)}")
         self._parts: list[KafkaReader | KafkaWriter] = []
@@ -76,18 +88,24 @@ class KafkaBus:
         self._lock = threading.Lock()  # a writer's thread looks topics up too
         self._admin = self._connect()
 
+    def client_settings(self) -> dict[str, Any]:
+        """What a client of this cluster is made with, the password included."""
+        return client_settings(self.servers, self.security)
+
+    def errors(
+        self, otherwise: type[BusError] = BusError, *, needs: str = ""
+    ) -> AbstractContextManager[None]:
+        """Our errors for the client's; a refusal names this user and the right it `needs`."""
+        return our_errors(otherwise, security=self.security, needs=needs)
+
     def _connect(self) -> KafkaAdminClient:
+        check_tls(self.servers, self.security)
+        settings = self.client_settings()
         try:
-            return KafkaAdminClient(
-                bootstrap_servers=self.servers,
-                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
-                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
-            )
-        except (kafka_errors.KafkaError, ValueError) as error:
-            raise BusError(
-                f"no Kafka broker answers at {','.join(self.servers)}: {error}",
-                hint="is it running, and is bus.url right?",
-            ) from error
+            with self.errors(_Unreachable):
+                return KafkaAdminClient(**settings)
+        except _Unreachable as error:
+            raise unreachable(self.servers, self.security, error.message) from error
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""
@@ -95,7 +113,8 @@ class KafkaBus:
             check_spec(spec)
         existing = set(self.topics())
         fresh = {spec.name: spec for spec in topics if spec.name not in existing}
-        with our_errors(), self._lock:
+        needs = f"CREATE on topic {', '.join(fresh)}"
+        with self.errors(needs=needs), self._lock:
             if fresh:
                 brokers = len(self._admin.describe_cluster()["brokers"])
                 wanted = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
@@ -109,20 +128,27 @@ class KafkaBus:
     def topics(self) -> list[str]:
         """Names of all topics, sorted, without Kafka's own."""
         self._here.check()
-        with our_errors(), self._lock:
+        with self.errors(), self._lock:
             return sorted(t for t in self._admin.list_topics() if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
         """How many partitions a topic has."""
         return self.spec(topic).partitions
 
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position that retention has not deleted: the log start offset."""
+        return self._offset(tp, OffsetSpec.EARLIEST)
+
     def end(self, tp: TopicPartition) -> int:
         """The position after the last visible record: the last stable offset."""
+        return self._offset(tp, OffsetSpec.LATEST)
+
+    def _offset(self, tp: TopicPartition, which: OffsetSpec) -> int:
         check_exists(tp, {tp.topic: self.spec(tp.topic)})
         at = KafkaPartition(*tp)
-        with our_errors(), self._lock:
+        with self.errors(needs=f"DESCRIBE on topic {tp.topic}"), self._lock:
             found = self._admin.list_partition_offsets(
-                {at: OffsetSpec.LATEST}, isolation_level=IsolationLevel.READ_COMMITTED
+                {at: which}, isolation_level=IsolationLevel.READ_COMMITTED
             )
         return int(found[at].offset)
 
@@ -131,7 +157,7 @@ class KafkaBus:
         for tp, position in positions.items():
             check_exists(tp, {tp.topic: self.spec(tp.topic)})
             check_position(tp, position)
-        return self._keep(KafkaReader(self.servers, positions))
+        return self._keep(KafkaReader(self, positions))
 
     def writer(self, *, exclusive: str | None = None) -> KafkaWriter:
         """A writer; with a name, earlier ones of that name are fenced."""
@@ -149,10 +175,10 @@ class KafkaBus:
         self._here.check()
         if topic not in self._specs:
             resource = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": None})
-            with our_errors(), self._lock:
+            with self.errors(needs=f"DESCRIBE on topic {topic}"), self._lock:
                 (found,) = self._admin.describe_topics([topic])
-                if found["error_code"]:
-                    raise topic_missing(topic)
+                check_found(found, topic)
+            with self.errors(needs=f"DESCRIBE_CONFIGS on topic {topic}"), self._lock:
                 settings = self._admin.describe_configs([resource], config_filter="all")
             limit = int(settings["topic"][topic]["max.message.bytes"]["value"])
             self._specs[topic] = TopicSpec(
@@ -174,14 +200,15 @@ class KafkaBus:
 class KafkaReader:
     """Reads assigned partitions, never as a member of a group; fetches ahead within bounds."""
 
-    def __init__(self, servers: Sequence[str], positions: Mapping[TopicPartition, int]) -> None:
+    def __init__(self, bus: KafkaBus, positions: Mapping[TopicPartition, int]) -> None:
         self.here = OpenedHere("this reader")
+        self._bus = bus
+        self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._waiting: deque[Record] = deque()  # fetched, and over the caller's last bound
         self._heard_s = time.monotonic()
-        with our_errors():
+        with self._errors():
             self._consumer = KafkaConsumer(
-                bootstrap_servers=list(servers),
-                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
+                **bus.client_settings(),
                 isolation_level="read_committed",
                 group_id=None,
                 enable_auto_commit=False,
@@ -190,11 +217,13 @@ class KafkaReader:
                 fetch_max_bytes=FETCH_BYTES,
                 max_partition_fetch_bytes=FETCH_BYTES,
                 retry_backoff_ms=RETRY_MS,
-                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])
             for tp, position in positions.items():
                 self._consumer.seek(KafkaPartition(*tp), position)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return self._bus.errors(needs=self._needs)
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
@@ -202,8 +231,12 @@ class KafkaReader:
         """Records from the present positions on; in an outage a BusError, after a probe."""
         self.here.check()
         if not self._waiting:
-            with our_errors():
-                fetched = self._consumer.poll(ms(timeout_s), max_records=records_max)
+            try:
+                with self._errors():
+                    fetched = self._consumer.poll(ms(timeout_s), max_records=records_max)
+            except LogTruncated:
+                self._check_not_deleted()
+                raise
             self._waiting.extend(to_record(each) for part in fetched.values() for each in part)
             self._listen(heard=bool(fetched))
         found: list[Record] = []
@@ -214,11 +247,21 @@ class KafkaReader:
             found.append(self._waiting.popleft())
         return found
 
+    def _check_not_deleted(self) -> None:
+        """The broker says only that a position is out of range; retention deserves its own line."""
+        with self._errors():
+            assigned = list(self._consumer.assignment())
+            begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
+            positions = {at: self._consumer.position(at, timeout_ms=0) for at in assigned}
+        for at, begin in begins.items():
+            if positions[at] is not None:
+                check_not_deleted(TopicPartition(*at), int(positions[at]), int(begin))
+
     def _listen(self, *, heard: bool) -> None:
         """After a long silence, find out whether it is the log that is quiet or the broker."""
         now_s = time.monotonic()
         if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
-            with our_errors():
+            with self._errors():
                 self._consumer.end_offsets(
                     list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
                 )
@@ -232,7 +275,7 @@ class KafkaReader:
         for record in self._waiting:
             if record.at == tp:
                 return record.offset
-        with our_errors():
+        with self._errors():
             return int(self._consumer.position(at, timeout_ms=0))
 
     def seek(self, tp: TopicPartition, position: int) -> None:
@@ -240,7 +283,7 @@ class KafkaReader:
         check_position(tp, position)
         at = self._assigned(tp)
         self._waiting = deque(record for record in self._waiting if record.at != tp)
-        with our_errors():
+        with self._errors():
             self._consumer.seek(at, position)
 
     def close(self) -> None:
@@ -290,7 +333,7 @@ class KafkaWriter:
         A transaction that failed before its commit left nothing, but its producer cannot go on
         without fencing its own successor; so that too is an unknown outcome, and ends the writer.
         """
-        with our_errors(OutcomeUnknown):
+        with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
             if self._name:
                 producer.begin_transaction()
             sent = [send(producer, record) for record in records]
@@ -302,11 +345,13 @@ class KafkaWriter:
                 bounded(producer.commit_transaction, self._bus.delivery_limit_s)
         return offsets
 
+    def _needs(self, records: Sequence[Append]) -> str:
+        return f"WRITE on topic {', '.join(sorted({record.topic for record in records}))}"
+
     def _open(self) -> KafkaProducer:
-        with our_errors():
+        with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
             producer = KafkaProducer(
-                bootstrap_servers=self._bus.servers,
-                bootstrap_timeout_ms=ms(CONNECT_LIMIT_S),
+                **self._bus.client_settings(),
                 acks="all",
                 enable_idempotence=True,
                 transactional_id=self._name,
@@ -319,7 +364,6 @@ class KafkaWriter:
                 linger_ms=0,
                 allow_auto_create_topics=False,
                 retry_backoff_ms=RETRY_MS,
-                reconnect_backoff_max_ms=RECONNECT_MS_MAX,
             )
             if self._name:
                 producer.init_transactions()

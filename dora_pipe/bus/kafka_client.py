@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 
+from dora_pipe.bus.kafka_errors import FENCED, our_errors
+from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.port import Append, Record, TopicSpec
-from dora_pipe.errors import BusError, Fenced, LogTruncated, TopicMissing
+
+__all__ = ["our_errors"]
 
 CONNECT_LIMIT_S = 10.0
 """For the first contact with the cluster."""
@@ -45,9 +48,15 @@ logging.getLogger("kafka").setLevel(logging.CRITICAL)
 """The client tells every connection and every retry; what matters of that reaches the user as one
 of our errors."""
 
-_FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
-_TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)
-_MISSING = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.UnknownTopicIdError)
+
+def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str, Any]:
+    """What every client is made with; holds the password, so make the client and let go of it."""
+    return {
+        "bootstrap_servers": list(servers),
+        "bootstrap_timeout_ms": ms(CONNECT_LIMIT_S),
+        "reconnect_backoff_max_ms": RECONNECT_MS_MAX,
+        **security.client_settings(),
+    }
 
 
 def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
@@ -97,7 +106,7 @@ def was_fenced(producer: KafkaProducer) -> bool:
     What fails after the first failure of a transaction says only that something failed before.
     """
     manager = producer._transaction_manager
-    return manager is not None and isinstance(manager.last_error, _FENCED)
+    return manager is not None and isinstance(manager.last_error, FENCED)
 
 
 def discard(producer: KafkaProducer) -> None:
@@ -123,21 +132,6 @@ def bounded(call: Callable[[], None], limit_s: float) -> None:
 
     threading.Thread(target=run, name="kafka-commit", daemon=True).start()
     done.result(limit_s)
-
-
-@contextmanager
-def our_errors(otherwise: type[BusError] = BusError) -> Iterator[None]:
-    """Turn the client's errors into ours; `otherwise` is what an unspecific one means here."""
-    try:
-        yield
-    except _FENCED as error:
-        raise Fenced(f"a newer writer took over: {error}") from error
-    except _TRUNCATED as error:
-        raise LogTruncated(f"the log ends before this position: {error}") from error
-    except _MISSING as error:
-        raise TopicMissing(f"a topic is missing: {error}") from error
-    except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
-        raise otherwise(f"kafka: {str(error) or type(error).__name__}") from error
 
 
 def ms(seconds: float) -> int:

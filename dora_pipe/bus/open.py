@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dora_pipe.bus.claims import ClaimBus, ClaimFiles
+from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.errors import UsageError
 
 
-def open_bus(url: str) -> Bus:
+def open_bus(url: str, security: KafkaSecurity | None = None, *, claims: Path | None = None) -> Bus:
     """The bus at ``sqlite:PATH`` or ``kafka://host:port[,host:port]``; nothing is created.
 
-    Raises UsageError for any other address, BusError when the log cannot be reached.
+    `security` is for Kafka; `claims` is the folder of values too large for the log, without which
+    such a record is refused, and read as empty. Raises UsageError for any other address,
+    ConfigError for a missing secret, BusError when the log cannot be reached.
     """
+    bus = _open(url, security)
+    return bus if claims is None else ClaimBus(bus, ClaimFiles(claims))
+
+
+def _open(url: str, security: KafkaSecurity | None) -> Bus:
     kind, _, rest = url.partition(":")
     if kind == "sqlite" and rest:
         from dora_pipe.bus.sqlite import SqliteBus
@@ -21,7 +30,12 @@ def open_bus(url: str) -> Bus:
     if kind == "kafka" and rest.strip("/"):
         from dora_pipe.bus.kafka import KafkaBus
 
-        return KafkaBus(rest.strip("/").split(","))
+        if "@" in rest:  # it is printed and logged, so this line must not repeat it
+            raise UsageError(
+                "a log's address holds no name and no password", hint="see bus.username"
+            )
+        servers = rest.strip("/").split(",")
+        return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
     if kind == "memory":
         raise UsageError(
             "a log in memory cannot be opened by its address",

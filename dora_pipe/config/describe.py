@@ -34,6 +34,7 @@ _TYPES: Mapping[str, str] = {
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
     "RunName": "name",
+    "RecordBytes": "integer, 65536 to 50331648",
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",
@@ -237,9 +238,9 @@ $ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rat
 ```
 
 An unknown key is an error that names the nearest one. Relative paths (`model.path`, `task.data`,
-`task.eval_data`, `task.directory`, `store.path`, and the file of `bus.url`) are seen from the
-folder of the file; those in an override from where the command is started. The resolved
-configuration is stored with the run.
+`task.eval_data`, `task.directory`, `store.path`, the files of `[bus]`, and the file of `bus.url`)
+are seen from the folder of the file; those in an override from where the command is started. The
+resolved configuration is stored with the run. No key holds a secret: see docs/kafka.md.
 
 The fourth column says what a resumed run may change. *frozen*: nothing; resuming with another
 value is an error. *logged*: it may change between steps; the change stands in the log and is in

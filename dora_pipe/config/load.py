@@ -31,7 +31,17 @@ from dora_pipe.errors import ConfigError
 
 __all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config"]
 
-PATH_KEYS: Final = ("model.path", "task.data", "task.eval_data", "task.directory", "store.path")
+PATH_KEYS: Final = (
+    "model.path",
+    "task.data",
+    "task.eval_data",
+    "task.directory",
+    "store.path",
+    "bus.password_file",
+    "bus.ca_file",
+    "bus.cert_file",
+    "bus.key_file",
+)
 """Relative to the configuration file; in an override, to where the command is started."""
 
 _SQLITE = "sqlite:"
@@ -278,9 +288,23 @@ def _check_timing(config: Config) -> Iterator[str]:
 def _check_rest(config: Config) -> Iterator[str]:
     if not all(beta < 1 for beta in config.trainer.betas):
         yield "trainer.betas: they must be below 1"
-    url = config.bus.url
-    if url and not re.match(r"sqlite:.|kafka://.", url):
-        yield f"bus.url: `{url}` is neither sqlite:PATH nor kafka://host:port,..."
+
+
+def _check_bus(config: Config) -> Iterator[str]:
+    bus = config.bus
+    if "@" in bus.url and bus.url.startswith("kafka:"):
+        # The address is printed and logged, so this line must not repeat it.
+        yield "bus.url: no names and passwords in an address; see bus.username"
+        return
+    if bus.url and not re.match(r"sqlite:.|kafka://.", bus.url):
+        yield f"bus.url: `{bus.url}` is neither sqlite:PATH nor kafka://host:port,..."
+    if bus.protocol != "PLAINTEXT" and not bus.url.startswith("kafka:"):
+        yield f"bus.protocol: {bus.protocol} needs a bus.url of kafka://host:port,..."
+    if bus.protocol.startswith("SASL_") != bool(bus.username):
+        need = "needs" if not bus.username else "takes no"
+        yield f"bus.username: protocol {bus.protocol} {need} user name"
+    if bus.key_file and not bus.cert_file:
+        yield "bus.key_file: a key without its certificate, bus.cert_file"
 
 
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
@@ -293,4 +317,5 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     _check_lengths,
     _check_timing,
     _check_rest,
+    _check_bus,
 )

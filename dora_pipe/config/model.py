@@ -20,6 +20,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Siblings = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
+RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=48 * 1024 * 1024)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,6 +208,26 @@ class Bus(Section, frozen=True, kw_only=True):
     """`sqlite:PATH` or `kafka://host:port,...`; empty is log.sqlite in the run directory."""
     partitions: Positive = 4
     """Of the trajectories and progress topics."""
+    record_bytes_max: RecordBytes = 10 * 1024 * 1024
+    """Largest record a topic takes when it is made; larger trajectories and progress records lie
+    in the store's `claims`, and the log says which. See docs/kafka.md."""
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How Kafka is spoken to: with TLS or without, with a password or without."""
+    mechanism: Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"] = "SCRAM-SHA-512"
+    """How the password is proved, with SASL."""
+    username: str = ""
+    """Who this is, with SASL. The password is in the environment (DORA_PIPE_KAFKA_PASSWORD) or in
+    `password_file`, never here."""
+    password_file: str = ""
+    """A file that holds the password; its last line end does not count."""
+    ca_file: str = ""
+    """PEM certificates that brokers are checked against, with TLS; empty: the machine's own."""
+    cert_file: str = ""
+    """PEM certificate of this client, where the brokers ask for one."""
+    key_file: str = ""
+    """PEM key of `cert_file`; DORA_PIPE_KAFKA_KEY_PASSWORD opens an encrypted one."""
+    check_hostname: bool = True
+    """A broker's certificate must name the host that was connected to."""
 
 
 class Timing(Section, frozen=True, kw_only=True):
@@ -236,8 +257,14 @@ class Store(Section, frozen=True, kw_only=True):
 
     path: str = ""
     """Policies and checkpoints; empty is `policies` in the run directory."""
+    url: str = ""
+    """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
+    another file system of pyarrow. `path` then holds copies. See docs/retention.md."""
+    cache_gb: PositiveFloat = 100.0
+    """Copies in `path` of a store with a `url` take so much room."""
     keep_every: NonNegative = 0
-    """Keep the optimizer state of every so many checkpoints for ever; 0 keeps all."""
+    """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
+    replay makes them again. 0 keeps everything."""
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -237,7 +237,21 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
         raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
 
 
-def mixing_error(trajectory: Trajectory, newest: int) -> str:
+class Versioned(Protocol):
+    """What `mixing_error` looks at."""
+
+    @property
+    def version(self) -> int:
+        """The trajectory's own version."""
+        ...
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of every segment that the policy sampled, in order."""
+        ...
+
+
+def mixing_error(trajectory: Versioned, newest: int) -> str:
     """Why its versions are not those of a run that may mix them; empty if they are.
 
     From its own on they never decrease, and none is later than `newest`.

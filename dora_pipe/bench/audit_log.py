@@ -38,8 +38,14 @@ from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.metrics import Cost
 from dora_pipe.schemas.policy import Blob, Manifest, Tensor, weights_digest
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Place, PlacedRequest, TakeBatch
-from dora_pipe.schemas.rounds import decode_round
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Place,
+    PlacedRequest,
+    TakeBatch,
+    decode_round,
+)
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
@@ -147,8 +153,7 @@ class _Script:
         offsets = self._flush()
         epochs = offsets[-len(names) :]
         self._players = {
-            name: _Player(name=name, epoch=epoch)
-            for name, epoch in zip(names, epochs, strict=True)
+            name: _Player(name=name, epoch=epoch) for name, epoch in zip(names, epochs, strict=True)
         }
 
     def play(self) -> Written:

@@ -10,7 +10,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 
 from dora_pipe.history.entries import (
     Departure,
@@ -23,6 +24,8 @@ from dora_pipe.history.entries import (
     WorkerEntry,
 )
 from dora_pipe.history.findings import Findings
+from dora_pipe.history.shelf import Shelf
+from dora_pipe.history.sums import Sums
 from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,
@@ -41,13 +44,23 @@ class Accounts:
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self.groups: dict[str, GroupEntry] = {}
+        self.groups: Shelf[str, GroupEntry] = Shelf()
+        self.groups.on_fetch = self._fetched
         self.open: dict[str, GroupEntry] = {}
         """Those without a fate."""
         self.workers: dict[int, WorkerEntry] = {}
         """By role epoch."""
         self.logged: dict[tuple[int, int], Logged] = {}
-        """Every logged record by (partition, offset); of one logged twice, the first."""
+        """Logged records by (partition, offset), as far as their groups are live; of one logged
+        twice, the first."""
+        self.records = 0
+        """Logged records, those of groups that were put away among them."""
+        self.unread: dict[tuple[int, int], Logged] = {}
+        """Logged records that nobody has held against the log yet; they are taken out here."""
+        self.ended: dict[str, None] = {}
+        """Groups that have ended, or were spoken of after their end; `settle` takes them out."""
+        self.sums = Sums()
+        """Groups that were put away."""
         self.attempts_max = 0
         """Faults after which a request has failed; 0 while unknown."""
         self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
@@ -56,6 +69,32 @@ class Accounts:
         """A dispatched sibling; None if it was never dispatched."""
         group = self.groups.get(group_of(trajectory))
         return None if group is None else group.requests.get(trajectory)
+
+    def summed(self) -> Sums:
+        """All groups."""
+        sums = copy.deepcopy(self.sums)
+        for group in self.groups.values():
+            sums.add(group)
+        return sums
+
+    def settle(self) -> list[GroupEntry]:
+        """The groups that have ended since this was asked last."""
+        found = [self.groups[name] for name in self.ended]
+        self.ended = {}
+        return found
+
+    def put_away(self, groups: Iterable[GroupEntry]) -> None:
+        """Let go of groups that have ended, if there is a place for them."""
+        for group in self.groups.put_away(group.spec.group for group in groups):
+            self.sums.add(group)
+            for logged in group.records:
+                del self.logged[logged.place]
+
+    def _fetched(self, group: GroupEntry) -> None:
+        self.sums.add(group, -1)
+        self.ended[group.spec.group] = None
+        for logged in group.records:
+            self.logged[logged.place] = logged
 
     def joined(self, fact: WorkerJoined, at: Moment) -> None:
         """A new incarnation; an earlier one of that name is out from now on."""
@@ -115,10 +154,15 @@ class Accounts:
             if known.fact != fact:
                 self._wrong(at, f"logs the record at {logged.place} a second time, otherwise")
             return
-        self.logged[logged.place] = logged
+        self.logged[logged.place] = self.unread[logged.place] = logged
+        self.records += 1
+        group = self.groups[group_of(fact.trajectory)]
+        group.records.append(logged)
+        if group.fate is not None:
+            self.ended[group.spec.group] = None
         if logged.standing == "bound":
             entry.bound = logged
-            self.sibling_ended(self.groups[group_of(fact.trajectory)])
+            self.sibling_ended(group)
 
     def _standing(
         self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry
@@ -185,6 +229,7 @@ class Accounts:
             self._findings.add("C2", name, "has two fates", expected=first, found=found)
         else:
             group.fate, group.why, group.step, group.ended = fate, why, step, at
+            self.ended[name] = None
             del self.open[name]
 
     def _lost(self, group: GroupEntry, entry: RequestEntry, *, fault: bool) -> None:

@@ -10,36 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dora_pipe.history.entries import GroupEntry, Logged
+from dora_pipe.history.evidence import Content, Sampled
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.schemas.trajectory import Segment, Trajectory, mixing_error
+from dora_pipe.schemas.trajectory import mixing_error
 
 Wrong = tuple[str, object, object]
 """(message, expected, found)."""
 
 
 def wrong_mixture(
-    trajectory: Trajectory, group: GroupEntry, logged: Logged, ledger: Ledger
+    content: Content, group: GroupEntry, logged: Logged, ledger: Ledger
 ) -> Iterator[Wrong]:
     """Everything that a mixed trajectory must not be."""
     newest = ledger.version if group.step is None else group.step
-    if why := mixing_error(trajectory, newest):
+    if why := mixing_error(content, newest):
         yield f"its versions are not in order: {why}", "", ""
-    for one in trajectory.meta.weights:
+    for one in content.weights:
         published = ledger.versions.get(one.version)
         digest = "nothing" if published is None else published.digest
         if one.digest != digest:
             yield f"names other weights than version {one.version} has", digest, one.digest
-    named = {one.version for one in trajectory.meta.weights} | {trajectory.version}
-    for segment in trajectory.segments:
-        if segment.kind != "model":
-            continue
+    named = {one.version for one in content.weights} | {content.version}
+    for segment in content.sampled:
         if segment.version not in named:
             yield f"names no weights for version {segment.version}", "", ""
         if why := _not_hosted(segment, logged, ledger):
             yield why, "", ""
 
 
-def _not_hosted(segment: Segment, logged: Logged, ledger: Ledger) -> str:
+def _not_hosted(segment: Sampled, logged: Logged, ledger: Ledger) -> str:
     worker = ledger.accounts.workers.get(segment.epoch)
     who = f"tokens {segment.start} to {segment.end} name {segment.worker} of epoch {segment.epoch}"
     if worker is None or worker.joined.worker != segment.worker:

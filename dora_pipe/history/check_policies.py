@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +11,7 @@ import pyarrow as pa
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.objectives.advantage import group_advantages
 from dora_pipe.errors import PolicyError
-from dora_pipe.history.entries import StepEntry
+from dora_pipe.history.entries import StepEntry, VersionEntry
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.policies.store import PolicyStore, assets_digest
 from dora_pipe.schemas.batch import staleness_of
@@ -21,35 +21,68 @@ _TOLERANCE = 1e-9
 """Relative; advantages are computed from the same numbers by the same sums."""
 
 
-def check_policies(ledger: Ledger, root: Path) -> None:
-    """Every file that the log names is there and is what the log says."""
-    if not root.is_dir():
-        ledger.findings.add("policies", str(root), "there is no policy store")
-        return
-    look = _Look(ledger, PolicyStore(root))
-    for version in ledger.versions.values():
-        look.weights(f"version {version.version}", version.manifest)
-    if ledger.started is not None:
-        look.assets(ledger.started.assets_digest)
-    for entry in ledger.steps:
-        look.contributions(entry)
-        if entry.fact.checkpoint is not None:
-            look.blob(f"checkpoint of step {entry.step}", "optimizer", entry.fact.checkpoint)
+class PolicyCheck:
+    """Looks at files once, when the log names them; `finish` judges those that were not there.
+
+    A file of a version that a later commit drops may be gone already: that is known at the end.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._absent: dict[tuple[str, int], str] = {}
+        """(whose file, version) of what was not there, and what is to be said of it."""
+        self._storeless = False
+
+    def look(
+        self, store: PolicyStore, versions: Iterable[VersionEntry], steps: Iterable[StepEntry]
+    ) -> None:
+        """Every file that these versions and steps name is there and is what the log says."""
+        look = _Look(self._ledger, store, self._absent)
+        for version in versions:
+            there = store.root.is_dir() or store.has_weights(version.digest)
+            if not there and not self._storeless:
+                self._findings.add("policies", store.where, "there is no policy store")
+            self._storeless = self._storeless or not there
+            if self._storeless:
+                return
+            look.weights(version.version, version.manifest)
+            if version.version == 0 and self._ledger.started is not None:
+                look.assets(self._ledger.started.assets_digest)
+        for entry in steps:
+            if self._storeless:
+                return
+            look.contributions(entry)
+            if entry.fact.checkpoint is not None:
+                look.checkpoint(entry, entry.fact.checkpoint)
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        for (who, version), message in self._absent.items():
+            if version not in self._ledger.dropped:
+                self._findings.add("policies", who, message)
 
 
 class _Look:
-    def __init__(self, ledger: Ledger, store: PolicyStore) -> None:
+    def __init__(
+        self, ledger: Ledger, store: PolicyStore, absent: dict[tuple[str, int], str]
+    ) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
         self._store = store
+        self._absent = absent
 
-    def weights(self, who: str, manifest: Manifest) -> None:
+    def weights(self, version: int, manifest: Manifest) -> None:
         """The weights of a version, tensor by tensor."""
+        who = f"version {version}"
         self._findings.looked["policies"] += 1
         try:
             found = self._store.verify(manifest.digest)
         except PolicyError as error:
-            self._findings.add("policies", who, error.message)
+            if self._store.has_weights(manifest.digest):
+                self._findings.add("policies", who, error.message)
+            else:
+                self._absent[who, version] = error.message
             return
         message = "the tensors of its file are not those of its manifest"
         expected, there = set(manifest.tensors), set(found.tensors)
@@ -62,20 +95,26 @@ class _Look:
         message = "configuration and tokenizer files were changed"
         self._findings.same("policies", "assets", message, expected=digest, found=there)
 
-    def blob(self, who: str, kind: Any, blob: Blob) -> Path | None:
-        """A file named by its sha256; None when it is not what it should be."""
+    def checkpoint(self, entry: StepEntry, blob: Blob) -> None:
+        """The optimizer's state after a step; it goes with the version that the step made."""
+        who = f"checkpoint of step {entry.step}"
         self._findings.looked["policies"] += 1
         try:
-            return self._store.verify_blob(kind, blob.sha256)
+            self._store.verify_blob("optimizer", blob.sha256)
         except PolicyError as error:
-            self._findings.add("policies", who, error.message)
-            return None
+            if self._store.has_blob("optimizer", blob.sha256):
+                self._findings.add("policies", who, error.message)
+            else:
+                self._absent[who, entry.step + 1] = error.message
 
     def contributions(self, entry: StepEntry) -> None:
         """The contributions of a step have one row per trajectory of its batch, and agree."""
         who = f"contributions of step {entry.step}"
-        path = self.blob(who, "contributions", entry.fact.contributions)
-        if path is None:
+        self._findings.looked["policies"] += 1
+        try:
+            path = self._store.verify_blob("contributions", entry.fact.contributions.sha256)
+        except PolicyError as error:
+            self._findings.add("policies", who, error.message)
             return
         try:
             rows = read_contributions(path)

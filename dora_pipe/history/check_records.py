@@ -1,36 +1,38 @@
 """Holds every record of the trajectories topic against what control and decisions say of it.
 
-One pass, one record in memory at a time. What stays of a record is a count, unless its bytes are
-not those that were logged: then its real sha256 is kept, so that batches can be digested from the
-bytes that are there.
+A record is looked at when its group has ended, since what became of the group is part of what is
+asked. What stays of it is a count, unless its bytes are not those that were logged: then its real
+sha256 is kept, so that batches can be digested from the bytes that are there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dora_pipe.bus.port import Bus, Record
-from dora_pipe.errors import SchemaError
 from dora_pipe.history.check_mixed import wrong_mixture
 from dora_pipe.history.entries import GroupEntry, Logged
+from dora_pipe.history.evidence import Content, Evidence, Place
 from dora_pipe.history.findings import Check
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.reading import Buried, Horizon, horizon_of, records_of
+from dora_pipe.history.reading import Buried
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.identity import group_of, trajectory_seed
-from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Headers, Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers
-from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.schemas.trajectory import Headers
 
-Place = tuple[int, int]
-"""Partition and offset."""
-
-_HEADER_CHECKS: Final = ("attempt", "epoch", "worker", "version", "digest", "reward")
-"""Header fields that `trajectory logged` repeats under the same name."""
+_HEADERS: Final = (
+    "trajectory",
+    "sampled tokens",
+    "attempt",
+    "epoch",
+    "worker",
+    "version",
+    "digest",
+    "reward",
+)
+"""What `trajectory logged` repeats of the headers, as it is told of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +43,6 @@ class Seen:
     bytes: int = 0
     standings: Counter[str] = field(default_factory=Counter)
     """Records by standing; `pending` are those that nobody has logged."""
-    places: set[Place] = field(default_factory=set)
-    """Where logged records were found."""
     other_bytes: dict[Place, str] = field(default_factory=dict)
     """Real sha256 of records whose bytes are not those that were logged."""
     mixed: Counter[int] = field(default_factory=Counter)
@@ -51,75 +51,58 @@ class Seen:
     """Records all of whose evidence names one version and its published digest."""
 
 
-def check_records(
-    bus: Bus,
-    topics: Topics,
-    ledger: Ledger,
-    *,
-    horizon: Horizon | None = None,
-    buried: Collection[Buried] = (),
-) -> Seen:
-    """Read every trajectory once; then name the logged ones that are not there.
+class RecordCheck:
+    """Judges evidence. `seen` is what it has come to.
 
     A record that cannot be read is a violation, unless it is among the dead letters and its group
-    was not trained: then the run has dealt with it. `horizon` is the one that the ledger was made
-    under; a record behind it that nobody has named yet is none of this look's business.
+    was not trained: then the run has dealt with it.
     """
-    ends = horizon or horizon_of(bus, topics)
-    look = _Look(ledger, buried)
-    for record in records_of(bus, ends.trajectories):
-        named = (record.partition, record.offset) in ledger.accounts.logged
-        if named or record.offset < ends.trajectories_before[record.at]:
-            look.record(record)
-    look.missing()
-    return look.seen
 
-
-class _Look:
-    def __init__(self, ledger: Ledger, buried: Collection[Buried]) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._buried = buried
         self._findings = ledger.findings
+        self.buried: Collection[Buried] = ()
         self.seen = Seen()
 
-    def record(self, record: Record) -> None:
+    def judge(self, one: Evidence, logged: Logged | None) -> None:
         """Check one record; it is told by its place until its headers are known."""
-        place = (record.partition, record.offset)
         self._findings.looked["records"] += 1
         self.seen.records += 1
-        self.seen.bytes += len(record.value)
-        logged = self._ledger.accounts.logged.get(place)
-        if logged is not None:
-            self.seen.places.add(place)
-        try:
-            headers = parse_headers(record.headers)
-        except SchemaError as error:
-            self._unreadable(record, logged, f"headers cannot be read: {error.message}")
+        self.seen.bytes += one.bytes
+        if one.headers is None:
+            self._unreadable(one, logged, f"headers cannot be read: {one.header_error}")
             return
-        if headers.run != self._ledger.run:
-            message = f"is of another run, in the log at {_where(record)}"
-            self._wrong(headers.trajectory, message, self._ledger.run, headers.run)
+        if one.headers.run != self._ledger.run:
+            message = f"is of another run, in the log at {one.where}"
+            self._wrong(one.headers.trajectory, message, self._ledger.run, one.headers.run)
             return
         if logged is None:
-            self._not_logged(record, headers)
+            self._not_logged(one, one.headers)
             return
         self.seen.standings[logged.standing] += 1
-        self._logged(record, headers, logged)
+        self._logged(one, one.headers, logged)
 
-    def missing(self) -> None:
-        """Records that control names and the topic does not have: something was lost."""
-        for place, logged in self._ledger.accounts.logged.items():
-            if place not in self.seen.places:
-                message = f"was logged, but its record is not there at trajectories:{_at(place)}"
-                self._wrong(logged.fact.trajectory, message)
+    def missing(self, logged: Logged) -> None:
+        """A record that control names and the topic does not have: something was lost."""
+        partition, offset = logged.place
+        where = f"trajectories:{partition}:{offset}"
+        message = f"was logged, but its record is not there at {where}"
+        self._wrong(logged.fact.trajectory, message)
 
-    def _unreadable(self, record: Record, logged: Logged | None, message: str) -> None:
-        who = _where(record) if logged is None else f"{logged.fact.trajectory} at {_where(record)}"
+    def cut(self, partition: int, end: int, gone: Iterable[Logged]) -> None:
+        """Records that control names lie behind the end of their partition: one line for all."""
+        offsets = [logged.fact.offset for logged in gone]
+        message = f"was cut: {len(offsets)} records that were logged lie behind its end"
+        expected = f"end > {max(offsets)}"
+        self._wrong(f"trajectories:{partition}", message, expected, end)
+
+    def _unreadable(self, one: Evidence, logged: Logged | None, message: str) -> None:
+        who = one.where if logged is None else f"{logged.fact.trajectory} at {one.where}"
         group = None
         if logged is not None:
             group = self._ledger.accounts.groups[group_of(logged.fact.trajectory)]
         trained = group is not None and group.fate == "trained"
-        if (record.topic, record.partition, record.offset) in self._buried and not trained:
+        if (one.topic, one.partition, one.offset) in self.buried and not trained:
             self._findings.notes.append(f"{who} {message}; it is among the dead letters")
         else:
             self._wrong(who, message)
@@ -127,13 +110,12 @@ class _Look:
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("records", subject, message, expected=expected, found=found)
 
-    def _not_logged(self, record: Record, headers: Headers) -> None:
+    def _not_logged(self, one: Evidence, headers: Headers) -> None:
         """A record that control does not name: its worker was lost, or has yet to say so."""
         entry = self._ledger.accounts.request(headers.trajectory)
         worker = self._ledger.accounts.workers.get(headers.epoch)
         if entry is None:
-            where = _where(record)
-            self._wrong(headers.trajectory, f"lies at {where} but was never dispatched")
+            self._wrong(headers.trajectory, f"lies at {one.where} but was never dispatched")
             return
         departure = "" if worker is None else worker.departure
         if departure == "fenced":
@@ -142,45 +124,73 @@ class _Look:
             superseded = entry.bound is not None or departure == "left"
             standing = "superseded" if superseded else "pending"
         self.seen.standings[standing] += 1
-        if sha256_hex(record.value) != headers.sha256:
-            self._wrong(headers.trajectory, f"its bytes at {_where(record)} were changed")
+        if one.sha256 != headers.sha256:
+            self._wrong(headers.trajectory, f"its bytes at {one.where} were changed")
 
-    def _logged(self, record: Record, headers: Headers, logged: Logged) -> None:
+    def _logged(self, one: Evidence, headers: Headers, logged: Logged) -> None:
         fact, before = logged.fact, self._findings.total
         who = fact.trajectory
-        self._bytes(record, headers, fact)
-        self._same("records", who, "trajectory", fact.trajectory, headers.trajectory)
-        for name in _HEADER_CHECKS:
-            self._same(_check_of(name), who, name, getattr(fact, name), getattr(headers, name))
-        self._same("records", who, "sampled tokens", fact.tokens, headers.sampled)
+        self._bytes(one, headers, fact)
+        self._headers(headers, fact)
         group = self._ledger.accounts.groups[group_of(who)]
-        self._spec(headers, group, record)
-        try:
-            trajectory = decode_trajectory(record.value)
-        except SchemaError as error:
-            self._unreadable(record, logged, f"cannot be read: {error.message}")
+        self._spec(headers, group, one)
+        if one.value_error:
+            self._unreadable(one, logged, f"cannot be read: {one.value_error}")
             return
-        self._value(trajectory, headers, logged, group)
-        one = set(trajectory.versions) <= {trajectory.version}
-        self.seen.one_version += one and self._findings.total == before
+        pure = True
+        if one.content is not None:
+            for name in one.disagree:
+                message = f"its header and its value disagree about {name}"
+                self._findings.add(_check_of(name), who, message)
+            self._value(one.content, logged, group)
+            pure = set(one.content.versions) <= {one.content.version}
+        self.seen.one_version += pure and self._findings.total == before
 
-    def _bytes(self, record: Record, headers: Headers, fact: TrajectoryLogged) -> None:
-        sha256 = sha256_hex(record.value)
-        where = f"its bytes at {_where(record)}"
-        if sha256 != fact.sha256:
-            self.seen.other_bytes[record.partition, record.offset] = sha256
+    def _bytes(self, one: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
+        where = f"its bytes at {one.where}"
+        if one.sha256 != fact.sha256:
+            self.seen.other_bytes[one.place] = one.sha256
             message = f"{where} are not those that were logged (sha256)"
-            self._wrong(fact.trajectory, message, fact.sha256, sha256)
-        if sha256 != headers.sha256:
+            self._wrong(fact.trajectory, message, fact.sha256, one.sha256)
+        if one.sha256 != headers.sha256:
             message = f"{where} are not those its headers name (sha256)"
-            self._wrong(fact.trajectory, message, headers.sha256, sha256)
-        self._same("records", fact.trajectory, "bytes", fact.bytes, len(record.value))
+            self._wrong(fact.trajectory, message, headers.sha256, one.sha256)
+        self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
 
-    def _spec(self, headers: Headers, group: GroupEntry, record: Record) -> None:
+    def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
+        """What `trajectory logged` repeats; all at once, and one by one where that differs."""
+        expected = (
+            fact.trajectory,
+            fact.tokens,
+            fact.attempt,
+            fact.epoch,
+            fact.worker,
+            fact.version,
+            fact.digest,
+            fact.reward,
+        )
+        found = (
+            headers.trajectory,
+            headers.sampled,
+            headers.attempt,
+            headers.epoch,
+            headers.worker,
+            headers.version,
+            headers.digest,
+            headers.reward,
+        )
+        if expected == found:
+            self._findings.looked["records"] += len(expected) - 2
+            self._findings.looked["C1"] += 2
+            return
+        for name, one, other in zip(_HEADERS, expected, found, strict=True):
+            self._same(_check_of(name), fact.trajectory, name, one, other)
+
+    def _spec(self, headers: Headers, group: GroupEntry, one: Evidence) -> None:
         """What the dispatch stamped stands in the headers, and on a published version."""
         spec, who = group.spec, headers.trajectory
         self._dispatched("records", who, "group", spec.group, headers.group)
-        self._dispatched("records", who, "partition", spec.partition, record.partition)
+        self._dispatched("records", who, "partition", spec.partition, one.partition)
         self._dispatched("C3", who, "deadline", spec.deadline, headers.deadline)
         self._dispatched("C1", who, "version", spec.version, headers.version)
         published = self._ledger.versions.get(headers.version)
@@ -191,62 +201,52 @@ class _Look:
             message = f"was sampled from other weights than version {headers.version}"
             self._findings.same("C1", who, message, expected=published.digest, found=headers.digest)
 
-    def _value(
-        self, trajectory: Trajectory, headers: Headers, logged: Logged, group: GroupEntry
-    ) -> None:
-        fact, meta, spec = logged.fact, trajectory.meta, group.spec
-        who = fact.trajectory
-        for name in matches(headers, trajectory):
-            check = _check_of(name)
-            self._findings.add(check, who, f"its header and its value disagree about {name}")
+    def _value(self, content: Content, logged: Logged, group: GroupEntry) -> None:
+        spec, who = group.spec, logged.fact.trajectory
         wanted: dict[str, Any] = {
             "group_size": spec.size,
             "purpose": spec.purpose,
             "dataset_digest": spec.dataset_digest,
             "index": spec.index,
             "data_epoch": spec.data_epoch,
-            "seed": trajectory_seed(spec.seed, meta.sibling),
+            "seed": trajectory_seed(spec.seed, content.sibling),
         }
         for name, expected in wanted.items():
-            self._dispatched("records", who, name, expected, getattr(meta, name))
-        self._same("records", who, "finish", fact.finish, meta.finish)
-        self._versions(trajectory, logged, group)
+            self._dispatched("records", who, name, expected, getattr(content, name))
+        self._same("records", who, "finish", logged.fact.finish, content.finish)
+        self._versions(content, logged, group)
 
-    def _versions(self, trajectory: Trajectory, logged: Logged, group: GroupEntry) -> None:
-        who, versions = logged.fact.trajectory, set(trajectory.versions)
+    def _versions(self, content: Content, logged: Logged, group: GroupEntry) -> None:
+        who, versions = logged.fact.trajectory, set(content.versions)
         self.seen.mixed[len(versions)] += 1
         if self._ledger.interruptible and group.spec.purpose == "train":
-            self._findings.looked["C1"] += len(trajectory.segments)
-            wrong = wrong_mixture(trajectory, group, logged, self._ledger)
+            self._findings.looked["C1"] += len(content.sampled)
+            wrong = wrong_mixture(content, group, logged, self._ledger)
             for message, expected, found in wrong:
                 self._findings.add("C1", who, message, expected=expected, found=found)
             return
-        strange = versions - {trajectory.version}
+        strange = versions - {content.version}
         if strange:
             others = ", ".join(str(version) for version in sorted(strange))
             message = "its tokens come from more than one version"
-            self._findings.add(
-                "C1", who, message, expected=trajectory.version, found=f"also {others}"
-            )
+            self._findings.add("C1", who, message, expected=content.version, found=f"also {others}")
 
     def _same(self, check: Check, who: str, name: str, expected: object, found: object) -> None:
+        self._findings.looked[check] += 1
+        if expected == found:
+            return
         message = f"{name} in the record is not what `trajectory logged` says"
-        self._findings.same(check, who, message, expected=expected, found=found)
+        self._findings.add(check, who, message, expected=expected, found=found)
 
     def _dispatched(
         self, check: Check, who: str, name: str, expected: object, found: object
     ) -> None:
+        self._findings.looked[check] += 1
+        if expected == found:
+            return
         message = f"{name} in the record is not what was dispatched"
-        self._findings.same(check, who, message, expected=expected, found=found)
+        self._findings.add(check, who, message, expected=expected, found=found)
 
 
 def _check_of(header: str) -> Check:
     return "C1" if header in ("version", "digest") else "records"
-
-
-def _at(place: Place) -> str:
-    return f"{place[0]}:{place[1]}"
-
-
-def _where(record: Record) -> str:
-    return f"trajectories:{record.partition}:{record.offset}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from dora_pipe.errors import SchemaError
-from dora_pipe.history.check_records import Place, Seen
+from dora_pipe.history.check_records import Seen
 from dora_pipe.history.entries import GroupEntry, Logged, StepEntry
+from dora_pipe.history.evidence import Place
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
@@ -17,16 +18,18 @@ from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.schemas.rounds import TakeBatch
 
 
-def check_steps(ledger: Ledger, seen: Seen) -> None:
-    """Every commit; a second one of a step is held against everything, unless it is the same."""
+def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> None:
+    """Commits; a second one of a step is held against everything, unless it is the same.
+
+    What was logged of their groups has been looked at before.
+    """
     look = _Look(ledger, seen.other_bytes)
-    batches: dict[int, tuple[TakenGroup, ...]] = {}
-    for entry in ledger.steps:
+    for entry in entries:
         ledger.findings.looked["steps"] += 1
         look.weights(entry)
         look.batch(entry)
-        first = batches.setdefault(entry.step, entry.fact.groups)
-        if first is not entry.fact.groups and first == entry.fact.groups:
+        first = ledger.steps[entry.step]
+        if first.at != entry.at and first.fact.groups == entry.fact.groups:
             continue  # The same commit again: that it is there twice is said already.
         for group in entry.fact.groups:
             look.group(entry, group)
@@ -156,6 +159,7 @@ class _Look:
 
     def _found(self, one: TakenTrajectory) -> TakenTrajectory:
         place = (one.partition, one.offset)
+        self._ledger.accounts.request(one.trajectory)  # Its group's records are there from now on.
         logged = self._ledger.accounts.logged.get(place)
         if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
             return one

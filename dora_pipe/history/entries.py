@@ -10,7 +10,6 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     TrajectoryLogged,
     WorkerJoined,
-    WorkerReady,
 )
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import Fate, GroupSpec, TakeBatch
@@ -95,6 +94,8 @@ class GroupEntry:
     why: str = ""
     step: int | None = None
     ended: Moment | None = None
+    records: list[Logged] = field(default_factory=list)
+    """Everything that was logged of it, whatever its standing, in the order of the fold."""
 
     @property
     def results(self) -> list[Logged]:
@@ -114,7 +115,6 @@ class WorkerEntry:
 
     joined: WorkerJoined
     epoch: int
-    ready: list[WorkerReady] = field(default_factory=list)
     hosted: dict[int, int] = field(default_factory=dict)
     """Version to the offset in control at which it was first ready."""
     target: int = -1
@@ -125,6 +125,14 @@ class WorkerEntry:
     def out(self) -> str:
         """How it went, as the end of a sentence."""
         return "left" if self.departure == "left" else "was fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A batch decision where it was made."""
+
+    take: TakeBatch
+    at: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.entries import GroupEntry, Logged
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import ends_of, records_of
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
@@ -89,7 +89,12 @@ class Exported:
 
 
 def export_parquet(
-    bus: Bus, topics: Topics, store_root: Path | None, path: Path, *, everything: bool = False
+    bus: Bus,
+    topics: Topics,
+    store: PolicyStore | Path | None,
+    path: Path,
+    *,
+    everything: bool = False,
 ) -> Exported:
     """Write one row per trajectory that counts for its group; `everything`: also those that do not.
 
@@ -98,7 +103,7 @@ def export_parquet(
     if path.exists():
         raise UsageError(f"{path} is there already", hint="choose another name, or remove it")
     ledger = build_ledger(bus, topics)
-    rows = _Rows(ledger, None if store_root is None else PolicyStore(store_root), everything)
+    rows = _Rows(ledger, None if store is None else as_store(store), everything)
     unfinished = path.with_name(f".{path.name}.tmp")
     written = 0
     try:
@@ -112,7 +117,9 @@ def export_parquet(
     return Exported(rows=written, bytes=path.stat().st_size, left_out=rows.left_out)
 
 
-def export_policy(bus: Bus, topics: Topics, store_root: Path, version: int, directory: Path) -> str:
+def export_policy(
+    bus: Bus, topics: Topics, store: PolicyStore | Path, version: int, directory: Path
+) -> str:
     """Write a version as a directory that `from_pretrained` loads; its weights digest.
 
     Raises UsageError for a version that was not published, PolicyError when its files are gone.
@@ -124,8 +131,7 @@ def export_policy(bus: Bus, topics: Topics, store_root: Path, version: int, dire
             f"version {version} was not published",
             hint=f"there are versions 0 to {ledger.version}",
         )
-    store = PolicyStore(store_root)
-    store.export_policy(entry.digest, ledger.started.assets_digest, directory)
+    as_store(store).export_policy(entry.digest, ledger.started.assets_digest, directory)
     return entry.digest
 
 
@@ -148,7 +154,9 @@ class _Rows:
         self._store = store
         self._everything = everything
         self._contributions: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()
-        self._files = {entry.step: entry.fact.contributions.sha256 for entry in ledger.steps}
+        self._files = {
+            entry.step: entry.fact.contributions.sha256 for entry in ledger.steps.values()
+        }
         self.left_out = 0
 
     def of(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
@@ -178,7 +186,7 @@ class _Rows:
             return {}
         if step not in self._contributions:
             sha256 = self._files[step]
-            path = self._store.contributions_path(sha256)
+            path = self._store.blob("contributions", sha256)
             if not path.is_file():
                 raise PolicyError(f"no contributions of step {step} at {path}")
             rows = read_contributions(path)

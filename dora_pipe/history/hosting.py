@@ -18,7 +18,7 @@ class Hosting:
     def __init__(self) -> None:
         self._hosts: dict[int, int] = {}
         self._now_ns: int | None = None
-        self._version_ns: Counter[tuple[int, int]] = Counter()
+        self._worker_ns: Counter[int] = Counter()
         self._pair_ns: Counter[tuple[int, int]] = Counter()
         self._span_ns = 0
         self._several_ns = 0
@@ -28,8 +28,8 @@ class Hosting:
         if self._now_ns is not None and now_ns > self._now_ns:
             span_ns = now_ns - self._now_ns
             self._span_ns += span_ns
-            for epoch, version in self._hosts.items():
-                self._version_ns[epoch, version] += span_ns
+            for epoch in self._hosts:
+                self._worker_ns[epoch] += span_ns
             versions = sorted(set(self._hosts.values()))
             self._several_ns += span_ns if len(versions) > 1 else 0
             for pair in combinations(versions, 2):
@@ -50,9 +50,9 @@ class Hosting:
         return self._span_ns / 1e9
 
     @property
-    def worker_versions(self) -> dict[tuple[int, int], float]:
-        """Seconds by (worker's role epoch, version)."""
-        return {key: ns / 1e9 for key, ns in sorted(self._version_ns.items())}
+    def worker_seconds(self) -> dict[int, float]:
+        """Seconds in which an incarnation hosted something, by its role epoch."""
+        return {epoch: ns / 1e9 for epoch, ns in sorted(self._worker_ns.items())}
 
     @property
     def pairs(self) -> dict[tuple[int, int], float]:

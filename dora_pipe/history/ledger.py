@@ -15,10 +15,18 @@ import msgspec
 
 from dora_pipe.config.model import Config
 from dora_pipe.history.accounts import Accounts
-from dora_pipe.history.entries import Attempted, Moment, StepEntry, VersionEntry, WorkerEntry
+from dora_pipe.history.entries import (
+    Attempted,
+    Moment,
+    StepEntry,
+    Taken,
+    VersionEntry,
+    WorkerEntry,
+)
 from dora_pipe.history.findings import Findings
 from dora_pipe.history.hosting import Hosting
 from dora_pipe.history.legality import Legality
+from dora_pipe.history.shelf import Shelf
 from dora_pipe.history.walk import Fact, Turn
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -59,12 +67,25 @@ class Ledger:
         self.started: RunStarted | None = None
         self.config: Config | None = None
         """As of `run started`; what commands changed is the legality's to know."""
-        self.steps: list[StepEntry] = []
-        """Every commit in the log, in its order; of one step there should be one."""
-        self.versions: dict[int, VersionEntry] = {}
-        self.takes: dict[tuple[int, int], tuple[TakeBatch, Moment]] = {}
+        self.steps: Shelf[int, StepEntry] = Shelf()
+        """The first commit of each step, in the order of the log."""
+        self.versions: Shelf[int, VersionEntry] = Shelf()
+        self.version = -1
+        """The newest; -1 before version 0."""
+        self.takes: Shelf[tuple[int, int], Taken] = Shelf()
+        """By (step, attempt)."""
+        self.unread_steps: list[StepEntry] = []
+        """Commits that nobody has held against the log yet, second ones of a step among them;
+        whoever does empties it."""
+        self.unread_versions: list[VersionEntry] = []
+        self.committed = 0
+        """Steps."""
+        self.published = 0
+        """Versions."""
         self.not_trained: list[Attempted] = []
         self.adopted: list[WeightsAdopted] = []
+        self.dropped: set[int] = set()
+        """Versions that commits have dropped: their files may be gone."""
         self.commands: list[Command] = []
         self.roles: list[RoleStarted] = []
         self.unknown: Counter[str] = Counter()
@@ -77,14 +98,24 @@ class Ledger:
         self.accounts.sibling_ended = self.legality.sibling_ended
 
     @property
-    def version(self) -> int:
-        """The newest version; -1 before version 0."""
-        return max(self.versions, default=-1)
-
-    @property
     def interruptible(self) -> bool:
         """Whether the run declared C1 off: trajectories may mix versions."""
         return self.config is not None and self.config.staleness.interruptible
+
+    def put_away(self, newest: int) -> None:
+        """Let go of versions that no open group carries, of their steps and batches, and of what
+        workers hosted then, if there is a place for them; the newest stay."""
+        if self.versions.storage is None:
+            return
+        oldest = min(
+            (group.spec.version for group in self.accounts.open.values()), default=self.version
+        )
+        before = min(oldest, self.version - newest)
+        self.versions.put_away([one for one in self.versions if one < before])
+        self.steps.put_away([one for one in self.steps if one < before])
+        self.takes.put_away([one for one in self.takes if one[0] < before])
+        for worker in self.accounts.workers.values():
+            worker.hosted = {one: at for one, at in worker.hosted.items() if one >= before}
 
     def take(self, turn: Turn) -> None:
         """Book one turn, in the order of the fold."""
@@ -158,7 +189,7 @@ class Ledger:
             self._wrong(at, "starts the run a second time")
             return
         self.started = fact
-        self.versions[0] = VersionEntry(version=0, manifest=fact.policy, at=at)
+        self._published(VersionEntry(version=0, manifest=fact.policy, at=at))
         try:
             self.config = msgspec.convert(fact.config, Config)
         except msgspec.ValidationError as error:
@@ -166,6 +197,12 @@ class Ledger:
             return
         self.accounts.attempts_max = self.config.groups.attempts_max
         self.legality.start(self.config)
+
+    def _published(self, version: VersionEntry) -> None:
+        self.versions[version.version] = version
+        self.unread_versions.append(version)
+        self.version = max(self.version, version.version)
+        self.published += 1
 
     def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
         worker = self._worker(fact.worker, fact.epoch, "is ready", at)
@@ -176,7 +213,6 @@ class Ledger:
             who = f"{fact.worker} at control:{at.offset}"
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
-            worker.ready.append(fact)
             worker.hosted.setdefault(fact.version, at.offset)
             if not worker.departure:
                 self.hosting.ready(fact.epoch, fact.version)
@@ -198,30 +234,45 @@ class Ledger:
         return {e for e, worker in self.accounts.workers.items() if not worker.departure}
 
     def _committed(self, fact: StepCommitted, at: Moment) -> None:
-        take, taken_at = self.takes.get((fact.step, fact.attempt), (None, None))
+        taken = self.takes.get((fact.step, fact.attempt))
+        take, taken_at = (None, None) if taken is None else (taken.take, taken.at)
         entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
-        first = next((one for one in self.steps if one.step == fact.step), None)
+        self._dropped(fact, at)
+        first = self.steps.get(fact.step)
         if first is None and not self.legality.counts(fact):
             why = f"committed at control:{at.offset}, after its batch had been ended"
             self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
             return
-        self.steps.append(entry)
+        self.unread_steps.append(entry)
         if first is not None:
             places = f"control:{first.at.offset} and control:{at.offset}"
             self.findings.add("steps", f"step {fact.step}", f"is committed twice, at {places}")
             return
+        self.steps[fact.step] = entry
+        self.committed += 1
         self.legality.committed(entry, self.roles)
-        version = VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at)
-        self.versions[version.version] = version
+        self._published(VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at))
         why = f"batch of step {fact.step}, attempt {fact.attempt}"
-        for taken in fact.groups:
-            self.accounts.end(taken.group, "trained", why, at, step=fact.step)
+        for group in fact.groups:
+            self.accounts.end(group.group, "trained", why, at, step=fact.step)
+
+    def _dropped(self, fact: StepCommitted, at: Moment) -> None:
+        """Versions whose files may be gone from now on; no open group may carry one."""
+        self.dropped.update(fact.dropped)
+        for version in fact.dropped:
+            names = sorted(
+                name for name, group in self.accounts.open.items() if group.spec.version == version
+            )
+            if names:
+                message = f"drops version {version}, which {names[0]} carries"
+                self.findings.add("policies", f"step {fact.step}", message)
 
     def _refused(self, fact: BatchRefused, at: Moment) -> None:
-        take, _ = self.takes.get((fact.step, fact.attempt), (None, None))
-        if take is None:
+        found = self.takes.get((fact.step, fact.attempt))
+        if found is None:
             self._wrong(at, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
             return
+        take = found.take
         why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
         self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
         self.legality.refused(fact, take)
@@ -249,7 +300,7 @@ class Ledger:
                     accounts.depart(worker, "fenced", at)
                     self.hosting.keep(self._living())
             case TakeBatch():
-                self.takes[decision.step, decision.attempt] = decision, at
+                self.takes[decision.step, decision.attempt] = Taken(take=decision, at=at)
                 for taken in decision.groups:
                     if (group := accounts.groups.get(taken.group)) is not None:
                         group.taken = (decision.step, decision.attempt)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.history.entries import GroupEntry
+from dora_pipe.history.check_fold import FoldCheck
+from dora_pipe.history.check_records import Seen
 from dora_pipe.history.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.history.sums import Bucket, Sums
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
 """The fates of groups, and what has none yet."""
@@ -123,11 +122,62 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(line.groups for line in self.fates)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    trajectories: int = 0
-    tokens: int = 0
-    fates: Counter[str] = field(default_factory=Counter)
+def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
+    """Everything that the books say."""
+    findings = ledger.findings
+    sums = ledger.accounts.summed()
+    staleness = staleness_of_groups(sums)
+    order = ["steps", *CHECKS]  # A missing step has many consequences: it goes first.
+    logged = ledger.accounts.records
+    return AuditReport(
+        run=ledger.run,
+        finished=ledger.stopped is not None,
+        rounds=ledger.rounds,
+        steps=ledger.committed,
+        versions=ledger.published,
+        adopted=tuple(one.step for one in ledger.adopted),
+        records=seen.records,
+        record_bytes=seen.bytes,
+        standings=dict(sorted(seen.standings.items())),
+        one_version_share=seen.one_version / logged if logged else None,
+        interruptible=ledger.interruptible,
+        versions_each=dict(sorted(seen.mixed.items())),
+        fates=fate_lines(sums),
+        staleness=staleness,
+        staleness_max=max(staleness, default=None),
+        staleness_bound=bound_of_groups(sums),
+        lengths=length_lines(sums),
+        hosted_pairs=pair_lines(ledger),
+        seconds=ledger.hosting.seconds,
+        several_versions_seconds=ledger.hosting.several_seconds,
+        state_digests=fold.digests,
+        plans=fold.plans,
+        not_declared=not_declared(ledger),
+        unknown_records=dict(ledger.unknown),
+        checks=check_lines(ledger),
+        violations=tuple(sorted(findings.violations, key=lambda one: order.index(one.check))),
+        violations_total=findings.total,
+        notes=(*findings.notes, *notes_of(ledger)),
+    )
+
+
+def notes_of(ledger: Ledger) -> list[str]:
+    """What is no violation and should be known."""
+    notes = [
+        f"step {one.step}: its weights were adopted, not reproduced ({one.why})"
+        for one in ledger.adopted
+    ]
+    notes += [
+        f"step {one.step}: batch {one.attempt} was not trained: {one.why}"
+        for one in ledger.not_trained
+    ]
+    notes += [
+        f"{count} control records of a later kind: {kind}"
+        for kind, count in sorted(ledger.unknown.items())
+    ]
+    if ledger.stopped is None:
+        notes.append(f"the run is not finished: {len(ledger.accounts.open)} groups open")
+    return notes
 
 
 def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
@@ -146,82 +196,52 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
     )
 
 
-def fate_lines(ledger: Ledger) -> tuple[FateLine, ...]:
+def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
     """Groups, trajectories and tokens by fate; the groups add up to what was dispatched."""
-    groups: Counter[str] = Counter()
-    trajectories: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    for group in ledger.accounts.groups.values():
-        fate = group.fate or "open"
-        groups[fate] += 1
-        trajectories[fate] += len(group.results)
-        tokens[fate] += group.tokens
     return tuple(
         FateLine(
-            fate=fate, groups=groups[fate], trajectories=trajectories[fate], tokens=tokens[fate]
+            fate=fate,
+            groups=sums.groups[fate],
+            trajectories=sums.trajectories[fate],
+            tokens=sums.tokens[fate],
         )
         for fate in FATES
-        if groups[fate]
+        if sums.groups[fate]
     )
 
 
-def staleness_of_groups(ledger: Ledger) -> Counter[int]:
+def staleness_of_groups(sums: Sums) -> dict[int, int]:
     """Trained groups by staleness."""
-    found: Counter[int] = Counter()
-    for group in ledger.accounts.groups.values():
-        if group.step is not None:
-            found[staleness_of(group.step, group.spec.version)] += 1
-    return found
+    return {one: count for one, count in sorted(sums.staleness.items()) if count}
 
 
-def bound_of_groups(ledger: Ledger) -> int | None:
+def bound_of_groups(sums: Sums) -> int | None:
     """The largest staleness that any trained group was allowed."""
-    trained = [group.spec for group in ledger.accounts.groups.values() if group.step is not None]
-    return max((spec.deadline - spec.version for spec in trained), default=None)
+    return max((bound for bound, count in sums.bounds.items() if count), default=None)
 
 
-def bucket_of(tokens: int) -> tuple[int, int]:
-    """The length bucket of so many sampled tokens: powers of two.
-
-    Example: ``bucket_of(20) == (17, 32)``, ``bucket_of(1) == (1, 1)``, ``bucket_of(0) == (0, 0)``
-    """
-    if tokens == 0:
-        return 0, 0
-    high = 1 << (tokens - 1).bit_length()
-    return high // 2 + 1, high
-
-
-def length_lines(ledger: Ledger) -> tuple[LengthLine, ...]:
+def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
     """The test of bias: were long trajectories trained as often as short ones?"""
-    buckets: dict[tuple[int, int], _Bucket] = {}
-    for group in ledger.accounts.groups.values():
-        if group.spec.purpose == "train":
-            _count(buckets, group)
+    fates: dict[Bucket, dict[str, int]] = {}
+    for (bucket, fate), count in sums.lengths.items():
+        if count:
+            fates.setdefault(bucket, {})[fate] = count
     return tuple(
         LengthLine(
-            low=low,
-            high=high,
-            trajectories=bucket.trajectories,
-            tokens=bucket.tokens,
-            fates={fate: bucket.fates[fate] for fate in FATES if bucket.fates[fate]},
-            trained_share=_share(bucket),
+            low=bucket[0],
+            high=bucket[1],
+            trajectories=sum(found.values()),
+            tokens=sums.length_tokens[bucket],
+            fates={fate: found[fate] for fate in FATES if fate in found},
+            trained_share=_share(found),
         )
-        for (low, high), bucket in sorted(buckets.items())
+        for bucket, found in sorted(fates.items())
     )
 
 
-def _count(buckets: dict[tuple[int, int], _Bucket], group: GroupEntry) -> None:
-    for entry in group.requests.values():
-        tokens = 0 if entry.bound is None else entry.bound.fact.tokens
-        bucket = buckets.setdefault(bucket_of(tokens), _Bucket())
-        bucket.trajectories += 1
-        bucket.tokens += tokens
-        bucket.fates[group.fate or "open"] += 1
-
-
-def _share(bucket: _Bucket) -> float | None:
-    ended = bucket.trajectories - bucket.fates["open"]
-    return bucket.fates["trained"] / ended if ended else None
+def _share(fates: dict[str, int]) -> float | None:
+    ended = sum(count for fate, count in fates.items() if fate != "open")
+    return fates.get("trained", 0) / ended if ended else None
 
 
 def pair_lines(ledger: Ledger) -> tuple[PairLine, ...]:

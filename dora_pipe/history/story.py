@@ -21,7 +21,7 @@ from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import record_at
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
@@ -40,7 +40,7 @@ _TRAJECTORY: Final = re.compile(r"^[ge]\d{10}-\d{3}$")
 def tell(
     bus: Bus,
     topics: Topics,
-    store_root: Path,
+    store: PolicyStore | Path,
     wanted: str,
     *,
     decoder: Callable[[Path], Decode | None] = lambda assets: None,
@@ -50,10 +50,10 @@ def tell(
     `decoder` opens the tokenizer in a directory of assets; without one, texts are token ids.
     Raises UsageError for an id that the log does not know.
     """
-    ledger, store = build_ledger(bus, topics), PolicyStore(store_root)
+    ledger, store = build_ledger(bus, topics), as_store(store)
     decode = None
     if ledger.started is not None:
-        decode = decoder(store.assets_path(ledger.started.assets_digest))
+        decode = decoder(store.assets(ledger.started.assets_digest))
     teller = _Teller(bus, topics, ledger, store, decode)
     if found := _STEP.match(wanted):
         return teller.step(int(found[1]))
@@ -84,9 +84,9 @@ class _Teller:
 
     def step(self, number: int) -> Story:
         """A training step: what it was made of and what it made."""
-        entry = next((one for one in self._ledger.steps if one.step == number), None)
+        entry = self._ledger.steps.get(number)
         if entry is None:
-            last = max((one.step for one in self._ledger.steps), default=-1)
+            last = self._ledger.version - 1
             raise UsageError(f"step {number} is not committed", hint=f"the last one is {last}")
         fact = entry.fact
         return {
@@ -175,9 +175,8 @@ class _Teller:
         }
 
     def _records(self, name: str) -> list[dict[str, Any]]:
-        found = [
-            one for one in self._ledger.accounts.logged.values() if one.fact.trajectory == name
-        ]
+        group = self._ledger.accounts.groups[group_of(name)]
+        found = [one for one in group.records if one.fact.trajectory == name]
         return [
             {
                 "place": f"trajectories:{one.fact.partition}:{one.fact.offset}",
@@ -249,13 +248,15 @@ class _Teller:
     def _contribution(self, name: str, group: GroupEntry) -> dict[str, Any]:
         if group.step is None:
             return {"none": "it was not trained"}
-        entry = next(one for one in self._ledger.steps if one.step == group.step)
+        entry = self._ledger.steps[group.step]
         rows = [row for row in self._contributions(entry) if row["trajectory"] == name]
         return rows[0] if rows else {"none": "its contributions file is not in the store"}
 
     def _contributions(self, entry: StepEntry) -> list[dict[str, Any]]:
-        path = self._store.contributions_path(entry.fact.contributions.sha256)
-        return read_contributions(path) if path.is_file() else []
+        sha256 = entry.fact.contributions.sha256
+        if not self._store.has_blob("contributions", sha256):
+            return []
+        return read_contributions(self._store.blob("contributions", sha256))
 
     def _lineage(self, group: GroupEntry) -> dict[str, Any]:
         """Back: what made its version. Forward: what its step made."""
@@ -270,7 +271,7 @@ class _Teller:
             if parent is not None:
                 text = f"run {parent.run}, after step {parent.step} ({parent.digest})"
             return {f"made version {version}": text}
-        maker = next((one for one in self._ledger.steps if one.step == version - 1), None)
+        maker = self._ledger.steps.get(version - 1)
         if maker is None:
             return {f"made version {version}": "no commit in the log"}
         stale = Counter(staleness_of(maker.step, group.version) for group in maker.fact.groups)

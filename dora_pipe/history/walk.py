@@ -8,7 +8,7 @@ recomputed from the chain that the round before it carries.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
@@ -47,6 +47,26 @@ class Turn:
     facts: tuple[Fact, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class Footing:
+    """Where a walk stands between two rounds: what it needs to go on."""
+
+    decisions_next: int = 0
+    control_next: int = 0
+    """Facts below were told."""
+    cut: bool = False
+    """Control was found to end too early; that is said once."""
+    decisions_cut: bool = False
+    """The same of decisions."""
+    round: int = -1
+    """Ordinal of the last round; -1 before the first."""
+    offset: int = -1
+    """Of the last round."""
+    now_ns: int = 0
+    role_epoch: int = 0
+    chain: str = GENESIS_CHAIN
+
+
 def walk(
     bus: Bus,
     topics: Topics,
@@ -61,19 +81,57 @@ def walk(
     the run has dealt with it.
     """
     ends = horizon or horizon_of(bus, topics)
-    decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
-    facts = _Facts(records_of(bus, {control: ends.control}), ends.control, findings, buried)
-    links = _Links(findings)
-    for record in records_of(bus, {decisions: ends.decisions}):
-        try:
-            round_ = decode_round(record.value)
-        except SchemaError as error:
-            findings.add("rounds", f"decisions:{record.offset}", f"cannot be read: {error.message}")
-            continue
-        folded = facts.below(round_.control_next, f"round {round_.ordinal}")
-        links.check(round_, folded)
-        yield Turn(offset=record.offset, round=round_, facts=folded)
-    yield Turn(offset=-1, round=None, facts=facts.rest(ends.control_before))
+    path = Walk(bus, topics, findings, horizon=ends, buried=buried)
+    yield from path.rounds()
+    yield path.rest()
+
+
+class Walk:
+    """Goes on from a footing, which moves along; `rest` comes after the last round."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        topics: Topics,
+        findings: Findings,
+        *,
+        horizon: Horizon,
+        footing: Footing | None = None,
+        buried: Collection[Buried] = (),
+    ) -> None:
+        self.footing = footing or Footing()
+        self._findings = findings
+        self._horizon = horizon
+        decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
+        at = self.footing
+        records = records_of(bus, {control: horizon.control}, start=at.control_next)
+        self._facts = _Facts(records, horizon.control, findings, buried, at)
+        self._rounds = records_of(bus, {decisions: horizon.decisions}, start=at.decisions_next)
+
+    def rounds(self) -> Iterator[Turn]:
+        """Every round from the footing on. What is told of one is behind the footing then."""
+        at, findings = self.footing, self._findings
+        for record in self._rounds:
+            at.decisions_next = record.offset + 1
+            try:
+                round_ = decode_round(record.value)
+            except SchemaError as error:
+                where = f"decisions:{record.offset}"
+                findings.add("rounds", where, f"cannot be read: {error.message}")
+                continue
+            folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
+            _check_link(at, round_, folded, findings)
+            at.offset = record.offset
+            yield Turn(offset=record.offset, round=round_, facts=folded)
+
+    def rest(self) -> Turn:
+        """The facts that no round has folded yet; the footing is of no use then."""
+        return Turn(offset=-1, round=None, facts=self._facts.rest(self._horizon.control_before))
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._rounds.close()
+        self._facts.close()
 
 
 class _Facts:
@@ -81,29 +139,35 @@ class _Facts:
 
     def __init__(
         self,
-        records: Iterator[Record],
+        records: Generator[Record, None, None],
         end: int,
         findings: Findings,
         buried: Collection[Buried],
+        at: Footing,
     ) -> None:
+        self._at = at
         self._buried = buried
         self._records = records
         self._end = end
         self._findings = findings
         self._next: Record | None = next(records, None)
-        self._position = 0
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._records.close()
 
     def below(self, position: int, who: str) -> tuple[Fact, ...]:
         """Facts with a smaller offset that were not taken yet."""
-        if position < self._position:
+        if position < self._at.control_next:
             self._findings.add(
                 "rounds",
                 who,
                 "goes back in control",
-                expected=f"control_next >= {self._position}",
+                expected=f"control_next >= {self._at.control_next}",
                 found=position,
             )
-        if position > self._end:
+        if position > self._end and not self._at.cut:
+            self._at.cut = True
             self._findings.add(
                 "rounds",
                 who,
@@ -111,7 +175,7 @@ class _Facts:
                 expected=f"control_next <= {self._end}",
                 found=position,
             )
-        self._position = max(position, self._position)
+        self._at.control_next = max(position, self._at.control_next)
         taken: list[Fact] = []
         while self._next is not None and self._next.offset < position:
             taken.append(self._fact(self._next))
@@ -120,7 +184,7 @@ class _Facts:
 
     def rest(self, before: int) -> tuple[Fact, ...]:
         """Facts that were not taken yet, as far as they speak of what was walked over."""
-        return self.below(max(before, self._position), "the end")
+        return self.below(max(before, self._at.control_next), "the end")
 
     def _fact(self, record: Record) -> Fact:
         decoded: AnyControl | Unknown | None = None
@@ -135,27 +199,19 @@ class _Facts:
         return Fact(offset=record.offset, key=record.key, value=record.value, record=decoded)
 
 
-class _Links:
-    """What must hold from one round to the next."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self._last: Round | None = None
-
-    def check(self, round_: Round, folded: tuple[Fact, ...]) -> None:
-        """Ordinal, role epoch, time, chain."""
-        who, last, findings = f"round {round_.ordinal}", self._last, self._findings
-        previous = GENESIS_CHAIN if last is None else last.chain
-        ordinal = 0 if last is None else last.ordinal + 1
-        findings.same("rounds", who, "wrong ordinal", expected=ordinal, found=round_.ordinal)
-        if last is not None and round_.now_ns < last.now_ns:
-            found, floor = round_.now_ns, f">= {last.now_ns}"
-            findings.add("rounds", who, "goes back in time", expected=floor, found=found)
-        if last is not None and round_.role_epoch < last.role_epoch:
-            found, floor = round_.role_epoch, f">= {last.role_epoch}"
-            findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
-        content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
-        chain = chain_of(previous, content, round_)
-        message = "the chain is broken: this round, or a control record it folds, was changed"
-        findings.same("rounds", who, message, expected=chain, found=round_.chain)
-        self._last = round_
+def _check_link(at: Footing, round_: Round, folded: tuple[Fact, ...], findings: Findings) -> None:
+    """What must hold from one round to the next: ordinal, role epoch, time, chain."""
+    who, first = f"round {round_.ordinal}", at.offset < 0
+    findings.same("rounds", who, "wrong ordinal", expected=at.round + 1, found=round_.ordinal)
+    if not first and round_.now_ns < at.now_ns:
+        found, floor = round_.now_ns, f">= {at.now_ns}"
+        findings.add("rounds", who, "goes back in time", expected=floor, found=found)
+    if not first and round_.role_epoch < at.role_epoch:
+        found, floor = round_.role_epoch, f">= {at.role_epoch}"
+        findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
+    content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
+    chain = chain_of(at.chain, content, round_)
+    message = "the chain is broken: this round, or a control record it folds, was changed"
+    findings.same("rounds", who, message, expected=chain, found=round_.chain)
+    at.round, at.now_ns = round_.ordinal, round_.now_ns
+    at.role_epoch, at.chain = round_.role_epoch, round_.chain

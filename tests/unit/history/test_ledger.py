@@ -178,7 +178,7 @@ def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     (attempted,) = ledger.not_trained
     assert attempted.step == raced[0]
     assert "after its batch had been ended" in attempted.why
-    assert [entry.step for entry in ledger.steps] == list(range(10))
+    assert list(ledger.steps) == list(range(10))
     commits = [one for one in _facts(world) if isinstance(one, StepCommitted)]
     assert [one.step for one in commits].count(raced[0]) == 2
 
@@ -203,7 +203,7 @@ def test_incarnation_that_was_replaced_before_its_lease_ended_hosts_nothing_any_
     world.run(seconds=1e5)
     ledger, _ = _read(world)
     hosted: dict[str, float] = dict.fromkeys(WORKERS, 0.0)
-    for (epoch, _), seconds in ledger.hosting.worker_versions.items():
+    for epoch, seconds in ledger.hosting.worker_seconds.items():
         hosted[ledger.accounts.workers[epoch].joined.worker] += seconds
     assert len(ledger.accounts.workers) > len(WORKERS)
     assert max(hosted.values()) <= ledger.hosting.seconds

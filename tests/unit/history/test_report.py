@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.history.findings import NAMED_MAX, Findings
 from dora_pipe.history.hosting import Hosting
-from dora_pipe.history.report import bucket_of
+from dora_pipe.history.sums import bucket_of
 
 S = 1_000_000_000
 
@@ -41,7 +41,7 @@ def test_pairs_count_the_time_in_which_both_versions_are_hosted() -> None:
     assert hosting.pairs == {(3, 4): 4.0, (3, 5): 1.0, (4, 5): 5.0}
     assert hosting.seconds == 10.0
     assert hosting.several_seconds == 8.0
-    assert hosting.worker_versions == {(1, 3): 6.0, (2, 3): 2.0, (2, 4): 8.0, (7, 5): 5.0}
+    assert hosting.worker_seconds == {1: 6.0, 2: 10.0, 7: 5.0}
 
 
 def test_time_that_goes_back_is_not_counted_twice() -> None:

@@ -1,0 +1,133 @@
+"""What a record of the trajectories topic says by itself, before anybody asks what was dispatched.
+
+Evidence is a function of the record alone: it can be gathered by other processes, in any order, and
+is small however long the trajectory is. `check_records` holds it against the ledger.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dora_pipe.bus.port import Record
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.control import FinishReason
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.trajectory import Headers, Sampler, Trajectory
+from dora_pipe.schemas.trajectory_codec import matches, parse_headers, view_trajectory
+from dora_pipe.schemas.wire import sha256_hex
+
+Place = tuple[int, int]
+"""Partition and offset."""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens [start, end) that a worker's engine sampled in one go."""
+
+    start: int
+    end: int
+    worker: str
+    epoch: int
+    version: int
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """What the value says, as far as control says it too; of a value that holds in itself."""
+
+    group_size: int
+    sibling: int
+    purpose: Purpose
+    dataset_digest: str
+    index: int
+    data_epoch: int
+    seed: int
+    finish: FinishReason
+    version: int
+    sampled: tuple[Sampled, ...]
+    weights: tuple[Sampler, ...]
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of everything that was sampled, in order."""
+        return [one.version for one in self.sampled]
+
+
+class Evidence(msgspec.Struct, frozen=True, array_like=True):
+    """A record: where it lies, its digest, and what headers and value say."""
+
+    topic: str
+    partition: int
+    offset: int
+    bytes: int
+    sha256: str
+    """Of the value as it lies in the log."""
+    headers: Headers | None
+    header_error: str = ""
+    """Why the headers cannot be read."""
+    content: Content | None = None
+    """None where the value cannot be read, or was not opened."""
+    value_error: str = ""
+    disagree: tuple[str, ...] = ()
+    """Header fields that the value contradicts."""
+
+    @property
+    def place(self) -> Place:
+        """Partition and offset."""
+        return self.partition, self.offset
+
+    @property
+    def where(self) -> str:
+        """The same for people."""
+        return f"trajectories:{self.partition}:{self.offset}"
+
+
+def evidence_of(record: Record, *, opened: bool = True) -> Evidence:
+    """Look at one record; `opened` decides whether the value is decoded and checked, too."""
+    headers, header_error = None, ""
+    try:
+        headers = parse_headers(record.headers)
+    except SchemaError as error:
+        header_error = error.message
+    content, value_error, disagree = None, "", ()
+    if opened and headers is not None:
+        content, value_error, disagree = _open(record.value, headers)
+    return Evidence(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        bytes=len(record.value),
+        sha256=sha256_hex(record.value),
+        headers=headers,
+        header_error=header_error,
+        content=content,
+        value_error=value_error,
+        disagree=disagree,
+    )
+
+
+def _open(value: bytes, headers: Headers) -> tuple[Content | None, str, tuple[str, ...]]:
+    try:
+        trajectory = view_trajectory(value)
+    except SchemaError as error:
+        return None, error.message, ()
+    return _content(trajectory), "", tuple(matches(headers, trajectory))
+
+
+def _content(trajectory: Trajectory) -> Content:
+    meta = trajectory.meta
+    return Content(
+        group_size=meta.group_size,
+        sibling=meta.sibling,
+        purpose=meta.purpose,
+        dataset_digest=meta.dataset_digest,
+        index=meta.index,
+        data_epoch=meta.data_epoch,
+        seed=meta.seed,
+        finish=meta.finish,
+        version=trajectory.version,
+        sampled=tuple(
+            Sampled(one.start, one.end, one.worker, one.epoch, one.version)
+            for one in trajectory.segments
+            if one.kind == "model"
+        ),
+        weights=meta.weights,
+    )

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 from dora_pipe.bus.checks import (
     check_appends,
     check_exists,
+    check_not_deleted,
     check_not_truncated,
     check_position,
     check_same,
@@ -86,6 +87,7 @@ class _Partition:
     offsets: list[int] = field(default_factory=list)
     visible_ms: list[int] = field(default_factory=list)
     end: int = 0
+    begin: int = 0
 
     def visible(self, now_ms: int) -> int:
         """How many records readers may see."""
@@ -121,10 +123,19 @@ class MemoryLog:
         """Forget every record from `position` on, acknowledged or not, as a lost disk would."""
         check_exists(tp, self._topics)
         held = self._partitions[tp]
-        kept = bisect_left(held.offsets, position)
-        self.bytes_held -= sum(map(record_bytes, held.records[kept:]))
-        del held.records[kept:], held.offsets[kept:], held.visible_ms[kept:]
+        self._drop(held, slice(bisect_left(held.offsets, position), None))
         held.end = min(held.end, position)
+
+    def delete_before(self, tp: TopicPartition, position: int) -> None:
+        """Forget every record before `position`, as retention does."""
+        check_exists(tp, self._topics)
+        held = self._partitions[tp]
+        self._drop(held, slice(0, bisect_left(held.offsets, position)))
+        held.begin = max(held.begin, min(position, held.end))
+
+    def _drop(self, held: _Partition, which: slice) -> None:
+        self.bytes_held -= sum(map(record_bytes, held.records[which]))
+        del held.records[which], held.offsets[which], held.visible_ms[which]
 
     def _create(self, spec: TopicSpec) -> None:
         existing = self._topics.get(spec.name)
@@ -195,6 +206,12 @@ class MemoryBus:
         """How many partitions a topic has."""
         self.check_open()
         return check_exists(TopicPartition(topic, 0), self.log._topics).partitions
+
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position that was not deleted."""
+        self.check_open()
+        check_exists(tp, self.log._topics)
+        return self.log._partitions[tp].begin
 
     def end(self, tp: TopicPartition) -> int:
         """The position after the last visible record."""
@@ -267,6 +284,7 @@ class MemoryReader:
         """Move this partition's visible records into `found`; returns the bytes left."""
         held, now_ms = self._bus.log._partitions[tp], self._bus.now_ms()
         check_not_truncated(tp, self._positions[tp], held.end)
+        check_not_deleted(tp, self._positions[tp], held.begin)
         count = held.visible(now_ms)
         for i in range(bisect_left(held.offsets, self._positions[tp]), count):
             size_bytes = record_bytes(held.records[i])

@@ -79,7 +79,8 @@ class Reader(Protocol):
 
         Returns early as soon as anything is there; 0 never waits. At least one record comes back
         even if it alone is larger than `bytes_max`. Raises LogTruncated when a position lies beyond
-        what is there (something acknowledged is gone), BusError when the log cannot be read.
+        what is there (something acknowledged is gone) or before it (retention has deleted it),
+        BusError when the log cannot be read.
         """
         ...
 
@@ -125,6 +126,10 @@ class Bus(Protocol):
 
     def partitions(self, topic: str) -> int:
         """How many partitions a topic has. Raises TopicMissing."""
+        ...
+
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position that can be read: 0 until retention deletes. Raises TopicMissing."""
         ...
 
     def end(self, tp: TopicPartition) -> int:

@@ -121,6 +121,11 @@ class SqliteBus:
         """How many partitions a topic has."""
         return self._find(TopicPartition(topic, 0)).partitions
 
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position: a file deletes nothing."""
+        self._find(tp)
+        return 0
+
     def end(self, tp: TopicPartition) -> int:
         """The position after the last record."""
         self._find(tp)

@@ -55,6 +55,9 @@ class BriskBus:
     def partitions(self, topic: str) -> int:
         return self._bus.partitions(topic)
 
+    def begin(self, tp: TopicPartition) -> int:
+        return self._bus.begin(tp)
+
     def end(self, tp: TopicPartition) -> int:
         return self._bus.end(tp)
 

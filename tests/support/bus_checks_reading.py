@@ -40,7 +40,7 @@ def caught_up_means_position_and_not_last_offset(harness: Harness) -> None:
     topic = topic_on(harness, bus)
     at = TopicPartition(topic, 0)
     reader = bus.reader({at: 0})
-    assert (reader.position(at), bus.end(at)) == (0, 0)
+    assert (reader.position(at), bus.begin(at), bus.end(at)) == (0, 0, 0)
     assert reader.poll(timeout_s=0) == []
     writer = bus.writer(exclusive=harness.topic("w"))
     for i in range(3):

@@ -67,18 +67,19 @@ def test_override_has_the_last_word_over_a_paradigm(file: Path) -> None:
 
 def test_what_is_nearly_a_paradigm_says_what_it_changes(file: Path) -> None:
     read = load_config(file, ())
-    assert paradigm_of(read) == "dora with max_staleness 5"
+    assert paradigm_of(read) == "dora with max_staleness 5 and in_flight_batches 2"
     one = with_staleness(read, max_staleness=1, in_flight_batches=1.5)
     assert paradigm_of(one) == "one-step with in_flight_batches 1.5"
     other = with_staleness(read, max_staleness=0, in_flight_batches=None)
     assert paradigm_of(other) == "sync"
 
 
-def test_default_configuration_is_dora(file: Path) -> None:
-    assert paradigm_of(with_staleness(load_config(file, ()), max_staleness=2)) == "dora"
+def test_default_configuration_is_dora_that_does_not_fill_its_window(file: Path) -> None:
+    assert paradigm_of(load_config(file, ())) == "dora with in_flight_batches 2"
+    assert paradigm_of(with_staleness(load_config(file, ()), in_flight_batches=3.0)) == "dora"
     assert paradigm("dora").keys == {
         "staleness.max_staleness": Staleness().max_staleness,
-        "staleness.in_flight_batches": in_flight_batches(Staleness()),
+        "staleness.in_flight_batches": Staleness().max_staleness + 1.0,
         "staleness.interruptible": Staleness().interruptible,
     }
 

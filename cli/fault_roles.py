@@ -20,6 +20,10 @@ from dora_pipe import __version__
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
 from dora_pipe.bench.faults.order import WORKERS
+from dora_pipe.bus.claims import ClaimBus, ClaimFiles
+from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus
 from dora_pipe.cli import roles
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import Clock, SystemClock
@@ -77,12 +81,18 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
     return config, topics, injector, watched(SystemClock(), {"sleep": "waiting"}, injector)
 
 
+def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
+    """As `RunDir.open_bus`, with the log itself wrapped: what is booked is what lies there."""
+    log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
+    return ClaimBus(FaultBus(log, injector), ClaimFiles(directory.store(config) / "claims"))
+
+
 def _orchestrator(directory: RunDir) -> None:
     from dora_pipe.orchestrator.role import Instance, run_orchestrator
 
     first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
     config, topics, injector, clock = _rigged(directory, roles.ORCHESTRATOR)
-    with closing(FaultBus(directory.open_bus(config), injector)) as bus:
+    with closing(_bus(directory, config, injector)) as bus:
         run_orchestrator(
             bus,
             topics,
@@ -105,7 +115,7 @@ def _worker(directory: RunDir, name: str) -> None:
     def engine(**given: Any) -> Engine:
         return watched(roles.open_engine(**given), _ENGINE_MARKS, injector)
 
-    with closing(FaultBus(directory.open_bus(config), injector)) as bus:
+    with closing(_bus(directory, config, injector)) as bus:
         run_worker(
             bus,
             topics,
@@ -128,7 +138,7 @@ def _trainer(directory: RunDir) -> None:
         return watched(make_trainer(**given), _TRAINER_MARKS, injector)
 
     run_trainer(
-        lambda: FaultBus(directory.open_bus(config), injector),
+        lambda: _bus(directory, config, injector),
         topics,
         store=FaultStore(directory.store(config), injector),
         trainer_factory=trainer,

@@ -1,19 +1,17 @@
 """Plays kill rounds: real roles as processes, forked from one zygote that has torch imported.
 
 A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
-when was decided by `bench.faults.order`. The supervisor starts again what was killed, as in any
-run. When the run has ended, one more process judges it (`bench.faults.judge`).
+when was decided by `bench.faults.order`, and random moments are met by `fault_hunt`. The
+supervisor starts again what was killed, as in any run; a killed broker is started again by the
+watch. When the run has ended, one more process judges it (`bench.faults.judge`).
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +20,10 @@ import msgspec
 
 from dora_pipe.bench.faults.inject import Files, Hit
 from dora_pipe.bench.faults.judge import Verdict
-from dora_pipe.bench.faults.order import WORKERS, Chance, Order
-from dora_pipe.bus.open import open_bus
-from dora_pipe.bus.port import TopicPartition
+from dora_pipe.bench.faults.order import BROKER, PARTITIONS, WORKERS, Order
 from dora_pipe.cli import fault_roles, roles
+from dora_pipe.cli.brokers import Brokers
+from dora_pipe.cli.fault_hunt import BrokerVictim, RoleVictim, hunting, recovered_s
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.cli.start import plan_new
 from dora_pipe.cli.supervisor import RunFailed, Supervisor, how
@@ -47,8 +45,8 @@ STEPS: Final = 6
 GROUPS: Final = 4
 SIBLINGS: Final = 4
 
-CONTROL_RECORDS: Final = STEPS * (GROUPS * SIBLINGS + 1)
-"""About as many control records has a round; it may have some more, never fewer."""
+CONTROL_FACTS: Final = STEPS * (GROUPS * SIBLINGS + 1)
+"""So many facts has control at least: a trajectory that was logged counts as one."""
 
 ROUND_LIMIT_S: Final = 180.0
 """A round that takes longer counts as hung."""
@@ -56,7 +54,7 @@ ROUND_LIMIT_S: Final = 180.0
 CHILD_LIMIT_S: Final = 300.0
 """For making the model (torch is imported before) and for judging a run."""
 
-HUNT_POLL_S: Final = 0.05
+NAMES: Final = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
 
 Watch = Callable[[Supervisor, Files], None]
 """Called about ten times a second while a round lasts."""
@@ -70,7 +68,7 @@ class Played:
     hit: Hit | None
     """None when the moment never came: then the round says nothing."""
     recovered_s: float | None
-    """From the strike to the first record of the role's next incarnation."""
+    """See `fault_hunt.recovered_s`."""
     verdict: Verdict | None
     trouble: str
     """What kept the run from ending, or the judge from judging."""
@@ -86,18 +84,24 @@ class Played:
 class Session:
     """A folder of rounds and the zygote that forks their roles. Make it before anything is open.
 
+    With `brokers` rounds are played on Kafka: so many of them, started here.
     Example: ``with closing(Session(folder)) as session: session.play(order)``.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, brokers: int = 0) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self._current = root / "current"
+        self._brokers = Brokers(root / "brokers", brokers) if brokers else None
         self._zygote = Zygote(self._be, preload=PRELOAD)
+        if self._brokers is not None:
+            self._brokers.start()
 
     def close(self) -> None:
-        """End the zygote and whatever it forked."""
+        """End the zygote and whatever it forked, and the brokers."""
         self._zygote.close()
+        if self._brokers is not None:
+            self._brokers.close()
 
     def model(self) -> Path:
         """A small random model, made once."""
@@ -112,12 +116,14 @@ class Session:
         """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
         began_s = time.monotonic()
         directory = self.directory(order)
-        config = round_config(self.model(), order, changes or {})
+        config = round_config(self.model(), order, {**self._place(), **(changes or {})})
         plan = plan_new(config, self.root)
         files = Files(directory.path)
         fault_roles.first_of(directory).write_bytes(encode(plan.first))
         files.order.write_bytes(msgspec.json.encode(order))
         trouble = self._run(directory, config, order, watch)
+        if self._brokers is not None:
+            self._brokers.heal()
         verdict: Verdict | None = None
         if not trouble:
             verdict, trouble = self._judge(directory)
@@ -125,7 +131,7 @@ class Session:
         return Played(
             order=order,
             hit=hit,
-            recovered_s=None if hit is None else _recovered_s(files, hit),
+            recovered_s=None if hit is None else recovered_s(files, hit, NAMES),
             verdict=verdict,
             trouble=trouble,
             seconds=time.monotonic() - began_s,
@@ -138,6 +144,12 @@ class Session:
     def forget(self, order: Order) -> None:
         """Remove what a round left."""
         shutil.rmtree(self.directory(order).path)
+        if self._brokers is not None:
+            self._brokers.forget(Topics(_run_name(order)).all())
+
+    def _place(self) -> dict[str, Any]:
+        """The keys that say where the log is."""
+        return {} if self._brokers is None else {"bus.url": self._brokers.url}
 
     def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
         """Let the run happen; what was wrong with it, or ""."""
@@ -148,18 +160,24 @@ class Session:
         def turn() -> None:
             if time.monotonic() > until_s:
                 signal.raise_signal(signal.SIGINT)
+            if self._brokers is not None:
+                self._brokers.mend()
             if watch is not None:
                 watch(supervisor, files)
 
-        names = (*WORKERS, roles.TRAINER, roles.ORCHESTRATOR)
         supervisor = Supervisor(
-            dict.fromkeys(names, self._zygote),
+            dict.fromkeys(NAMES, self._zygote),
             stop_order=(WORKERS, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
             timing=config.timing,
             logs=directory.logs,
             watch=turn,
         )
-        with _hunting(order, directory, config, supervisor):
+        topics = Topics(config.run.name)
+        victim: RoleVictim | BrokerVictim = RoleVictim(order, files, supervisor)
+        if order.role == BROKER:
+            assert self._brokers is not None
+            victim = BrokerVictim(order, files, topics, self._brokers)
+        with hunting(order, victim, files, directory.bus_url(config), topics):
             try:
                 finished = supervisor.run()
             except RunFailed as error:
@@ -211,7 +229,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
             "context_tokens": fault_roles.CONTEXT_TOKENS,
             "checkpoint_tokens": 8,
         },
-        "bus": {"partitions": 3},
+        "bus": {"partitions": PARTITIONS},
         "timing": {"heartbeat_s": 0.2, "lease_s": 5.0},
     }
     for key, value in changes.items():
@@ -222,79 +240,3 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 
 def _run_name(order: Order) -> str:
     return f"round-{order.number}-{order.seed}"
-
-
-def _recovered_s(files: Files, hit: Hit) -> float | None:
-    later = (ack for ack in files.acks(hit.role) if ack.pid != hit.pid and ack.at_ns > hit.at_ns)
-    return next(((ack.at_ns - hit.at_ns) / 1e9 for ack in later), None)
-
-
-# A random moment is met from outside, by a thread of this process
-
-
-@contextmanager
-def _hunting(
-    order: Order, directory: RunDir, config: Config, supervisor: Supervisor
-) -> Iterator[None]:
-    """For a random moment: kill the role when it comes, while the block lasts."""
-    if not isinstance(order.at, Chance):
-        yield
-        return
-    over = threading.Event()
-    hunter = threading.Thread(
-        target=_hunt, args=(order, order.at, directory, config, supervisor, over), daemon=True
-    )
-    hunter.start()
-    try:
-        yield
-    finally:
-        over.set()
-        hunter.join()
-
-
-def _hunt(
-    order: Order,
-    at: Chance,
-    directory: RunDir,
-    config: Config,
-    supervisor: Supervisor,
-    over: threading.Event,
-) -> None:
-    control = TopicPartition(Topics(config.run.name).control, 0)
-    seen = 0
-    with closing(open_bus(directory.bus_url(config))) as bus:
-        reader = bus.reader({control: 0})
-        while seen < at.control and not over.is_set():
-            seen += len(reader.poll(timeout_s=HUNT_POLL_S, records_max=at.control - seen))
-    over.wait(at.delay_s)
-    first = _strike(order, directory, supervisor, over)
-    if first is None or at.again_s is None:
-        return
-    while supervisor.pid(order.role) in (None, first.pid) and not over.wait(HUNT_POLL_S):
-        pass
-    over.wait(at.again_s)
-    _strike(order, directory, supervisor, over, before=f"{first.phase}; again ")
-
-
-def _strike(
-    order: Order,
-    directory: RunDir,
-    supervisor: Supervisor,
-    over: threading.Event,
-    *,
-    before: str = "",
-) -> Hit | None:
-    """Kill the role as soon as it is there; None when the run ended first."""
-    while (pid := supervisor.pid(order.role)) is None and not over.wait(HUNT_POLL_S):
-        pass
-    if pid is None or over.is_set():
-        return None
-    files = Files(directory.path)
-    try:
-        os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)
-    except ProcessLookupError:
-        return None  # it has just ended by itself
-    phase = before + files.doing(order.role)
-    hit = Hit(role=order.role, pid=pid, phase=phase, at_ns=time.monotonic_ns())
-    files.write_hit(hit)
-    return hit

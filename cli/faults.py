@@ -7,18 +7,23 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from dora_pipe.bench.faults.order import ROLE_KINDS, RoleKind, order_of
-from dora_pipe.cli.fault_rounds import CONTROL_RECORDS, Played, Session
+from dora_pipe.bench.faults.order import BROKER, KINDS, ROLE_KINDS, WORKERS, Kind, order_of
+from dora_pipe.cli.brokers import CLUSTER
+from dora_pipe.cli.fault_rounds import CONTROL_FACTS, Played, Session
 from dora_pipe.cli.output import emit_json, emit_table, say
 from dora_pipe.errors import InvariantBroken, UsageError
 
 TRIES_MAX: Final = 3
 """A moment that never came is drawn again; so many times in all."""
+
+SQLITE: Final = "sqlite"
+KAFKA: Final = "kafka"
 
 COLUMNS: Final = (
     "round",
@@ -33,23 +38,47 @@ COLUMNS: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Which rounds are played."""
+
+    seed: int
+    kinds: tuple[Kind, ...]
+    """What is killed, in turns."""
+    only: Kind | None
+    brokers: int
+    """0 on SQLite."""
+
+
 def faults(
-    rounds: Annotated[int, typer.Option(min=1, help="How many; 30 hits every role 10 times.")] = 30,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How many; 30 hit every role 10 times on SQLite.")
+    ] = 30,
+    bus: Annotated[
+        str, typer.Option(help="Where the log is: sqlite, or kafka (starts brokers of its own).")
+    ] = SQLITE,
+    brokers: Annotated[
+        int, typer.Option(help="On Kafka: 1, or 3, and then leaders of partitions are killed.")
+    ] = 1,
     role: Annotated[
-        str | None, typer.Option(help="Kill only this one: worker, trainer or orchestrator.")
+        str | None,
+        typer.Option(help="Kill only this one: worker, trainer, orchestrator or broker."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,
     first: Annotated[int, typer.Option("--from", min=0, help="The first round.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Kill roles with SIGKILL at random and aimed moments; exit code 5 unless all is clean."""
-    only = _kind(role)
+    """Kill roles with SIGKILL at random and aimed moments; exit code 5 unless all is clean.
+
+    On Kafka the broker is killed too.
+    """
+    series = _series(bus, brokers, role, seed)
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
     played: list[Played] = []
-    with closing(Session(folder)) as session:
+    with closing(Session(folder, brokers=series.brokers)) as session:
         session.model()
         for number in range(first, first + rounds):
-            one = _round(session, seed, number, only)
+            one = _round(session, series, number)
             played.append(one)
             say(f"round {number}: {_sentence(one)}")
             if as_json:
@@ -76,6 +105,7 @@ def row(played: Played) -> dict[str, Any]:
         "weights_equal": None if verdict is None else verdict.weights_equal,
         "steps": None if verdict is None else verdict.steps,
         "acknowledged": None if verdict is None else verdict.acknowledged,
+        "trajectories": None if verdict is None else verdict.trajectories,
         "finished": None if verdict is None else verdict.finished,
         "moved": None if verdict is None else verdict.moved,
         "violations": () if verdict is None else verdict.violations,
@@ -87,19 +117,16 @@ def row(played: Played) -> dict[str, Any]:
 
 def sum_up(played: Sequence[Played], folder: Path) -> None:
     """The last lines. Raises InvariantBroken unless every round was clean."""
-    recovered = [one.recovered_s for one in played if one.recovered_s is not None]
     clean = sum(one.clean for one in played)
     verdicts = [one.verdict for one in played if one.verdict is not None]
-    if recovered:
-        say(
-            f"time to recover: median {statistics.median(recovered):.2f} s, "
-            f"worst {max(recovered):.2f} s"
-        )
+    for line in _recovery(played):
+        say(line)
     say(
         f"{clean} of {len(played)} rounds clean; "
         f"{sum(one.acknowledged for one in verdicts)} records acknowledged, "
         f"{sum(one.lost for one in verdicts)} lost, "
         f"{sum(one.trained_twice for one in verdicts)} trained twice; "
+        f"{sum(one.trajectories for one in verdicts)} of them trajectories; "
         f"{sum(one.equal for one in verdicts)} steps replayed bit-equal"
     )
     if clean == len(played):
@@ -111,20 +138,50 @@ def sum_up(played: Sequence[Played], folder: Path) -> None:
     )
 
 
-def _kind(role: str | None) -> RoleKind | None:
-    for kind in ROLE_KINDS:
-        if role == kind:
-            return kind
-    if role is None:
-        return None
-    raise UsageError(f"no role {role!r}", hint=f"one of {', '.join(ROLE_KINDS)}")
+def _recovery(played: Sequence[Played]) -> list[str]:
+    """Times to recover: over all, and for each kind if there are several."""
+    times: dict[str, list[float]] = {}
+    for one in played:
+        if one.recovered_s is not None:
+            kind = "worker" if one.order.role in WORKERS else one.order.role
+            times.setdefault(kind, []).append(one.recovered_s)
+    every = [one for some in times.values() for one in some]
+    named = [(f"time to recover, {kind}", times[kind]) for kind in KINDS if kind in times]
+    named = [*(named if len(named) > 1 else ()), ("time to recover", every)]
+    return [
+        f"{words}: median {statistics.median(some):.2f} s, worst {max(some):.2f} s"
+        for words, some in named
+        if some
+    ]
 
 
-def _round(session: Session, seed: int, number: int, only: RoleKind | None) -> Played:
+def _series(bus: str, brokers: int, role: str | None, seed: int) -> Series:
+    """What the options mean. Raises UsageError."""
+    if bus not in (SQLITE, KAFKA):
+        raise UsageError(f"no bus {bus!r}", hint=f"one of {SQLITE}, {KAFKA}")
+    if brokers not in (1, CLUSTER) or (brokers > 1 and bus == SQLITE):
+        raise UsageError(f"{brokers} brokers on {bus}", hint=f"1 or {CLUSTER}, with --bus {KAFKA}")
+    kinds: tuple[Kind, ...] = ROLE_KINDS
+    if bus == KAFKA:
+        kinds = (BROKER,) if brokers == CLUSTER and role is None else KINDS
+    only = next((kind for kind in kinds if kind == role), None)
+    if role is not None and only is None:
+        raise UsageError(f"no role {role!r} on {bus}", hint=f"one of {', '.join(kinds)}")
+    return Series(seed=seed, kinds=kinds, only=only, brokers=brokers if bus == KAFKA else 0)
+
+
+def _round(session: Session, series: Series, number: int) -> Played:
     """Play a round; a moment that never came is drawn again."""
     again = 0
     while True:
-        order = order_of(seed, number, control_records=CONTROL_RECORDS, only=only, again=again)
+        order = order_of(
+            series.seed,
+            number,
+            control_facts=CONTROL_FACTS,
+            only=series.only,
+            kinds=series.kinds,
+            again=again,
+        )
         played = session.play(order)
         again += 1
         if played.hit is not None or played.trouble or again == TRIES_MAX:

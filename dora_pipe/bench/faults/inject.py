@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
+from dora_pipe.bench.faults.inside import Inside, KafkaInside, SqliteInside
 from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
@@ -46,15 +47,19 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     sha256: str
     """Of the value."""
+    began_ns: int = 0
+    """When its append began."""
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """A role was struck."""
+    """A role or a broker was struck."""
 
     role: str
     pid: int
     phase: str
     at_ns: int
+    led: tuple[tuple[str, int], ...] = ()
+    """The partitions that a struck broker led; empty: all."""
 
 
 class Files:
@@ -159,11 +164,13 @@ class Injector:
         self._files.write_hit(Hit(role=self._role, pid=pid, phase=phase, at_ns=time.monotonic_ns()))
         os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
 
-    def acknowledged(self, records: Sequence[Append], offsets: Sequence[int]) -> None:
+    def acknowledged(
+        self, records: Sequence[Append], offsets: Sequence[int], *, began_ns: int
+    ) -> None:
         """Write down what the bus has promised to keep."""
         now_ns, pid = time.monotonic_ns(), os.getpid()
         acks = (
-            Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value))
+            Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value), began_ns)
             for one, offset in zip(records, offsets, strict=True)
         )
         os.write(self._book, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
@@ -195,7 +202,7 @@ class FaultBus:
     """A bus whose writers strike their own process when they are told to.
 
     Its writers on SQLite have their connection made here: that is how a moment inside of the
-    transaction can be met without a hook in production code.
+    transaction can be met without a hook in production code. See `inside` for Kafka.
     """
 
     def __init__(self, inner: Bus, injector: Injector) -> None:
@@ -215,6 +222,10 @@ class FaultBus:
         """See Bus."""
         return self._inner.partitions(topic)
 
+    def begin(self, tp: TopicPartition) -> int:
+        """See Bus."""
+        return self._inner.begin(tp)
+
     def end(self, tp: TopicPartition) -> int:
         """See Bus."""
         return self._inner.end(tp)
@@ -226,11 +237,12 @@ class FaultBus:
     def writer(self, *, exclusive: str | None = None) -> Writer:
         """See Bus."""
         with self._injector.mark("opening a writer"):
-            if not isinstance(self._inner, SqliteBus):
-                return FaultWriter(self._inner.writer(exclusive=exclusive), None, self._injector)
-            file = SqliteFile(self._inner.path, patient=False)
-            self._writers.append(SqliteWriter(file, exclusive))
-        return FaultWriter(self._writers[-1], file, self._injector)
+            if isinstance(self._inner, SqliteBus):
+                file = SqliteFile(self._inner.path, patient=False)
+                self._writers.append(SqliteWriter(file, exclusive))
+                return FaultWriter(self._writers[-1], SqliteInside(file), self._injector)
+            inner = self._inner.writer(exclusive=exclusive)
+            return FaultWriter(inner, _inside_of(self._inner), self._injector)
 
     def close(self) -> None:
         """See Bus."""
@@ -240,11 +252,11 @@ class FaultBus:
 
 
 class FaultWriter:
-    """See FaultBus. Without `file` the moments `middle` and `commit` never come."""
+    """See FaultBus. Without `inside` the moments `middle` and `commit` never come."""
 
-    def __init__(self, inner: Writer, file: SqliteFile | None, injector: Injector) -> None:
+    def __init__(self, inner: Writer, inside: Inside | None, injector: Injector) -> None:
         self._inner = inner
-        self._file = file
+        self._inside = inside
         self._injector = injector
 
     def append(self, records: Sequence[Append]) -> list[int]:
@@ -255,30 +267,14 @@ class FaultWriter:
         with injector.mark(f"appending {kinds_of(records, injector.topics)}"):
             if moment == "before":
                 injector.strike()
-            if point is not None and moment in ("middle", "commit"):
-                self._strike_inside(point)
+            if point is not None and moment in ("middle", "commit") and self._inside is not None:
+                self._inside.arm(point, injector.strike)
+            began_ns = time.monotonic_ns()
             offsets = self._inner.append(records)
-            injector.acknowledged(records, offsets)
+            injector.acknowledged(records, offsets, began_ns=began_ns)
             if moment == "after":
                 injector.strike()
         return offsets
-
-    def _strike_inside(self, point: Point) -> None:
-        """SQLite calls this with each statement as it begins: the rows are in when COMMIT does."""
-        if self._file is None:
-            return
-        strike, commits = self._injector.strike, [point.delay_s]
-
-        def on(statement: str) -> None:
-            if statement != "COMMIT" or not commits:
-                return
-            delay_s = commits.pop()
-            if point.moment == "commit":
-                threading.Timer(delay_s, strike).start()
-            else:
-                strike()
-
-        self._file.connection.set_trace_callback(on)
 
     def close(self) -> None:
         """See Writer."""
@@ -346,6 +342,13 @@ def kinds_of(records: Sequence[Append], topics: Topics) -> str:
             name = str(msgspec.json.decode(one.value)["kind"])
         names[name] = None
     return ", ".join(names)
+
+
+def _inside_of(bus: Bus) -> Inside | None:
+    """Imported late: a round on SQLite does without the client."""
+    from dora_pipe.bus.kafka import KafkaBus
+
+    return KafkaInside() if isinstance(bus, KafkaBus) else None
 
 
 def _page(path: Path) -> mmap.mmap:

@@ -40,6 +40,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The audit's first ones, and what broke the replay off."""
     acknowledged: int
     """Records whose append was acknowledged to a role."""
+    trajectories: int
+    """Of these, trajectories."""
     lost: int
     """Of these, records that are not in the log, or with other bytes."""
     trained_twice: int
@@ -84,6 +86,7 @@ def judge(
         steps_wanted=msgspec.convert(evidence.started.config, Config).run.steps,
         violations=(*lines, *why),
         acknowledged=len(booked),
+        trajectories=sum(ack.topic == topics.trajectories for ack in booked),
         lost=count_lost(bus, topics, booked),
         trained_twice=count_twice(evidence.commits),
         equal=equal,

@@ -1,9 +1,9 @@
-"""Decides which role is killed in which round of a series, and at which moment.
+"""Decides which role or broker is killed in which round of a series, and at which moment.
 
 A moment is *aimed* (a point of the role's own doing: before, in the middle of, or right after an
-append, or around the name of a policy file) or *random* (so many control records into the run and
-a little later). Everything is drawn from the series' seed and the round's number, so that one
-round can be made again alone.
+append, or around the name of a policy file) or *random* (so many facts in control, and a little
+later). A broker knows nothing of roles: its moments are random. Everything is drawn from the
+series' seed and the round's number, so that one round can be made again alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from dora_pipe.schemas.trajectory_codec import decode_progress
 RoleKind = Literal["worker", "trainer", "orchestrator"]
 ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
 
+BROKER: Final = "broker"
+Kind = RoleKind | Literal["broker"]
+KINDS: Final[tuple[Kind, ...]] = (*ROLE_KINDS, BROKER)
+"""What is struck on Kafka, in turns."""
+
 AppendMoment = Literal["before", "middle", "commit", "after"]
 """Nothing is in the log yet; its rows are inserted and not committed; the commit is under way;
-the append is durable and the role does not know it."""
+the append is durable and the role does not know it. On Kafka: the records are acknowledged and
+their transaction is not committed, or, for a writer without transactions, the first record was
+handed to the client; a little later."""
 
 FileMoment = Literal["written", "named"]
 """A policy file is complete under its temporary name; it has its own name."""
@@ -35,10 +42,25 @@ COMMIT_DELAY_S_MAX: Final = 0.002
 """A commit under way is hit at most so long after it began."""
 
 RANDOM_DELAY_S_MAX: Final = 0.25
-"""A random moment is at most so long after the control record that it counts to."""
+"""A random moment is at most so long after the fact that it counts to."""
 
 AGAIN_S_MAX: Final = 1.0
 """A role that is struck twice is struck again at most so long after it was started again."""
+
+BROKER_AGAIN_S_MAX: Final = 4.0
+"""The same for a broker, which takes 2 to 3 s to start."""
+
+DOWN_S_MAX: Final = 1.0
+"""A broker is started again at most so long after it was killed."""
+
+PARTITIONS: Final = 3
+"""Of trajectories and progress in a round."""
+
+_LED: Final = (
+    *((name, at) for name in ("trajectories", "progress") for at in range(PARTITIONS)),
+    *((name, 0) for name in ("control", "decisions", "metrics")),
+)
+"""Partitions whose leader may be struck."""
 
 WORKERS: Final = ("w0", "w1")
 """The workers of a round."""
@@ -75,7 +97,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
 
 
 class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
-    """A random moment: `delay_s` after `control` records have been appended to control."""
+    """A random moment: `delay_s` after control holds `control` facts."""
 
     control: int
     delay_s: float
@@ -93,10 +115,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Of the run: prompts and tokens."""
     role: str
-    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`."""
+    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`, `broker`."""
     at: Point | Chance
     stop: bool = False
     """The role is stopped (SIGSTOP) instead of killed."""
+    leads: tuple[str, int] = ("control", 0)
+    """For a broker: the partition whose leader is struck, its topic named without the run."""
+    down_s: float = 0.0
+    """For a broker: how long it stays down."""
 
 
 _WORDS: Final[Mapping[str, str]] = {
@@ -161,16 +187,24 @@ def reached(record: Append, tokens: int) -> bool:
 
 
 def order_of(
-    seed: int, number: int, *, control_records: int, only: RoleKind | None = None, again: int = 0
+    seed: int,
+    number: int,
+    *,
+    control_facts: int,
+    only: Kind | None = None,
+    kinds: Sequence[Kind] = ROLE_KINDS,
+    again: int = 0,
 ) -> Order:
-    """The order of round `number` (from 0) of the series `seed`; roles take turns.
+    """The order of round `number` (from 0) of the series `seed`; `kinds` take turns.
 
-    `control_records` is about how many a whole run appends; random moments stay below four fifths
-    of it. `again` draws anew for a round whose moment never came.
+    `control_facts` is how many a whole run has in control at least; random moments stay below four
+    fifths of it. `again` draws anew for a round whose moment never came.
     """
-    kind = only or ROLE_KINDS[number % len(ROLE_KINDS)]
-    turn = number if only else number // len(ROLE_KINDS)
+    kind = only or kinds[number % len(kinds)]
+    turn = number if only else number // len(kinds)
     chance = random.Random(f"{seed}/{number}/{kind}/{again}")
+    if kind == BROKER:
+        return _broker_order(number, turn, chance, control_facts)
     role = chance.choice(WORKERS) if kind == "worker" else kind
     at: Point | Chance
     if turn % 5 < AIMED_PER_FIVE:
@@ -180,9 +214,26 @@ def order_of(
         delay_s = chance.uniform(0, COMMIT_DELAY_S_MAX) if moment == "commit" else 0.0
         at = Point(moment=moment, what=what, nth=chance.randint(1, largest), delay_s=delay_s)
     else:
-        at = Chance(
-            control=chance.randint(1, control_records * 4 // 5),
-            delay_s=chance.uniform(0, RANDOM_DELAY_S_MAX),
-            again_s=chance.uniform(0, AGAIN_S_MAX) if turn % 5 == AIMED_PER_FIVE else None,
-        )
+        again_s_max = AGAIN_S_MAX if turn % 5 == AIMED_PER_FIVE else None
+        at = _random_moment(chance, control_facts, again_s_max)
     return Order(number=number, seed=chance.randrange(2**31), role=role, at=at)
+
+
+def _broker_order(number: int, turn: int, chance: random.Random, control_facts: int) -> Order:
+    again_s_max = BROKER_AGAIN_S_MAX if turn % 5 == AIMED_PER_FIVE else None
+    return Order(
+        number=number,
+        role=BROKER,
+        at=_random_moment(chance, control_facts, again_s_max),
+        leads=chance.choice(_LED),
+        down_s=chance.uniform(0, DOWN_S_MAX),
+        seed=chance.randrange(2**31),
+    )
+
+
+def _random_moment(chance: random.Random, control_facts: int, again_s_max: float | None) -> Chance:
+    return Chance(
+        control=chance.randint(1, control_facts * 4 // 5),
+        delay_s=chance.uniform(0, RANDOM_DELAY_S_MAX),
+        again_s=None if again_s_max is None else chance.uniform(0, again_s_max),
+    )

@@ -35,7 +35,7 @@ TOPICS = Topics("r")
 
 
 def _series(seed: int = 0, rounds: int = 30) -> list[Order]:
-    return [order_of(seed, number, control_records=RECORDS) for number in range(rounds)]
+    return [order_of(seed, number, control_facts=RECORDS) for number in range(rounds)]
 
 
 def _kind(order: Order) -> str:
@@ -77,7 +77,7 @@ def test_thirty_rounds_of_any_seed_hold_the_moments_that_matter(
 
 @given(st.integers(0, 10_000), st.integers(0, 200), st.sampled_from([None, *ROLE_KINDS]))
 def test_every_moment_can_come(seed: int, number: int, only: RoleKind | None) -> None:
-    order = order_of(seed, number, control_records=RECORDS, only=only)
+    order = order_of(seed, number, control_facts=RECORDS, only=only)
     assert only is None or _kind(order) == only
     if isinstance(order.at, Chance):
         assert 1 <= order.at.control <= RECORDS * 4 // 5
@@ -91,9 +91,9 @@ def test_every_moment_can_come(seed: int, number: int, only: RoleKind | None) ->
 
 
 def test_a_round_comes_out_again_alone_and_another_seed_gives_another_series() -> None:
-    assert order_of(3, 17, control_records=RECORDS) == _series(3)[17]
+    assert order_of(3, 17, control_facts=RECORDS) == _series(3)[17]
     assert _series(3) != _series(4)
-    again = order_of(3, 17, control_records=RECORDS, again=1)
+    again = order_of(3, 17, control_facts=RECORDS, again=1)
     assert again.role in {"trainer", "orchestrator", *WORKERS}
     assert again.seed != _series(3)[17].seed
 

@@ -12,7 +12,7 @@ from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.cli import faults
-from dora_pipe.cli.fault_rounds import CONTROL_RECORDS, Played, round_config
+from dora_pipe.cli.fault_rounds import CONTROL_FACTS, Played, round_config
 from dora_pipe.cli.main import app
 from dora_pipe.errors import InvariantBroken, UsageError
 
@@ -26,6 +26,7 @@ SOUND = Verdict(
     steps_wanted=6,
     violations=(),
     acknowledged=900,
+    trajectories=100,
     lost=0,
     trained_twice=0,
     equal=6,
@@ -99,13 +100,31 @@ def test_clean_rounds_leave_nothing_behind(
 def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "faults", "--role", "broker"])
     assert isinstance(done.exception, UsageError)
+    assert done.exception.message == "no role 'broker' on sqlite"
     assert done.exception.hint == "one of worker, trainer, orchestrator"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bus", "redis"], "no bus 'redis'"),
+        (["--brokers", "3"], "3 brokers on sqlite"),
+        (["--bus", "kafka", "--brokers", "2"], "2 brokers on kafka"),
+        (["--bus", "kafka", "--role", "reader"], "no role 'reader' on kafka"),
+    ],
+)
+def test_a_bus_that_cannot_be_is_refused_before_anything_starts(
+    options: list[str], words: str
+) -> None:
+    done = CliRunner().invoke(app, ["bench", "faults", *options])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.message == words
 
 
 def test_a_round_has_the_records_that_random_moments_count_on(tmp_path: Path) -> None:
     config = round_config(tmp_path, ORDER, {"workers.slots": 3})
     records = config.run.steps * (config.groups.per_step * config.groups.size + 1)
-    assert records == CONTROL_RECORDS
+    assert records == CONTROL_FACTS
     assert (config.workers.slots, config.run.seed) == (3, ORDER.seed)
     assert config.trainer.checkpoint_every < config.run.steps
     assert config.workers.checkpoint_tokens < config.sampling.max_tokens

@@ -16,6 +16,7 @@ KafkaBroker(
 """
 
 import base64
+import gc
 import os
 import shutil
 import signal
@@ -23,7 +24,9 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -207,11 +210,12 @@ class KafkaBroker:
     def await_ready(self) -> None:
         """Return when the broker takes part; one that does not is killed. Raises BrokerError."""
         limit = time.monotonic() + START_LIMIT_S
-        while not _answers(self.bootstrap, self.node):
-            if not self.running or time.monotonic() > limit:
-                self.kill()
-                raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
-            time.sleep(POLL_S)
+        with tidied_client():
+            while not _answers(self.bootstrap, self.node):
+                if not self.running or time.monotonic() > limit:
+                    self.kill()
+                    raise BrokerError(f"no broker at {self.bootstrap}:\n{self.log()[-2000:]}")
+                time.sleep(POLL_S)
 
     def signal(self, how: signal.Signals) -> None:
         """Tell a running broker to end; `join` waits for it."""
@@ -255,8 +259,10 @@ def read_properties(path: Path) -> dict[str, str]:
 
 
 def new_cluster() -> str:
-    """A cluster id."""
-    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    """A cluster id; like Kafka's own it does not look like an option."""
+    while (drawn := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()).startswith("-"):
+        pass
+    return drawn.rstrip("=")
 
 
 def free_ports(count: int) -> list[int]:
@@ -269,6 +275,17 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+@contextmanager
+def tidied_client() -> Iterator[None]:
+    """The client leaves the sockets of refused connections to the collector; here it is asked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        try:
+            yield
+        finally:
+            gc.collect()
 
 
 def _answers(bootstrap: str, node: int) -> bool:

@@ -22,6 +22,7 @@ from infra.kafka.broker import (
     Listener,
     new_cluster,
     read_properties,
+    tidied_client,
 )
 from infra.kafka.jars import HERE, BrokerError
 
@@ -124,11 +125,12 @@ class KafkaCluster:
         from kafka import KafkaAdminClient
 
         alive = [node.bootstrap for node in self.nodes if node.running]
-        admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
-        try:
-            yield admin
-        finally:
-            admin.close()
+        with tidied_client():
+            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
+            try:
+                yield admin
+            finally:
+                admin.close()
 
     def __enter__(self) -> "KafkaCluster":
         self.start()

@@ -6,6 +6,7 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 
+from infra.kafka.broker import new_cluster
 from tests.support.kafka_broker import KafkaBroker, free_ports
 
 pytestmark = pytest.mark.kafka
@@ -48,3 +49,10 @@ def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
         assert _values(address, "kept", 1) == [b"one"]
         broker.stop()
         assert not broker.log().count("ERROR"), broker.log()
+
+
+def test_a_cluster_id_never_looks_like_an_option() -> None:
+    ids = {new_cluster() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(one) for one in ids} == {22}
+    assert not [one for one in ids if one.startswith("-")]

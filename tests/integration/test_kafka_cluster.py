@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from kafka.admin import NewTopic
 
 from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    # The client leaves the sockets of refused connections to the collector.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 TOPIC = "kept"
 WAIT_S = 30
@@ -25,6 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
             admin.create_topics([NewTopic(TOPIC, 1, -1)], wait_for_metadata=True)
         made.await_in_sync(TOPIC)
         yield made
+    gc.collect()
 
 
 def append(bootstrap: str, *values: bytes) -> None:

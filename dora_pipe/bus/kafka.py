@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -31,8 +30,8 @@ from dora_pipe.bus.checks import (
     check_position,
     check_same,
     check_spec,
-    record_bytes,
 )
+from dora_pipe.bus.kafka_bounds import Fetched, Flight
 from dora_pipe.bus.kafka_client import (
     BATCH_BYTES,
     BATCH_ROOM_BYTES,
@@ -48,7 +47,6 @@ from dora_pipe.bus.kafka_client import (
     client_settings,
     discard,
     ms,
-    send,
     to_record,
     topic_settings,
     was_fenced,
@@ -204,7 +202,7 @@ class KafkaReader:
         self.here = OpenedHere("this reader")
         self._bus = bus
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
-        self._waiting: deque[Record] = deque()  # fetched, and over the caller's last bound
+        self._fetched = Fetched()
         self._heard_s = time.monotonic()
         with self._errors():
             self._consumer = KafkaConsumer(
@@ -230,22 +228,17 @@ class KafkaReader:
     ) -> list[Record]:
         """Records from the present positions on; in an outage a BusError, after a probe."""
         self.here.check()
-        if not self._waiting:
+        came: list[Record] = []
+        if not self._fetched:
             try:
                 with self._errors():
-                    fetched = self._consumer.poll(ms(timeout_s), max_records=records_max)
+                    polled = self._consumer.poll(ms(timeout_s), max_records=records_max)
             except LogTruncated:
                 self._check_not_deleted()
                 raise
-            self._waiting.extend(to_record(each) for part in fetched.values() for each in part)
-            self._listen(heard=bool(fetched))
-        found: list[Record] = []
-        while self._waiting and len(found) < records_max:
-            bytes_max -= record_bytes(self._waiting[0])
-            if found and bytes_max < 0:
-                break
-            found.append(self._waiting.popleft())
-        return found
+            came = [to_record(each) for part in polled.values() for each in part]
+            self._listen(heard=bool(came))
+        return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
 
     def _check_not_deleted(self) -> None:
         """The broker says only that a position is out of range; retention deserves its own line."""
@@ -272,9 +265,9 @@ class KafkaReader:
     def position(self, tp: TopicPartition) -> int:
         """The first offset not passed yet."""
         at = self._assigned(tp)
-        for record in self._waiting:
-            if record.at == tp:
-                return record.offset
+        first = self._fetched.first(tp)
+        if first is not None:
+            return first
         with self._errors():
             return int(self._consumer.position(at, timeout_ms=0))
 
@@ -282,7 +275,7 @@ class KafkaReader:
         """Go on from `position`."""
         check_position(tp, position)
         at = self._assigned(tp)
-        self._waiting = deque(record for record in self._waiting if record.at != tp)
+        self._fetched.forget(tp)
         with self._errors():
             self._consumer.seek(at, position)
 
@@ -314,7 +307,8 @@ class KafkaWriter:
         self.here.check()
         if self._broken:
             raise BusError("this exclusive writer does not know what it appended; open another one")
-        check_appends(records, {each.topic: self._bus.spec(each.topic) for each in records})
+        topics = {each.topic for each in records}
+        check_appends(records, {topic: self._bus.spec(topic) for topic in topics})
         if not records:
             return []
         producer = self._producer or self._open()
@@ -336,11 +330,10 @@ class KafkaWriter:
         with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
             if self._name:
                 producer.begin_transaction()
-            sent = [send(producer, record) for record in records]
-            deadline_s = time.monotonic() + self._bus.delivery_limit_s
-            offsets = [
-                int(each.get(max(0.0, deadline_s - time.monotonic())).offset) for each in sent
-            ]
+            flight = Flight(producer, self._bus.delivery_limit_s)
+            for record in records:
+                flight.send(record)
+            offsets = flight.land()
             if self._name:
                 bounded(producer.commit_transaction, self._bus.delivery_limit_s)
         return offsets

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus import kafka
+from dora_pipe.bus import kafka, kafka_bounds
 from dora_pipe.bus.kafka_client import send
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.errors import Fenced
@@ -39,7 +39,7 @@ def test_a_writer_fenced_between_two_records_of_one_append_is_told_so(
         time.sleep(0.3)  # by then the broker has refused the first one
         return sent
 
-    monkeypatch.setattr(kafka, "send", send_slowly)
+    monkeypatch.setattr(kafka_bounds, "send", send_slowly)
     with pytest.raises(Fenced):
         old.append(appends(topic, "a", "b", "c"))
 

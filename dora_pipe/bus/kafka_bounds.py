@@ -1,0 +1,102 @@
+"""What is under way between a client and its cluster; decides how much that may be.
+
+kafka-python takes whatever it is given: its producer copies every record into memory and never says
+no. So a writer waits here for its oldest record whenever more would be under way than the bounds
+allow, and a reader keeps here what was fetched over its caller's bounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kafka import KafkaProducer
+
+from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.kafka_client import send
+from dora_pipe.bus.port import Append, Record, TopicPartition
+
+FLIGHT_RECORDS_MAX = 4096
+FLIGHT_BYTES_MAX = 32 * 1024 * 1024
+"""Records of one append that are sent and not acknowledged; one larger record may fly alone."""
+
+
+class Flight:
+    """The records of one append on their way, oldest first; `limit_s` for each of them.
+
+    Example: ``flight.send(record)`` for each, then ``offsets = flight.land()``.
+    """
+
+    def __init__(self, producer: KafkaProducer, limit_s: float) -> None:
+        self._producer = producer
+        self._limit_s = limit_s
+        self._flying: deque[tuple[Any, int, float]] = deque()  # future, bytes, deadline
+        self._offsets: list[int] = []
+        self.bytes = 0
+        """On their way."""
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def send(self, record: Append) -> None:
+        """Hand it to the producer, as soon as there is room. Raises the client's errors."""
+        size = record_bytes(record)
+        while self._flying and not self._room_for(size):
+            self._land_one()
+        deadline_s = time.monotonic() + self._limit_s
+        self._flying.append((send(self._producer, record), size, deadline_s))
+        self.bytes += size
+
+    def land(self) -> list[int]:
+        """Wait for all; every offset since the start, in order. Raises the client's errors."""
+        while self._flying:
+            self._land_one()
+        return self._offsets
+
+    def _room_for(self, size: int) -> bool:
+        return len(self._flying) < FLIGHT_RECORDS_MAX and self.bytes + size <= FLIGHT_BYTES_MAX
+
+    def _land_one(self) -> None:
+        future, size, deadline_s = self._flying.popleft()
+        # Asking is cheaper than waiting: most land with the batch of the one before them.
+        landed = future.value if future.succeeded() else future.get(_left(deadline_s))
+        self._offsets.append(int(landed.offset))
+        self.bytes -= size
+
+
+class Fetched:
+    """Records that came over the bounds of one poll, kept for the next, in order."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque()
+        self._first: dict[TopicPartition, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
+        """What the bounds allow of those kept and those that came behind them; at least one."""
+        self._records.extend(came)
+        found: list[Record] = []
+        while self._records and len(found) < records_max:
+            bytes_max -= record_bytes(self._records[0])
+            if found and bytes_max < 0:
+                break
+            found.append(self._records.popleft())
+        self._first = {one.at: one.offset for one in reversed(self._records)}
+        return found
+
+    def first(self, tp: TopicPartition) -> int | None:
+        """The offset of the first record kept of a partition."""
+        return self._first.get(tp)
+
+    def forget(self, tp: TopicPartition) -> None:
+        """Drop those of a partition."""
+        self._records = deque(one for one in self._records if one.at != tp)
+        self._first.pop(tp, None)
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())

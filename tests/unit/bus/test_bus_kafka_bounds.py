@@ -1,0 +1,153 @@
+"""What is under way between a client and its cluster stays within bounds, in order, on time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kafka import errors as kafka_errors
+from kafka.future import Future
+
+from dora_pipe.bus import kafka_bounds
+from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.kafka_bounds import Fetched, Flight
+from dora_pipe.bus.port import Append, Record, TopicPartition
+
+
+@dataclass
+class Landed:
+    """What the client says of a record that was acknowledged."""
+
+    offset: int
+
+
+@dataclass
+class Producer:
+    """Takes everything; a record is acknowledged only when somebody waits for it."""
+
+    fails_at: int = -1
+    sent: list[bytes] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+    def send(self, topic: str, value: bytes, **_: Any) -> Any:
+        self.sent.append(value)
+        return Later(self, len(self.sent) - 1)
+
+
+class Later(Future):  # type: ignore[misc]  # the client has no types
+    """The client's future, with a `get`."""
+
+    def __init__(self, producer: Producer, number: int) -> None:
+        super().__init__()
+        self.producer, self.number = producer, number
+
+    def get(self, timeout: float) -> Landed:
+        self.producer.waits.append(timeout)
+        if self.number == self.producer.fails_at:
+            raise kafka_errors.KafkaTimeoutError("no answer")
+        self.success(Landed(100 + self.number))
+        assert isinstance(self.value, Landed)
+        return self.value
+
+
+def record(size: int = 1) -> Append:
+    return Append(topic="t", value=b"x" * size)
+
+
+def test_every_offset_comes_back_in_the_order_of_the_records() -> None:
+    producer = Producer()
+    flight = Flight(producer, limit_s=5)
+    for _ in range(3):
+        flight.send(record())
+    assert producer.waits == [], "nobody waits as long as there is room"
+    assert (len(flight), flight.bytes) == (3, 3)
+    assert flight.land() == [100, 101, 102]
+    assert (len(flight), flight.bytes) == (0, 0)
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=60), most=st.integers(1, 8))
+def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
+    sizes: list[int], most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kafka_bounds, "FLIGHT_RECORDS_MAX", most)
+        patch.setattr(kafka_bounds, "FLIGHT_BYTES_MAX", 50)
+        flight = Flight(Producer(), limit_s=5)
+        for size in sizes:
+            flight.send(record(size))
+            assert 1 <= len(flight) <= most
+            assert flight.bytes <= 50
+        assert flight.land() == [100 + number for number in range(len(sizes))]
+
+
+def test_a_record_above_the_bound_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_bounds, "FLIGHT_BYTES_MAX", 10)
+    producer = Producer()
+    flight = Flight(producer, limit_s=5)
+    for size in (4, 99, 4):
+        flight.send(record(size))
+        assert len(flight) == 1
+    assert flight.land() == [100, 101, 102]
+
+
+def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = iter([10.0, 11.0, 14.0, 99.0])  # sent at 10 and 11; waited for at 14 and at 99
+    monkeypatch.setattr("dora_pipe.bus.kafka_bounds.time.monotonic", lambda: next(now_s))
+    producer = Producer()
+    flight = Flight(producer, limit_s=5)
+    flight.send(record())
+    flight.send(record())
+    flight.land()
+    assert producer.waits == [1.0, 0.0]
+
+
+def test_the_error_of_a_record_ends_the_flight() -> None:
+    flight = Flight(Producer(fails_at=1), limit_s=5)
+    for _ in range(3):
+        flight.send(record())
+    with pytest.raises(kafka_errors.KafkaTimeoutError):
+        flight.land()
+
+
+def fetched(count: int, *, partition: int = 0, size: int = 10) -> list[Record]:
+    value = b"x" * size
+    return [
+        Record(topic="t", partition=partition, offset=offset, key=b"", value=value)
+        for offset in range(count)
+    ]
+
+
+@given(
+    count=st.integers(0, 30),
+    records_max=st.integers(1, 7),
+    bytes_max=st.integers(1, 60),
+)
+def test_what_comes_over_the_bounds_comes_later_once_and_in_order(
+    count: int, records_max: int, bytes_max: int
+) -> None:
+    kept = Fetched()
+    came = fetched(count)
+    seen: list[Record] = kept.take(came, records_max=records_max, bytes_max=bytes_max)
+    while kept:
+        assert kept.first(TopicPartition("t", 0)) == seen[-1].offset + 1
+        found = kept.take([], records_max=records_max, bytes_max=bytes_max)
+        assert 1 <= len(found) <= records_max
+        assert len(found) == 1 or sum(map(record_bytes, found)) <= bytes_max
+        seen += found
+    assert seen == came
+    assert kept.first(TopicPartition("t", 0)) is None
+
+
+def test_forgetting_one_partition_keeps_the_others() -> None:
+    kept = Fetched()
+    zero, one = TopicPartition("t", 0), TopicPartition("t", 1)
+    kept.take([*fetched(2), *fetched(2, partition=1)], records_max=1, bytes_max=1000)
+    assert (kept.first(zero), kept.first(one)) == (1, 0)
+    kept.forget(zero)
+    assert (kept.first(zero), kept.first(one)) == (None, 0)
+    assert [each.at for each in kept.take([], records_max=9, bytes_max=1000)] == [one, one]

@@ -1,0 +1,142 @@
+"""Harnesses whose readers read an archive, or an archive below a log that lost its beginning.
+
+Writing goes to a log; everything appended is archived at once, so that the reading checks of the
+bus contract ask of an archive what they ask of a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from dora_pipe.bus.archive import ArchiveBus
+from dora_pipe.bus.archive_writer import ArchiveWriter
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.splice import SplicedBus
+from dora_pipe.history.reading import records_of
+from tests.support.bus_harness import MemoryHarness
+
+SMALL_BYTES = 64
+"""Segments so small that nearly every append makes one."""
+
+
+def archive_all(
+    bus: Bus, directory: Path, *, segment_bytes: int = SMALL_BYTES, upto: int | None = None
+) -> None:
+    """Archive every topic of a log, each partition to its end (or to `upto`), and cut there."""
+    topics = {topic: bus.partitions(topic) for topic in bus.topics()}
+    with closing(ArchiveWriter(directory, "run", topics, segment_bytes=segment_bytes)) as writer:
+        for tp in partitions_of(topics):
+            end = bus.end(tp) if upto is None else min(upto, bus.end(tp))
+            start = writer.position(tp)
+            if end > start:
+                writer.seal(tp, records_of(bus, {tp: end}, start=start), end)
+        writer.cut()
+
+
+def partitions_of(topics: Mapping[str, int]) -> list[TopicPartition]:
+    """All partitions of topics."""
+    return [TopicPartition(topic, one) for topic, count in topics.items() for one in range(count)]
+
+
+class ArchivedBus:
+    """Appends to a log in memory and archives it; reads the archive."""
+
+    def __init__(self, log: MemoryLog, folder: Path) -> None:
+        self.live = MemoryBus(log)
+        self.folder = folder
+        self._open: list[Bus] = []
+
+    def view(self) -> Bus:
+        """What readers see now."""
+        place = self.folder / "-".join(self.live.topics())  # an archive's topics never change
+        archive_all(self.live, place)
+        made = ArchiveBus(place)
+        self._open.append(made)
+        return made
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        self.live.create(topics)
+
+    def topics(self) -> list[str]:
+        return self.view().topics()
+
+    def partitions(self, topic: str) -> int:
+        return self.view().partitions(topic)
+
+    def begin(self, tp: TopicPartition) -> int:
+        return self.view().begin(tp)
+
+    def end(self, tp: TopicPartition) -> int:
+        return self.view().end(tp)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        return self.view().reader(positions)
+
+    def writer(self, *, exclusive: str | None = None) -> Writer:
+        return _ArchivingWriter(self, self.live.writer(exclusive=exclusive))
+
+    def close(self) -> None:
+        for bus in (*self._open, self.live):
+            bus.close()
+
+
+class _ArchivingWriter:
+    """Archives behind every append, so that readers that are open find it."""
+
+    def __init__(self, bus: ArchivedBus, inner: Writer) -> None:
+        self._bus = bus
+        self._inner = inner
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        offsets = self._inner.append(records)
+        self._bus.view()
+        return offsets
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class CutBus(ArchivedBus):
+    """The same, but what readers see is spliced: the log forgets half of what the archive has."""
+
+    def view(self) -> Bus:
+        archive = super().view()
+        assert isinstance(archive, ArchiveBus)
+        log = self.live.log
+        for tp in partitions_of({topic: self.live.partitions(topic) for topic in archive.topics()}):
+            log.delete_before(tp, archive.end(tp) // 2)
+        made = SplicedBus(archive, MemoryBus(log))
+        self._open.append(made)
+        return made
+
+
+class ArchiveHarness(MemoryHarness):
+    """Readers read an archive."""
+
+    waits = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def open(self) -> Bus:
+        """One more bus."""
+        return self.keep(ArchivedBus(self.log, self.folder))
+
+
+class SpliceHarness(ArchiveHarness):
+    """Readers read an archive below a log."""
+
+    waits = False
+
+    def open(self) -> Bus:
+        """One more bus."""
+        return self.keep(CutBus(self.log, self.folder))
+
+
+def everything(bus: Bus, tps: Iterable[TopicPartition]) -> dict[TopicPartition, list[Record]]:
+    """Every record of partitions, from the first position on."""
+    return {tp: list(records_of(bus, {tp: bus.end(tp)}, start=bus.begin(tp))) for tp in tps}

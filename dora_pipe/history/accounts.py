@@ -24,7 +24,7 @@ from dora_pipe.history.entries import (
     WorkerEntry,
 )
 from dora_pipe.history.findings import Findings
-from dora_pipe.history.shelf import Shelf
+from dora_pipe.history.shelf import Shelf, Storage
 from dora_pipe.history.sums import Sums
 from dora_pipe.schemas.control import (
     RequestFailed,
@@ -45,7 +45,6 @@ class Accounts:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self.groups: Shelf[str, GroupEntry] = Shelf()
-        self.groups.on_fetch = self._fetched
         self.open: dict[str, GroupEntry] = {}
         """Those without a fate."""
         self.workers: dict[int, WorkerEntry] = {}
@@ -90,7 +89,12 @@ class Accounts:
             for logged in group.records:
                 del self.logged[logged.place]
 
-    def _fetched(self, group: GroupEntry) -> None:
+    def attach(self, storage: Storage[str, GroupEntry]) -> None:
+        """Let groups that have ended be put away there."""
+        self.groups.storage = storage
+
+    def fetched(self, group: GroupEntry) -> None:
+        """A group that was put away is spoken of again."""
         self.sums.add(group, -1)
         self.ended[group.spec.group] = None
         for logged in group.records:

@@ -24,8 +24,8 @@ POLL_BYTES: Final = 16 * 1024 * 1024
 class Source(Protocol):
     """Evidence of given partitions, in offset order per partition."""
 
-    def poll(self) -> list[Evidence]:
-        """The next evidence; empty only when nothing came for a while. Raises BusError."""
+    def poll(self, timeout_s: float) -> list[Evidence]:
+        """The next evidence; waits so long for the first. Raises BusError."""
         ...
 
     def position(self, partition: int) -> int:
@@ -64,10 +64,10 @@ class OwnReader:
         at = {TopicPartition(topic, one): position for one, position in positions.items()}
         self._reader: Reader = bus.reader(at)
 
-    def poll(self) -> list[Evidence]:
+    def poll(self, timeout_s: float) -> list[Evidence]:
         """The next evidence."""
         records = self._reader.poll(
-            timeout_s=POLL_S, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
+            timeout_s=timeout_s, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
         )
         return [evidence_of(record, opened=self._opened) for record in records]
 
@@ -86,15 +86,20 @@ class Gathering:
     `fresh` opens a source at positions, when the first evidence is needed.
     """
 
-    def __init__(self, attic: Attic | None = None) -> None:
+    TRANSIENT = ("attic", "_source")
+    """Not kept when this is frozen."""
+
+    attic: Attic | None = None
+    _source: Source | None = None
+
+    def __init__(self) -> None:
         self.positions: dict[int, int] = {}
         """Per partition: everything below was read."""
         self.last: dict[int, tuple[int, str]] = {}
         """Per partition: offset and sha256 of the last record that was read."""
         self._waiting: dict[Place, Evidence] = {}
-        self._attic = attic
-        self._source: Source | None = None
         self._ends: dict[int, int] = {}
+        self._reads: list[int] = []
 
     def begin(self, ends: Mapping[int, int], fresh: Callable[[dict[int, int]], Source]) -> None:
         """Read on, up to these ends."""
@@ -103,6 +108,7 @@ class Gathering:
         for partition in ends:
             self.positions.setdefault(partition, 0)
         behind = {one: self.positions[one] for one in ends if self.positions[one] < ends[one]}
+        self._reads = list(behind)
         if behind:
             self._source = fresh(behind)
 
@@ -113,12 +119,12 @@ class Gathering:
         while self.positions.get(partition, target) < target:
             assert self._source is not None
             before = self.positions[partition]
-            pieces = self._source.poll()
+            pieces = self._source.poll(POLL_S if empty else 0.0)
             for one in pieces:
                 self._keep(one)
-            for each in self.positions:
-                if each in self._ends:
-                    self.positions[each] = max(self.positions[each], self._source.position(each))
+            for each in self._reads:
+                position = min(self._source.position(each), self._ends[each])
+                self.positions[each] = max(self.positions[each], position)
             moved = pieces or self.positions[partition] > before
             empty = 0 if moved else empty + 1
             if empty > EMPTY_POLLS_MAX:
@@ -133,17 +139,17 @@ class Gathering:
     def take(self, place: Place) -> Evidence | None:
         """The evidence of a place, if it was read; it waits no longer."""
         found = self._waiting.pop(place, None)
-        if found is None and self._attic is not None:
-            found = self._attic.take(place)
+        if found is None and self.attic is not None:
+            found = self.attic.take(place)
         return found
 
     def rest(self) -> Iterator[Evidence]:
         """What nobody has taken, by partition and offset."""
         waiting = sorted(self._waiting.values(), key=lambda one: one.place)
-        if self._attic is None:
+        if self.attic is None:
             yield from waiting
             return
-        yield from sorted([*self._attic.all(), *waiting], key=lambda one: one.place)
+        yield from sorted([*self.attic.all(), *waiting], key=lambda one: one.place)
 
     def close(self) -> None:
         """Let go of the source."""
@@ -157,7 +163,7 @@ class Gathering:
             self.last[one.partition] = one.offset, one.sha256
 
     def _overflow(self) -> None:
-        if self._attic is None or len(self._waiting) <= WAITING_MAX:
+        if self.attic is None or len(self._waiting) <= WAITING_MAX:
             return
         oldest = [self._waiting.pop(place) for place in list(self._waiting)[: WAITING_MAX // 2]]
-        self._attic.put(oldest)
+        self.attic.put(oldest)

@@ -95,12 +95,17 @@ class Ledger:
         self.stopped: Moment | None = None
         self.hosting = Hosting()
         self.legality = Legality(self)
-        self.accounts.sibling_ended = self.legality.sibling_ended
+        self.rewire()
 
     @property
     def interruptible(self) -> bool:
         """Whether the run declared C1 off: trajectories may mix versions."""
         return self.config is not None and self.config.staleness.interruptible
+
+    def rewire(self) -> None:
+        """Tell parts of each other, who do not know it after they were frozen."""
+        self.accounts.sibling_ended = self.legality.sibling_ended
+        self.accounts.groups.on_fetch = self.accounts.fetched
 
     def put_away(self, newest: int) -> None:
         """Let go of versions that no open group carries, of their steps and batches, and of what

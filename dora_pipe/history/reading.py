@@ -64,7 +64,9 @@ def records_of(
     try:
         while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
             before = [reader.position(tp) for tp in ends]
-            records = reader.poll(timeout_s=POLL_S, records_max=RECORDS_MAX)
+            # A reader that stands before nothing but a gap would wait for what comes behind it.
+            wait_s = POLL_S if empty else 0.0
+            records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX)
             for record in records:
                 if record.offset < ends[record.at]:
                     yield record

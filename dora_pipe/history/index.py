@@ -1,0 +1,412 @@
+"""The file beside a run in which audit keeps what it has read; it decides when that is believed.
+
+The file is disposable: without it, an audit begins at the beginning. So it does when the file was
+written by other code, for another run, or in another depth; when what the log has at the remembered
+places is not what was there; and whenever something was wrong, since only what holds is remembered.
+A log that has become shorter than it was is reported, before it is read from the beginning.
+
+While an audit runs, the same file holds what has ended and would fill memory: groups, versions,
+steps, batches, and evidence of records that nobody has named.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import zstandard
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.errors import SchemaError, TopicMissing
+from dora_pipe.history.auditor import Books
+from dora_pipe.history.entries import GroupEntry, StepEntry, Taken, VersionEntry
+from dora_pipe.history.evidence import Evidence, Place
+from dora_pipe.history.freeze import fingerprint, freeze, thaw
+from dora_pipe.history.reading import record_at
+from dora_pipe.schemas.identity import ORDINAL_DIGITS, group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+
+SCHEMA: Final = 1
+"""Of the file; another one is thrown away."""
+
+FILE_NAME: Final = "audit.sqlite"
+
+NUMBER_MAX: Final = (1 << 62) - 1
+ATTEMPT_BITS: Final = 20
+
+_TABLES: Final = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE groups (number INTEGER PRIMARY KEY, version INTEGER, fate TEXT, step INTEGER,
+                     entry BLOB NOT NULL);
+CREATE TABLE versions (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE steps (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE takes (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE waiting (part INTEGER, position INTEGER, entry BLOB NOT NULL,
+                      PRIMARY KEY (part, position));
+CREATE INDEX groups_by_version ON groups (version);
+"""
+
+T = TypeVar("T")
+
+
+class Remembered(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log the books are of, and how far they go."""
+
+    run: str
+    code: str
+    whole: bool
+    files: bool
+    started: str
+    """sha256 of the first control record."""
+    decisions: tuple[int, str]
+    """Offset and sha256 of the last round that was read; its chain covers all before it."""
+    trajectories: tuple[tuple[int, int, str], ...]
+    """Partition, and offset and sha256 of the last record that was read of it."""
+    records: int
+    rounds: int
+
+
+class AuditIndex:
+    """One file; close it. Example: ``AuditIndex(Path("runs/demo/audit.sqlite"))``.
+
+    Raises sqlite3.Error when the file cannot be used: by `open_index` in most cases.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        where = "" if path is None else str(path)  # An empty name is a file that SQLite removes.
+        self._connection = sqlite3.connect(where, isolation_level=None, timeout=1.0)
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._encode = msgspec.msgpack.Encoder().encode
+        if self._schema() != SCHEMA:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        names = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        for (name,) in names.fetchall():
+            self._connection.execute(f'DROP TABLE "{name}"')
+        for statement in _TABLES.split(";"):
+            self._connection.execute(statement)
+        self._connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def attach(self, books: Books) -> Books:
+        """Let these books put away here what has ended; they keep no other place."""
+        accounts, ledger = books.ledger.accounts, books.ledger
+        accounts.attach(_Groups(self))
+        ledger.versions.storage = _Table(self, "versions", VersionEntry, _whole)
+        ledger.steps.storage = _Table(self, "steps", StepEntry, _whole)
+        ledger.takes.storage = _Table(self, "takes", Taken, _take_number)
+        books.gathering.attic = _Waiting(self)
+        return books
+
+    def remember(self, books: Books, bus: Bus, topics: Topics) -> None:
+        """Keep the books as they are, with everything that was put away; only if all holds."""
+        self._set("books", b"")
+        self._set("remembered", b"")
+        made = None if books.findings.total else _remembered(books, bus, topics)
+        if made is not None:
+            self._set("books", _squeeze(freeze(books)))
+            self._set("remembered", self._encode(made))
+        self._connection.execute("COMMIT")
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def remembered(self) -> Remembered | None:
+        """What the file says that it remembers."""
+        data = self._get("remembered")
+        if not data:
+            return None
+        with suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(data, type=Remembered)
+        return None
+
+    def books(self) -> Books | None:
+        """The books as they were remembered; None if they cannot be read."""
+        data = self._get("books")
+        if not data:
+            return None
+        with suppress(SchemaError, zstandard.ZstdError):
+            books = thaw(zstandard.decompress(data))
+            if isinstance(books, Books):
+                books.ledger.rewire()
+                return books
+        return None
+
+    def group(self, name: str) -> GroupEntry | None:
+        """A group that has ended, by its id."""
+        return _Groups(self).fetch(name)
+
+    def groups_of(self, version: int) -> int:
+        """How many groups that have ended were sampled from a version."""
+        sql = "SELECT count(*) FROM groups WHERE version = ?"
+        return int(self.row(sql, version)[0])
+
+    def close(self) -> None:
+        """Let go of the file; what was put away since the books were kept is forgotten."""
+        self._connection.close()
+
+    def row(self, sql: str, *values: Any) -> Any:
+        """The first row of a query."""
+        return self._connection.execute(sql, values).fetchone()
+
+    def rows(self, sql: str) -> Iterator[Any]:
+        """All rows of a query."""
+        return iter(self._connection.execute(sql))
+
+    def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        """One statement with many rows."""
+        self._connection.executemany(sql, rows)
+
+    def _schema(self) -> int:
+        return int(self.row("PRAGMA user_version")[0])
+
+    def _get(self, name: str) -> bytes:
+        found = self.row("SELECT value FROM meta WHERE name = ?", name)
+        return b"" if found is None else bytes(found[0])
+
+    def _set(self, name: str, value: bytes) -> None:
+        self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An index with what is to be begun from; `said` is a line for people, `cut` a violation."""
+
+    index: AuditIndex
+    books: Books
+    again: bool
+    """The books go on from where they were."""
+    said: str = ""
+
+
+def open_index(
+    path: Path | None, bus: Bus, topics: Topics, *, whole: bool, files: bool, fresh: bool = False
+) -> Opened:
+    """The index at `path` and the books that it remembers, if the log is the one they are of.
+
+    Without a path, or where the file cannot be used, a temporary one takes its place. `whole` and
+    `files` say what is wanted: books that looked at less are not gone on with. Raises BusError.
+    """
+    said = ""
+    index: AuditIndex | None = None
+    if path is not None:
+        try:
+            index = AuditIndex(path)
+        except sqlite3.Error as error:
+            said = f"{path} cannot be used ({error}): nothing is remembered"
+    if index is None:
+        index = AuditIndex(None)
+    remembered = None if fresh else index.remembered()
+    doubt, cut = "", ""
+    if remembered is not None:
+        doubt = _unlike(remembered, topics, whole, files)
+        if not doubt:
+            doubt, cut = _compare(remembered, bus, topics)
+        books = None if doubt or cut else index.books()
+        if books is not None:
+            return Opened(index=index, books=index.attach(books), again=True, said=said)
+        said = said or (f"begins at the beginning: {doubt}" if doubt else said)
+    if cut:  # What it remembers stays, so that the next look says the same.
+        index.close()
+        index = AuditIndex(None)
+    index.clear()
+    books = index.attach(Books(topics.run))
+    if cut:
+        books.findings.add("records", "log", cut)
+    return Opened(index=index, books=books, again=False, said=said)
+
+
+def _unlike(one: Remembered, topics: Topics, whole: bool, files: bool) -> str:
+    """Why what is remembered is of no use here; empty if it may be."""
+    if one.run != topics.run:
+        return f"the index is of run {one.run}"
+    if one.code != fingerprint():
+        return "the index was written by another version"
+    if (whole and not one.whole) or (files and not one.files):
+        return "the index was written by an audit that looked at less"
+    return ""
+
+
+def _compare(one: Remembered, bus: Bus, topics: Topics) -> tuple[str, str]:
+    """(why the log is another one, what is gone of this one); both empty if it is all there."""
+    control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
+    if _first(bus, control) != one.started:
+        return "the index is of another log", ""
+    places = [(decisions, *one.decisions)]
+    for partition, offset, sha256 in one.trajectories:
+        places.append((TopicPartition(topics.trajectories, partition), offset, sha256))
+    for tp, offset, sha256 in places:
+        try:
+            end = bus.end(tp)
+        except TopicMissing:
+            end = 0
+        name = f"{tp.topic.removeprefix(f'{topics.run}.')}:{tp.partition}"
+        if offset >= end:
+            return "", f"{name} ends at {end} and held offset {offset} when audit last looked"
+        record = record_at(bus, tp, offset)
+        if record is None or sha256_hex(record.value) != sha256:
+            return "", f"{name} has another record at offset {offset} than audit has seen there"
+    return "", ""
+
+
+def _remembered(books: Books, bus: Bus, topics: Topics) -> Remembered | None:
+    """What the log has where the books end; None before the first round."""
+    decisions = TopicPartition(topics.decisions, 0)
+    started = _first(bus, TopicPartition(topics.control, 0))
+    last = record_at(bus, decisions, books.footing.offset) if books.footing.round >= 0 else None
+    if last is None or not started:
+        return None
+    return Remembered(
+        run=topics.run,
+        code=fingerprint(),
+        whole=books.whole,
+        files=books.files,
+        started=started,
+        decisions=(books.footing.offset, sha256_hex(last.value)),
+        trajectories=tuple(
+            (partition, offset, sha256)
+            for partition, (offset, sha256) in sorted(books.gathering.last.items())
+        ),
+        records=books.records.seen.records,
+        rounds=books.ledger.rounds,
+    )
+
+
+def _first(bus: Bus, tp: TopicPartition) -> str:
+    """sha256 of the first record of a partition; empty where there is none."""
+    reader = bus.reader({tp: 0})
+    try:
+        found = reader.poll(timeout_s=1.0, records_max=1)
+    finally:
+        reader.close()
+    return sha256_hex(found[0].value) if found else ""
+
+
+class _Table(Generic[T]):
+    """A `Storage` in one table, numbered by `number`; -1 for what stays in memory."""
+
+    def __init__(
+        self, index: AuditIndex, name: str, kind: type[T], number: Callable[[Any], int]
+    ) -> None:
+        self._index, self._name, self._number = index, name, number
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def keeps(self, key: Any) -> bool:
+        """Whether it has a number."""
+        return self._number(key) >= 0
+
+    def fetch(self, key: Any) -> T | None:
+        """One entry."""
+        number = self._number(key)
+        if number < 0:
+            return None
+        found = self._index.row(f"SELECT entry FROM {self._name} WHERE number = ?", number)
+        return None if found is None else self._decoder.decode(zstandard.decompress(found[0]))
+
+    def store(self, entries: Iterable[tuple[Any, T]]) -> None:
+        """Many entries."""
+        sql = f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)"
+        self._index.write(
+            sql, [(self._number(key), _squeeze(self._encode(entry))) for key, entry in entries]
+        )
+
+
+class _Groups:
+    """Groups by their ordinal, training and evaluation side by side."""
+
+    def __init__(self, index: AuditIndex) -> None:
+        self._index = index
+        self._decoder = msgspec.msgpack.Decoder(GroupEntry)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def keeps(self, key: str) -> bool:
+        """Whether it is an id as identity makes them."""
+        return _group_number(key) >= 0
+
+    def fetch(self, key: str) -> GroupEntry | None:
+        """One group; what counts of it is what it lists, as before."""
+        number = _group_number(key)
+        found = None
+        if number >= 0:
+            found = self._index.row("SELECT entry FROM groups WHERE number = ?", number)
+        if found is None:
+            return None
+        group = self._decoder.decode(zstandard.decompress(found[0]))
+        places = {logged.place: logged for logged in group.records}
+        for entry in group.requests.values():
+            if entry.bound is not None:
+                entry.bound = places[entry.bound.place]
+        return group
+
+    def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
+        """Many groups."""
+        rows = [
+            (
+                _group_number(name),
+                group.spec.version,
+                group.fate,
+                group.step,
+                _squeeze(self._encode(group)),
+            )
+            for name, group in entries
+        ]
+        self._index.write("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)", rows)
+
+
+class _Waiting:
+    """An `Attic`."""
+
+    def __init__(self, index: AuditIndex) -> None:
+        self._index = index
+        self._decoder = msgspec.msgpack.Decoder(Evidence)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def put(self, pieces: Iterable[Evidence]) -> None:
+        """Keep these."""
+        rows = [(one.partition, one.offset, self._encode(one)) for one in pieces]
+        self._index.write("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
+
+    def take(self, place: Place) -> Evidence | None:
+        """Give back one."""
+        sql = "DELETE FROM waiting WHERE part = ? AND position = ? RETURNING entry"
+        found = self._index.row(sql, *place)
+        return None if found is None else self._decoder.decode(found[0])
+
+    def all(self) -> Iterator[Evidence]:
+        """What is kept."""
+        for (entry,) in self._index.rows("SELECT entry FROM waiting ORDER BY part, position"):
+            yield self._decoder.decode(entry)
+
+
+def _whole(key: Any) -> int:
+    return key if isinstance(key, int) and 0 <= key <= NUMBER_MAX else -1
+
+
+def _take_number(key: tuple[int, int]) -> int:
+    step, attempt = key
+    small = 0 <= attempt < 1 << ATTEMPT_BITS and 0 <= step <= NUMBER_MAX >> ATTEMPT_BITS
+    return step << ATTEMPT_BITS | attempt if small else -1
+
+
+def _group_number(name: str) -> int:
+    if len(name) != ORDINAL_DIGITS + 1:
+        return -1
+    with suppress(SchemaError, AssertionError):
+        purpose, ordinal, _ = parse_trajectory_id(trajectory_id(name, 0))
+        if group_id(purpose, ordinal) == name:
+            return ordinal << 1 | (purpose == "eval")
+    return -1
+
+
+def _squeeze(data: bytes) -> bytes:
+    return zstandard.compress(data, 1)

@@ -38,6 +38,7 @@ from dora_pipe.bus.kafka_client import (
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
     FETCH_BYTES,
+    NEWS_S,
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
     RECORD_BYTES_MAX,
@@ -51,11 +52,11 @@ from dora_pipe.bus.kafka_client import (
     topic_settings,
     was_fenced,
 )
-from dora_pipe.bus.kafka_errors import check_found, our_errors
-from dora_pipe.bus.kafka_reach import check_tls, unreachable
+from dora_pipe.bus.kafka_errors import check_found, our_errors, setting_of
+from dora_pipe.bus.kafka_reach import knock, unreachable
 from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown
+from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 
@@ -97,7 +98,7 @@ class KafkaBus:
         return our_errors(otherwise, security=self.security, needs=needs)
 
     def _connect(self) -> KafkaAdminClient:
-        check_tls(self.servers, self.security)
+        knock(self.servers, self.security)
         settings = self.client_settings()
         try:
             with self.errors(_Unreachable):
@@ -121,7 +122,18 @@ class KafkaBus:
                 except kafka_errors.TopicAlreadyExistsError:
                     self._admin.wait_for_topics(list(wanted))  # another process was faster
         for spec in topics:
-            check_same(spec, self.spec(spec.name))
+            check_same(spec, self._spec_soon(spec.name))
+
+    def _spec_soon(self, topic: str) -> TopicSpec:
+        """Of a topic that exists: a broker may not have heard yet of one made a moment ago."""
+        until_s = time.monotonic() + CONNECT_LIMIT_S
+        while True:
+            try:
+                return self.spec(topic)
+            except TopicMissing:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(NEWS_S)
 
     def topics(self) -> list[str]:
         """Names of all topics, sorted, without Kafka's own."""
@@ -178,11 +190,11 @@ class KafkaBus:
                 check_found(found, topic)
             with self.errors(needs=f"DESCRIBE_CONFIGS on topic {topic}"), self._lock:
                 settings = self._admin.describe_configs([resource], config_filter="all")
-            limit = int(settings["topic"][topic]["max.message.bytes"]["value"])
+                limit = setting_of(settings, topic, "max.message.bytes")
             self._specs[topic] = TopicSpec(
                 name=topic,
                 partitions=len(found["partitions"]),
-                record_bytes_max=max(1, limit - BATCH_ROOM_BYTES),
+                record_bytes_max=max(1, int(limit) - BATCH_ROOM_BYTES),
             )
         return self._specs[topic]
 

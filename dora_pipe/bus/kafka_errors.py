@@ -33,6 +33,7 @@ _REFUSED = (
     kafka_errors.UnsupportedSaslMechanismError,
     kafka_errors.IllegalSaslStateError,
 )
+_RIGHT_SIGN = "AuthorizationFailed"  # some refusals come as text in a nameless error
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
 
 
@@ -65,6 +66,8 @@ def our_errors(
     except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
         if _CERTIFICATE_SIGN in str(error):
             raise untrusted(str(error), security) from error
+        if _RIGHT_SIGN in str(error):
+            raise not_allowed(error, security, needs) from error
         raise otherwise(f"kafka: {one_line(error)}") from error
 
 
@@ -77,14 +80,20 @@ def check_found(found: Mapping[str, Any], topic: str) -> None:
         raise kind(topic)
 
 
+def setting_of(found: Mapping[str, Any], topic: str, name: str) -> str:
+    """One setting of a topic. The client leaves all out where the cluster refuses to tell them."""
+    setting = found.get("topic", {}).get(topic, {}).get(name)
+    if setting is None:
+        raise kafka_errors.TopicAuthorizationFailedError(topic)
+    return str(setting["value"])
+
+
 def one_line(error: BaseException) -> str:
     """An error's text, or its name where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def not_allowed(
-    error: kafka_errors.AuthorizationError, security: KafkaSecurity | None, needs: str
-) -> AccessRefused:
+def not_allowed(error: Exception, security: KafkaSecurity | None, needs: str) -> AccessRefused:
     """A missing ACL: who lacks which operation on what."""
     who = security.principal if security else "this client"
     what = needs or f"a right on {_resource(error)}"
@@ -146,7 +155,7 @@ def too_large(error: BaseException) -> RecordTooLarge:
     )
 
 
-def _resource(error: kafka_errors.AuthorizationError) -> str:
+def _resource(error: Exception) -> str:
     named: Any = error.args[0] if error.args else ""
     names = sorted(map(str, named)) if isinstance(named, set | frozenset | list) else [str(named)]
     kinds = {

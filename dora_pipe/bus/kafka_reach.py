@@ -1,143 +1,241 @@
-"""Whether a broker can be reached and trusted: looked at by hand, as the client only says "no".
+"""Whether a cluster lets this client in: tried by hand once, as the client itself only times out.
 
-Decides what an unreachable cluster most likely means.
+Decides what a refusal most likely means. A knock is one connection: the TLS handshake, the SASL
+handshake (which also tells a listener with passwords from one without) and the login.
 """
 
 from __future__ import annotations
 
 import socket
 import ssl
+import struct
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Final
 
-from dora_pipe.bus.kafka_errors import untrusted
+from kafka import errors as kafka_errors
+from kafka.net.sasl import get_sasl_mechanism
+
+from dora_pipe.bus.kafka_errors import not_known, untrusted
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.errors import AccessRefused, BusError
 
-LOOK_LIMIT_S = 5.0
-"""For one connection with its TLS handshake."""
+KNOCK_LIMIT_S: Final = 5.0
+"""For each wait of one knock; a broker that is slower is left to the client's own patience."""
 
-ALERT_LIMIT_S = 0.5
-"""TLS 1.3 tells a client that its certificate is refused only after the handshake."""
+ANSWER_BYTES_MAX: Final = 1024 * 1024
+CLIENT_ID: Final = b"dora-pipe"
+
+_SASL_HANDSHAKE, _SASL_AUTHENTICATE = 17, 36
+_ILLEGAL_SASL_STATE = 34
+_LOGIN_ROUNDS_MAX = 4
 
 
-def check_tls(servers: Sequence[str], security: KafkaSecurity) -> None:
-    """Refuse brokers whose certificates do not hold, before the client retries for long.
+def knock(servers: Sequence[str], security: KafkaSecurity) -> None:
+    """Raise AccessRefused where the brokers refuse this client, or cannot be trusted.
 
-    Silent when one of the servers is trusted, and when none answers at all: the client tells that.
-    Raises BusError, and ConfigError for a wrong file.
+    Silent as soon as one server lets it in, and when none answers at all: the client tells that.
+    Raises ConfigError for a missing secret or a wrong file.
     """
-    if not security.tls:
-        return
-    context = security.ssl_context()
-    problem: BusError | None = None
+    settings = security.client_settings()
+    problem: AccessRefused | None = None
     for server in servers:
         try:
-            found = _handshake(server, context, security)
+            _knock(server, security, settings.get("ssl_context"), settings)
+        except AccessRefused as refused:
+            problem = refused
         except OSError:
             continue
-        if found is None:
+        else:
             return
-        problem = found
     if problem is not None:
         raise problem
 
 
-def speaks_tls(servers: Sequence[str]) -> bool:
-    """Whether a listener answers a TLS handshake, trusted or not."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    for server in servers:
-        host, port = split(server)
-        try:
-            with (
-                closing(socket.create_connection((host, port), LOOK_LIMIT_S)) as plain,
-                closing(context.wrap_socket(plain, server_hostname=host)),
-            ):
-                return True
-        except (OSError, ValueError):
-            continue
-    return False
-
-
 def unreachable(servers: Sequence[str], security: KafkaSecurity, why: str) -> BusError:
     """No broker answered: one line, with the likeliest reason."""
-    where = ",".join(servers)
-    if not security.tls and speaks_tls(servers):
-        return BusError(
-            f"the Kafka broker at {where} speaks TLS and bus.protocol is {security.protocol}",
-            hint="set bus.protocol to SSL or SASL_SSL, and bus.ca_file",
-        )
     hint = "is it running, and is bus.url right?"
     if _listens(servers):
-        hint = (
-            "something listens there: is it the listener for this protocol? "
-            f"bus.protocol is {security.protocol}"
-        )
-    return BusError(f"no Kafka broker answers at {where}: {why}", hint=hint)
+        hint = f"something listens there: is it a Kafka listener for {security.protocol}?"
+    return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
 
 
 def split(server: str) -> tuple[str, int]:
     """Host and port. Raises BusError."""
     host, _, port = server.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise BusError(f"`{server}` is no address of a broker", hint="kafka://HOST:PORT,...")
     return host.strip("[]"), int(port)
 
 
-def _handshake(server: str, context: ssl.SSLContext, security: KafkaSecurity) -> BusError | None:
-    """What is wrong with this broker's side of TLS, if anything."""
+def _knock(
+    server: str,
+    security: KafkaSecurity,
+    context: ssl.SSLContext | None,
+    settings: dict[str, object],
+) -> None:
     host, port = split(server)
-    with closing(socket.create_connection((host, port), LOOK_LIMIT_S)) as plain:
+    with closing(socket.create_connection((host, port), KNOCK_LIMIT_S)) as plain:
+        door: socket.socket = plain
         try:
-            with closing(context.wrap_socket(plain, server_hostname=host)) as wrapped:
-                _await_alert(wrapped)
+            if context is not None:
+                door = context.wrap_socket(plain, server_hostname=host)
+            _enter(_Line(door), server, security, settings)
         except ssl.SSLCertVerificationError as error:
-            return untrusted(str(error), security)
+            raise untrusted(str(error), security) from error
         except ssl.SSLError as error:
-            return _refused(server, error, security)
-        except (ConnectionError, EOFError):
-            return BusError(
-                f"the Kafka broker at {server} ends the TLS handshake",
-                hint=f"is it the listener for bus.protocol {security.protocol}?",
-            )
-        except ValueError as error:
-            return BusError(f"no TLS with {server}: {error}")
-    return None
+            raise _no_tls(server, error, security) from error
+        except EOFError as error:
+            raise _closed(server, security) from error
+        finally:
+            door.close()
 
 
-def _await_alert(wrapped: ssl.SSLSocket) -> None:
-    """Only a client with a certificate of its own has one refused afterwards."""
-    wrapped.settimeout(ALERT_LIMIT_S)
-    try:
-        wrapped.recv(1)
-    except TimeoutError:
-        return
+def _enter(line: _Line, server: str, security: KafkaSecurity, settings: dict[str, object]) -> None:
+    """The SASL handshake, which a listener without SASL refuses, and the login where there is one.
 
-
-def _refused(server: str, error: ssl.SSLError, security: KafkaSecurity) -> BusError:
-    reason = error.reason or ""
-    if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
-        return AccessRefused(
-            f"the Kafka listener at {server} speaks no TLS and bus.protocol is {security.protocol}",
-            hint="set bus.protocol to PLAINTEXT or SASL_PLAINTEXT, or use its TLS listener's port",
+    The order matters: no password leaves before the listener said that it takes its kind.
+    """
+    offered = line.sasl_handshake(security.mechanism if security.sasl else "PLAIN")
+    if offered is None and security.sasl:
+        raise AccessRefused(
+            f"the Kafka listener at {server} asks for no password and bus.protocol is "
+            f"{security.protocol}",
+            hint="set bus.protocol to PLAINTEXT or SSL and drop bus.username, or use its SASL port",
         )
-    if ("ALERT" in reason and "CERT" in reason) or "UNKNOWN_CA" in reason:
+    if offered is not None and not security.sasl:
+        raise AccessRefused(
+            f"the Kafka listener at {server} asks for a user and bus.protocol is "
+            f"{security.protocol}",
+            hint=f"set bus.protocol to SASL_{'SSL' if security.tls else 'PLAINTEXT'}, "
+            "bus.username and the password",
+        )
+    if offered is None:
+        return
+    if security.mechanism not in offered:
+        raise AccessRefused(
+            f"the Kafka listener at {server} offers {', '.join(offered)}, not {security.mechanism}",
+            hint="set bus.mechanism to one that it offers",
+        )
+    _log_in(line, security, settings)
+
+
+def _log_in(line: _Line, security: KafkaSecurity, settings: dict[str, object]) -> None:
+    mechanism = get_sasl_mechanism(security.mechanism)(**settings)
+    for _ in range(_LOGIN_ROUNDS_MAX):
+        try:
+            mechanism.receive(line.sasl_authenticate(mechanism.auth_bytes()))
+        except (_Refused, ValueError, KeyError) as error:
+            refused = kafka_errors.SaslAuthenticationFailedError(str(error))
+            raise not_known(refused, security) from None
+        if mechanism.is_done():
+            return
+
+
+class _Refused(Exception):
+    """The broker does not take the login; its text may be anything."""
+
+
+class _Line:
+    """Asks and answers of Kafka's protocol, one after the other."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self._door = door
+
+    def sasl_handshake(self, mechanism: str) -> list[str] | None:
+        """The mechanisms that the listener offers; None where it has no SASL."""
+        answer = self._ask(_SASL_HANDSHAKE, 1, _string(mechanism.encode()))
+        code, count = struct.unpack_from(">hi", answer)
+        if code == _ILLEGAL_SASL_STATE:
+            return None
+        names, at = [], 6
+        for _ in range(max(0, count)):
+            (size,) = struct.unpack_from(">h", answer, at)
+            names.append(answer[at + 2 : at + 2 + size].decode())
+            at += 2 + size
+        return names
+
+    def sasl_authenticate(self, token: bytes) -> bytes:
+        """The broker's next token. Raises _Refused."""
+        answer = self._ask(_SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
+        code, size = struct.unpack_from(">hh", answer)
+        at = 4 + max(0, size)
+        if code:
+            raise _Refused
+        (size,) = struct.unpack_from(">i", answer, at)
+        return answer[at + 4 : at + 4 + max(0, size)]
+
+    def _ask(self, kind: int, version: int, body: bytes) -> bytes:
+        """Send one request and return what follows the answer's correlation id."""
+        request = struct.pack(">hhi", kind, version, kind) + _string(CLIENT_ID) + body
+        self._door.sendall(struct.pack(">i", len(request)) + request)
+        (size,) = struct.unpack(">i", self._read(4))
+        if not 4 <= size <= ANSWER_BYTES_MAX:
+            raise EOFError("not Kafka's protocol")
+        return self._read(size)[4:]
+
+    def _read(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            part = self._door.recv(size - len(found))
+            if not part:
+                raise EOFError("the connection was closed")
+            found += part
+        return found
+
+
+def _string(text: bytes) -> bytes:
+    return struct.pack(">h", len(text)) + text
+
+
+def _no_tls(server: str, error: ssl.SSLError, security: KafkaSecurity) -> AccessRefused:
+    reason = error.reason or ""
+    if "ALERT" in reason and ("CERT" in reason or "CA" in reason.split("_")):
         return AccessRefused(
             f"the Kafka broker at {server} refuses this client's certificate: "
             f"{reason.replace('_', ' ').lower()}",
-            hint="check bus.cert_file and bus.key_file against the brokers' trusted authorities",
+            hint="check bus.cert_file and bus.key_file against the authorities it trusts",
+        )
+    why = reason.replace("_", " ").lower() or "the handshake failed"
+    return AccessRefused(
+        f"no TLS with {server}, and bus.protocol is {security.protocol}: {why}",
+        hint="is it the port of a TLS listener?",
+    )
+
+
+def _closed(server: str, security: KafkaSecurity) -> AccessRefused:
+    if not security.tls and _speaks_tls(server):
+        return AccessRefused(
+            f"the Kafka broker at {server} speaks TLS and bus.protocol is {security.protocol}",
+            hint=f"set bus.protocol to {'SASL_SSL' if security.sasl else 'SSL or SASL_SSL'}, "
+            "and bus.ca_file",
         )
     return AccessRefused(
-        f"no TLS with the Kafka broker at {server}: {reason or 'handshake failed'}"
+        f"{server} ends the connection when it is spoken to by {security.protocol}",
+        hint="is it a Kafka listener, and the one for bus.protocol?",
     )
+
+
+def _speaks_tls(server: str) -> bool:
+    """Whether a listener answers a TLS handshake, trusted or not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    host, port = split(server)
+    try:
+        with (
+            closing(socket.create_connection((host, port), KNOCK_LIMIT_S)) as plain,
+            closing(context.wrap_socket(plain, server_hostname=host)),
+        ):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _listens(servers: Sequence[str]) -> bool:
     for server in servers:
         try:
-            socket.create_connection(split(server), LOOK_LIMIT_S).close()
+            socket.create_connection(split(server), KNOCK_LIMIT_S).close()
         except OSError:
             continue
         return True

@@ -57,7 +57,17 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
-for _bench in (think.engine, think.bus, think.codec, think.move, think.plan, paradigms, faults):
+_BENCHES = (
+    think.engine,
+    think.bus,
+    think.codec,
+    think.dataplane,
+    think.move,
+    think.plan,
+    paradigms,
+    faults,
+)
+for _bench in _BENCHES:
     bench_app.command()(cast("Callable[..., None]", _bench))
 sim_app.callback()(sim)
 sim_app.command()(paper)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dora_pipe.cli.output import emit_rows
+from dora_pipe.cli.output import emit_rows, say
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
@@ -42,6 +42,33 @@ def bus(
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
         _emit(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
+
+
+def dataplane(
+    bus: Annotated[
+        str, typer.Option(help="kafka://HOST:PORT[,..]; without it SQLite and a pipe alone.")
+    ] = "",
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Trajectories from a worker's hands into a trainer's batch, by every log beside a pipe."""
+    from dora_pipe.bench.dataplane.measure import TOKENS as LENGTHS
+    from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        setup = Setup(
+            kafka=bus,
+            tokens=tokens or LENGTHS,
+            seconds=seconds,
+            repeats=repeats,
+            folder=Path(folder),
+        )
+        measured = bench_dataplane(setup, say)
+    for figures in (measured.layers, measured.planes, measured.splits):
+        if figures:
+            _emit(figures, as_json=as_json)
 
 
 def codec(

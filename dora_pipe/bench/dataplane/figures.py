@@ -1,0 +1,218 @@
+"""From what processes counted to the rows of the bench; decides what a figure means. No IO.
+
+1 MB is 10^6 bytes of stored values, 1 GB 10^9. Every figure is the median over the repeats, each
+measured in the same round as what stands beside it; `spread` is its smallest and largest value.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dora_pipe.bench.dataplane.tasks import Done
+
+Phase = Literal["append", "read", "through"]
+STAGES = ("encode", "append", "broker", "fetch", "decode", "assembly")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFigure:
+    """The log's layer on encoded bytes, beside kafka-python by itself.
+
+    `append` and `read` have the broker to themselves; in `through` one process appends and another
+    reads at once. `ratio` is the median of the ratios of the repeats.
+
+    Example: ``LayerFigure(phase="append", tokens=2048, bytes=10_100, raw_mb_per_s=150.0,
+    bus_mb_per_s=140.0, ratio=0.93, spread="0.91-0.95")``
+    """
+
+    phase: Phase
+    tokens: int
+    bytes: int
+    raw_mb_per_s: float
+    bus_mb_per_s: float
+    ratio: float
+    spread: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneFigure:
+    """One way from the worker's hands into the trainer's batch.
+
+    Throughput and CPU (both processes and the broker) at full load, latency at a third of it.
+    `cpu_s_per_gb` is empty where the broker is not on this machine.
+
+    Example: ``PlaneFigure(plane="kafka", tokens=2048, bytes=10_100, trajectories_per_s=1500.0,
+    spread="1480-1530", mb_per_s=15.1, cpu_s_per_gb=90.0, p50_ms=3.1, p50_spread="3.0-3.3",
+    p99_ms=8.0)``
+    """
+
+    plane: str
+    tokens: int
+    bytes: int
+    trajectories_per_s: float
+    spread: str
+    mb_per_s: float
+    cpu_s_per_gb: float | None
+    p50_ms: float
+    p50_spread: str
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFigure:
+    """Where the time of one trajectory goes: CPU microseconds at full load, then the median
+    latency at a third of it in three parts: until its append began, until it was fetched, until
+    its batch was ready.
+
+    `append_us` and `fetch_us` are all that the two processes did beside the codec and the assembly.
+
+    Example: ``SplitFigure(plane="kafka", tokens=2048, encode_us=480.0, append_us=60.0,
+    broker_us=30.0, fetch_us=70.0, decode_us=230.0, assembly_us=60.0, to_append_ms=0.6,
+    to_fetch_ms=1.9, to_batch_ms=0.4)``
+    """
+
+    plane: str
+    tokens: int
+    encode_us: float
+    append_us: float
+    broker_us: float | None
+    fetch_us: float
+    decode_us: float
+    assembly_us: float
+    to_append_ms: float
+    to_fetch_ms: float
+    to_batch_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRound:
+    """One repeat of one phase: bytes per second of both sides."""
+
+    raw_per_s: float
+    bus_per_s: float
+    record_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneRound:
+    """One repeat of one plane: who published, who assembled, at full load and at a third."""
+
+    published: Done
+    assembled: Done
+    broker_s: float | None
+    """CPU seconds of the broker at full load; 0 where there is none, None if unknown."""
+    published_third: Done
+    assembled_third: Done
+
+
+def rate(begun: Done, ended: Done) -> float:
+    """Records per second from the start of one process to the end of the other."""
+    return ended.records / max(1e-9, (ended.end_ns - begun.start_ns) / 1e9)
+
+
+def layer_figure(phase: Phase, tokens: int, rounds: Sequence[LayerRound]) -> LayerFigure:
+    """The row of one phase."""
+    ratios = [one.bus_per_s / one.raw_per_s for one in rounds]
+    return LayerFigure(
+        phase=phase,
+        tokens=tokens,
+        bytes=round(statistics.median(one.record_bytes for one in rounds)),
+        raw_mb_per_s=statistics.median(one.raw_per_s for one in rounds) / 1e6,
+        bus_mb_per_s=statistics.median(one.bus_per_s for one in rounds) / 1e6,
+        ratio=statistics.median(ratios),
+        spread=spread(ratios, digits=2),
+    )
+
+
+def plane_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> PlaneFigure:
+    """The row of one plane."""
+    rates = [rate(one.published, one.assembled) for one in rounds]
+    record_bytes = statistics.median(one.assembled.bytes / one.assembled.records for one in rounds)
+    p50s = [percentile(latencies_ms(one), 50) for one in rounds]
+    return PlaneFigure(
+        plane=plane,
+        tokens=tokens,
+        bytes=round(record_bytes),
+        trajectories_per_s=statistics.median(rates),
+        spread=spread(rates, digits=0),
+        mb_per_s=statistics.median(rates) * record_bytes / 1e6,
+        cpu_s_per_gb=_median_or_none([_cpu_s_per_gb(one) for one in rounds]),
+        p50_ms=statistics.median(p50s),
+        p50_spread=spread(p50s, digits=2),
+        p99_ms=statistics.median(percentile(latencies_ms(one), 99) for one in rounds),
+    )
+
+
+def split_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> SplitFigure:
+    """The row of one plane's split."""
+    stages = [stages_us(one) for one in rounds]
+    parts = [_latency_parts_ms(one) for one in rounds]
+    figures = {f"{name}_us": _median_or_none([one[name] for one in stages]) for name in STAGES}
+    figures |= {name: statistics.median(one[name] for one in parts) for name in parts[0]}
+    return SplitFigure(plane=plane, tokens=tokens, **figures)  # type: ignore[arg-type]
+
+
+def stages_us(one: PlaneRound) -> dict[str, float | None]:
+    """CPU microseconds per trajectory by stage; what is no named part is the log's own."""
+    count = one.assembled.records / 1e6
+    encode_s = one.published.stages["encode"]
+    decode_s, assembly_s = (one.assembled.stages[name] for name in ("decode", "assembly"))
+    return {
+        "encode": encode_s / count,
+        "append": (one.published.cpu_s - encode_s) / count,
+        "broker": None if one.broker_s is None else one.broker_s / count,
+        "fetch": (one.assembled.cpu_s - decode_s - assembly_s) / count,
+        "decode": decode_s / count,
+        "assembly": assembly_s / count,
+    }
+
+
+def latencies_ms(one: PlaneRound) -> list[float]:
+    """From finish to batch, per trajectory, at a third of full load."""
+    return _between_ms(one.published_third, "finished", one.assembled_third, "batched")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent do not exceed (nearest rank).
+
+    Example: ``percentile([3.0, 1.0, 2.0], 50) == 2.0``
+    """
+    assert values
+    assert 0 < percent <= 100
+    return sorted(values)[math.ceil(percent / 100 * len(values)) - 1]
+
+
+def spread(values: Sequence[float], *, digits: int) -> str:
+    """The smallest and the largest value. Example: ``spread([1.0, 3.0], digits=0) == "1-3"``."""
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+
+
+def _latency_parts_ms(one: PlaneRound) -> dict[str, float]:
+    """Medians of the three parts of the latency."""
+    writer, reader = one.published_third, one.assembled_third
+    return {
+        "to_append_ms": statistics.median(_between_ms(writer, "finished", writer, "appended")),
+        "to_fetch_ms": statistics.median(_between_ms(writer, "appended", reader, "polled")),
+        "to_batch_ms": statistics.median(_between_ms(reader, "polled", reader, "batched")),
+    }
+
+
+def _between_ms(first: Done, this: str, second: Done, that: str) -> list[float]:
+    pairs = zip(first.moments[this], second.moments[that], strict=True)
+    return [(after - before) / 1e6 for before, after in pairs]
+
+
+def _cpu_s_per_gb(one: PlaneRound) -> float | None:
+    if one.broker_s is None:
+        return None
+    spent_s = one.published.cpu_s + one.assembled.cpu_s + one.broker_s
+    return spent_s / one.assembled.bytes * 1e9
+
+
+def _median_or_none(values: Sequence[float | None]) -> float | None:
+    known: Mapping[int, float] = {n: one for n, one in enumerate(values) if one is not None}
+    return statistics.median(known.values()) if known else None

@@ -1,0 +1,56 @@
+"""CPU time of a broker on this machine, asked of the kernel; decides whose it is by its port."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_LISTENS: Final = "0A"
+_STATE, _INODE, _LOCAL = 3, 9, 1
+"""Columns of /proc/net/tcp."""
+
+_PROC: Final = Path("/proc")
+
+
+def listener_of(port: int, proc: Path = _PROC) -> int | None:
+    """The process that listens on a TCP port here; None if none does that we may look into."""
+    inodes = {
+        columns[_INODE]
+        for name in ("tcp", "tcp6")
+        for columns in _rows(proc / "net" / name)
+        if columns[_STATE] == _LISTENS and int(columns[_LOCAL].rpartition(":")[2], 16) == port
+    }
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for folder in proc.iterdir() if wanted else ():
+        if folder.name.isdigit() and wanted & _open_files(folder):
+            return int(folder.name)
+    return None
+
+
+def cpu_s(pid: int, proc: Path = _PROC) -> float:
+    """CPU seconds of a process and its threads so far; 0 when it is gone."""
+    try:
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return 0.0
+    columns = text.rpartition(")")[2].split()  # its name may hold blanks
+    user, system = columns[11], columns[12]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _rows(path: Path) -> list[list[str]]:
+    try:
+        return [line.split() for line in path.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+
+
+def _open_files(folder: Path) -> set[str]:
+    found = set()
+    try:
+        for one in (folder / "fd").iterdir():
+            found.add(str(one.readlink()))
+    except OSError:
+        return found  # it has ended meanwhile, or is somebody else's
+    return found

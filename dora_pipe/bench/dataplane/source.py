@@ -1,0 +1,74 @@
+"""Trajectories without end, as a worker finishes them: two versions, siblings in groups.
+
+Decides nothing; which is which follows from its number alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from dora_pipe.bench.codec import sample_trajectory
+from dora_pipe.bench.dataplane.tasks import GROUP_SIZE, PARTITIONS
+from dora_pipe.bus.port import Append
+from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+
+DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
+"""Weights digest of each version that is sampled."""
+
+DEADLINE: Final = 1_000_000
+"""Every step of the bench may train every trajectory of it."""
+
+
+class Source:
+    """Trajectory number n of a run; all have the same tokens, and different records."""
+
+    def __init__(self, run: str, tokens: int) -> None:
+        sample = sample_trajectory(tokens)
+        meta = msgspec.structs.replace(
+            sample.meta, run=run, deadline=DEADLINE, group_size=GROUP_SIZE
+        )
+        self._of_version = [
+            replace(
+                sample,
+                version=version,
+                digest=digest,
+                segments=[
+                    replace(one, version=version) if one.kind == "model" else one
+                    for one in sample.segments
+                ],
+                meta=meta,
+            )
+            for version, digest in DIGESTS.items()
+        ]
+
+    def __call__(self, number: int) -> Trajectory:
+        """The trajectory; whole groups are of one version."""
+        ordinal, sibling = divmod(number, GROUP_SIZE)
+        like = self._of_version[ordinal % len(self._of_version)]
+        group = group_id("train", ordinal)
+        meta = msgspec.structs.replace(like.meta, group=group, sibling=sibling)
+        return replace(like, trajectory=trajectory_id(group, sibling), meta=meta)
+
+
+def encoded(trajectory: Trajectory, topic: str) -> Append:
+    """The record of a trajectory, made as the worker makes it."""
+    value, headers = encode_trajectory(trajectory)
+    _, ordinal, _ = parse_trajectory_id(headers.trajectory)
+    return Append(
+        topic=topic,
+        partition=partition_of(ordinal, PARTITIONS),
+        key=headers.group.encode(),
+        value=value,
+        headers=header_pairs(headers),
+    )
+
+
+def number_of(trajectory: str) -> int:
+    """The number of a trajectory from its id."""
+    _, ordinal, sibling = parse_trajectory_id(trajectory)
+    return ordinal * GROUP_SIZE + sibling

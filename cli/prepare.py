@@ -14,10 +14,10 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Bus, TopicPartition, TopicSpec
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.model import LOGGED, Config
-from dora_pipe.errors import ConfigError
+from dora_pipe.errors import ConfigError, TopicMissing
 from dora_pipe.history.reading import records_of
 from dora_pipe.orchestrator.planner import PLANNER
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import Command, Lineage, RunStarted, decode_control
 from dora_pipe.schemas.policy import Manifest
@@ -42,6 +42,17 @@ def create_topics(bus: Bus, config: Config) -> Topics:
     return topics
 
 
+def check_topics(bus: Bus, config: Config) -> None:
+    """Refuse to go on with a run whose topics are not what it needs. Raises BusError."""
+    missing = sorted(set(Topics(config.run.name).all()) - set(bus.topics()))
+    if missing:  # made anew, it would be empty, and nobody would see what is lost
+        raise TopicMissing(
+            f"the run has lost its topic {missing[0]}",
+            hint="was it deleted, or may this user not see it (Describe)?",
+        )
+    create_topics(bus, config)
+
+
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
     """The run's first record, if the run exists."""
     at = TopicPartition(topics.control, 0)
@@ -55,7 +66,7 @@ def started(bus: Bus, topics: Topics) -> RunStarted | None:
 
 def run_started(
     config: Config,
-    store_root: Path,
+    store: PolicyStore | Path,
     *,
     policy: tuple[Manifest, str] | None = None,
     lineage: Lineage | None = None,
@@ -64,7 +75,7 @@ def run_started(
 
     `policy` (manifest, assets digest) is given where version 0 lies in the store already.
     """
-    store = PolicyStore(store_root)
+    store = as_store(store)
     manifest, assets = policy or store.import_model(Path(config.model.path))
     facts = survey(config.task)
     if facts.train_rows == 0:

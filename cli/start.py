@@ -19,9 +19,9 @@ from dora_pipe.cli.settings import OverrideOption, ParadigmOption
 from dora_pipe.cli.supervisor import Supervisor
 from dora_pipe.cli.zygote import Zygote
 from dora_pipe.clock import SystemClock
-from dora_pipe.config.load import load_config
+from dora_pipe.config.load import from_plain, load_config
 from dora_pipe.config.model import Config
-from dora_pipe.errors import ConfigError, UsageError
+from dora_pipe.errors import ConfigError, PolicyError, UsageError
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
@@ -83,7 +83,7 @@ def plan_new(config: Config, root: Path, *, parent: str = "") -> Plan:
     if run_dir(config, root).exists():
         create(config, root)  # raises: what is there is never overwritten
     lineage, policy = None, None
-    store = run_dir(config, root).store(config)
+    store = run_dir(config, root).policies(config)
     if parent:
         lineage, policy = _inherit(parent, root, store)
     first = prepare.run_started(config, store, policy=policy, lineage=lineage)
@@ -105,13 +105,29 @@ def plan_resume(wanted: Config, root: Path) -> Plan:
         topics = Topics(wanted.run.name)
         first = prepare.started(bus, topics)
         if first is None:
-            first = prepare.run_started(wanted, directory.store(wanted))
+            first = prepare.run_started(wanted, directory.policies(wanted))
             return Plan(directory=directory, config=wanted, first=first)
+        prepare.check_topics(bus, wanted)
         commands = prepare.resume_commands(directory.config(), wanted)
         if commands:
             bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
     store_config(directory, wanted)
     return Plan(directory=directory, config=wanted, first=first)
+
+
+def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
+    """A run that another machine started, as its log has it; None where the log has none."""
+    if not wanted.bus.url:
+        return None  # The log would be in the run's directory, and there is none.
+    with _bus(run_dir(wanted, root), wanted) as bus:
+        topics = Topics(wanted.run.name)
+        first = prepare.started(bus, topics)
+        if first is None:
+            return None
+        commands = prepare.resume_commands(from_plain(first.config), wanted)
+        if commands:
+            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+    return Plan(directory=create(wanted, root), config=wanted, first=first)
 
 
 def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], None] = say) -> bool:
@@ -168,10 +184,13 @@ def _be(plan: Plan, name: str) -> int:
 def orchestrator(
     config: ConfigArgument, override: OverrideOption = None, root: RunsOption = RUNS
 ) -> None:
-    """Start the orchestrator of a run; a second one of the same run fences the first."""
+    """Start the orchestrator of a run, on any machine; a second one fences the first."""
+    roles.talk(roles.ORCHESTRATOR)
     wanted = _load(config, override or ())
-    directory = run_dir(wanted, root)
-    plan = plan_resume(wanted, root) if directory.exists() else plan_new(wanted, root)
+    if run_dir(wanted, root).exists():
+        plan = plan_resume(wanted, root)
+    else:
+        plan = plan_elsewhere(wanted, root) or plan_new(wanted, root)
     roles.orchestrator(plan.directory, plan.config, plan.first)
 
 
@@ -182,6 +201,7 @@ def worker(
     root: RunsOption = RUNS,
 ) -> None:
     """Start one rollout worker of a run."""
+    roles.talk(name)
     wanted = _load(config, override or ())
     roles.worker(run_dir(wanted, root), wanted, name)
 
@@ -193,8 +213,23 @@ def trainer(
     root: RunsOption = RUNS,
 ) -> None:
     """Start the trainer of a run; a second one of the same run fences the first."""
+    roles.talk(roles.TRAINER)
     wanted = _load(config, override or ())
     roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
+
+
+def create_topics(config: ConfigArgument, override: OverrideOption = None) -> None:
+    """Create a run's topics, or check those that exist: what its user of the log needs to be
+    allowed only once. `run` and `orchestrator` do it by themselves where they may."""
+    wanted = _load(config, override or ())
+    if not wanted.bus.url:
+        raise ConfigError(
+            "the log of this run is made with its directory", hint="topics are of kafka:// logs"
+        )
+    with _bus(run_dir(wanted), wanted) as bus:
+        topics = prepare.create_topics(bus, wanted)
+        for name in topics.all():
+            say(f"{name}: {bus.partitions(name)} partitions")
 
 
 def _load(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:
@@ -211,17 +246,22 @@ def _bus(directory: RunDir, config: Config) -> Iterator[Bus]:
         bus.close()
 
 
-def _inherit(parent: str, root: Path, store: Path) -> tuple[Lineage, tuple[Manifest, str]]:
+def _inherit(parent: str, root: Path, target: PolicyStore) -> tuple[Lineage, tuple[Manifest, str]]:
     """Bring the policy of RUN@STEP into the new run's store."""
     name, at, step = parent.rpartition("@")
     if not at or not step.isdigit():
         raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
     with opened(name, root) as old:
         first, manifest = policy_after(old.bus, old.topics, int(step))
-        source, target = PolicyStore(old.store), PolicyStore(store)
+        source = old.policies
+        if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
+            raise PolicyError(
+                f"version {step} of {name} is not in its store any more",
+                hint=f"make it again first: dora-pipe export {name} --policy {step} DIR",
+            )
         source.verify(manifest.digest)
-        target.publish_weights(_copying(source.weights_path(manifest.digest), manifest))
-        files = sorted(source.assets_path(first.assets_digest).iterdir())
+        target.publish_weights(_copying(source.weights(manifest.digest), manifest))
+        files = sorted(source.assets(first.assets_digest).iterdir())
         assets = target.publish_assets(files)
     lineage = Lineage(run=first.run, step=int(step), digest=manifest.digest)
     return lineage, (manifest, assets)

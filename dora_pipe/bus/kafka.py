@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
+from kafka.admin import OffsetSpec
 from kafka.protocol.consumer import IsolationLevel
 
 from dora_pipe.bus.checks import (
@@ -34,7 +34,6 @@ from dora_pipe.bus.checks import (
 from dora_pipe.bus.kafka_bounds import Fetched, Flight
 from dora_pipe.bus.kafka_client import (
     BATCH_BYTES,
-    BATCH_ROOM_BYTES,
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
     FETCH_BYTES,
@@ -52,9 +51,10 @@ from dora_pipe.bus.kafka_client import (
     topic_settings,
     was_fenced,
 )
-from dora_pipe.bus.kafka_errors import check_found, our_errors, setting_of
+from dora_pipe.bus.kafka_errors import our_errors
 from dora_pipe.bus.kafka_reach import knock, unreachable
 from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
+from dora_pipe.bus.kafka_topics import TopicFacts, check_settings, described, with_settings
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
 
@@ -123,6 +123,8 @@ class KafkaBus:
                     self._admin.wait_for_topics(list(wanted))  # another process was faster
         for spec in topics:
             check_same(spec, self._spec_soon(spec.name))
+        if old := [spec.name for spec in topics if spec.name not in fresh]:
+            check_settings(self.facts(old))
 
     def _spec_soon(self, topic: str) -> TopicSpec:
         """Of a topic that exists: a broker may not have heard yet of one made a moment ago."""
@@ -184,19 +186,17 @@ class KafkaBus:
         """The settings of a topic as they were asked for. Raises TopicMissing."""
         self._here.check()
         if topic not in self._specs:
-            resource = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": None})
-            with self.errors(needs=f"DESCRIBE on topic {topic}"), self._lock:
-                (found,) = self._admin.describe_topics([topic])
-                check_found(found, topic)
-            with self.errors(needs=f"DESCRIBE_CONFIGS on topic {topic}"), self._lock:
-                settings = self._admin.describe_configs([resource], config_filter="all")
-                limit = setting_of(settings, topic, "max.message.bytes")
-            self._specs[topic] = TopicSpec(
-                name=topic,
-                partitions=len(found["partitions"]),
-                record_bytes_max=max(1, int(limit) - BATCH_ROOM_BYTES),
-            )
+            self._specs[topic] = self.facts([topic])[0].spec
         return self._specs[topic]
+
+    def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
+        """The topics as the cluster describes them now. Raises TopicMissing."""
+        self._here.check()
+        names = ", ".join(topics)
+        with self.errors(needs=f"DESCRIBE on topic {names}"), self._lock:
+            found = described(self._admin, topics)
+        with self.errors(needs=f"DESCRIBE_CONFIGS on topic {names}"), self._lock:
+            return with_settings(self._admin, found)
 
     def close(self) -> None:
         """Close the bus with its readers and writers."""

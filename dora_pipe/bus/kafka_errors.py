@@ -5,13 +5,12 @@ The client's own text is kept only where nothing better is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.checks import topic_missing
 from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE, KafkaSecurity
 from dora_pipe.errors import (
     AccessRefused,
@@ -71,23 +70,6 @@ def our_errors(
         raise otherwise(f"kafka: {one_line(error)}") from error
 
 
-def check_found(found: Mapping[str, Any], topic: str) -> None:
-    """What the cluster says of a topic. Raises TopicMissing, and the client's own error."""
-    kind = kafka_errors.for_code(found["error_code"])
-    if kind in _MISSING:
-        raise topic_missing(topic)
-    if found["error_code"]:
-        raise kind(topic)
-
-
-def setting_of(found: Mapping[str, Any], topic: str, name: str) -> str:
-    """One setting of a topic. The client leaves all out where the cluster refuses to tell them."""
-    setting = found.get("topic", {}).get(topic, {}).get(name)
-    if setting is None:
-        raise kafka_errors.TopicAuthorizationFailedError(topic)
-    return str(setting["value"])
-
-
 def one_line(error: BaseException) -> str:
     """An error's text, or its name where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -100,8 +82,9 @@ def not_allowed(error: Exception, security: KafkaSecurity | None, needs: str) ->
     operation, _, resource = needs.partition(" on ")
     hint = ROLES_HINT
     if resource and who.startswith("User:"):
-        option = _acl_option(resource)
-        hint = f"kafka-acls --add --allow-principal {who} --operation {operation} {option}; {hint}"
+        option = _acl_options(resource)
+        words = operation.title().replace("_", "")
+        hint = f"kafka-acls --add --allow-principal {who} --operation {words} {option}; {hint}"
     return AccessRefused(f"the Kafka cluster refuses: {who} lacks {what}", hint=hint)
 
 
@@ -167,10 +150,13 @@ def _resource(error: Exception) -> str:
     return f"{kind} {', '.join(names)}".strip() if kind != "cluster" else "the cluster"
 
 
-def _acl_option(resource: str) -> str:
-    kind, _, name = resource.rpartition(" ")
-    options = {"topic": f"--topic {name}", "transactional id": f"--transactional-id {name}"}
-    return options.get(kind, "--cluster")
+def _acl_options(resource: str) -> str:
+    """What names a resource for kafka-acls, e.g. ``--topic a --topic b`` of ``topic a, b``."""
+    for kind, option in (("topic ", "--topic"), ("transactional id ", "--transactional-id")):
+        if resource.startswith(kind):
+            names = resource.removeprefix(kind).split(", ")
+            return " ".join(f"{option} {name}" for name in names)
+    return "--cluster"
 
 
 def _after(text: str, sign: str) -> str:

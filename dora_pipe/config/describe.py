@@ -34,7 +34,7 @@ _TYPES: Mapping[str, str] = {
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
     "RunName": "name",
-    "RecordBytes": "integer, 65536 to 50331648",
+    "RecordBytes": "integer, 65536 to 32505856",
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",

@@ -20,7 +20,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Siblings = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
-RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=48 * 1024 * 1024)]
+RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

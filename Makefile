@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types bench sim kafka lock clean
+.PHONY: help setup install demo test test-full lint types bench sim kafka kafka-cluster demo-kafka lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -63,12 +63,19 @@ sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every pla
 kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
 	@$(BIN)/python -m infra.kafka $(ARGS)
 
+kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in the foreground
+	@$(BIN)/python -m infra.kafka --brokers 3 $(ARGS)
+
+demo-kafka: setup ## The demo on a real broker, which is started before it and stopped behind it
+	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)
+
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
 	$(LOCK) pyproject.toml --extra torch --group dev -c requirements/constraints.in -o requirements/dev.txt
+	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 
 clean: ## Remove caches and build outputs; runs and .venv stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,4 @@
-"""`make kafka` and `make kafka-cluster`: brokers in the foreground, or around one command.
+"""`make kafka`, `make kafka-cluster`, `make demo-kafka`: brokers in the foreground of a terminal.
 
 python -m infra.kafka [--brokers 3] [--port 9092] [--folder DIR] [-- COMMAND {bootstrap} ...]
 """
@@ -7,9 +7,7 @@ import argparse
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -23,8 +21,10 @@ CLUSTER_PORT = 29092
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run brokers on fixed ports until Ctrl-C and keep their data; with a COMMAND, on free ports
-    until it ends, and keep nothing. `{bootstrap}` in COMMAND becomes their addresses."""
+    """Run brokers until Ctrl-C, or until COMMAND ends; their data is kept for the next time.
+
+    `{bootstrap}` in COMMAND becomes their addresses.
+    """
     options = _parser().parse_args(arguments)
     missing = missing_tools()
     if missing:
@@ -32,13 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("hint: a broker without containers needs Java 17 and Maven\n")
         return 1
     signal.signal(signal.SIGTERM, _interrupt)
+    single = options.brokers == 1
+    folder = options.folder or CACHE / ("single" if single else "cluster")
+    port = options.port or (PORT if single else CLUSTER_PORT)
+    brokers = KafkaBroker(folder, port=port) if single else KafkaCluster(folder, port=port)
     try:
-        return _around(options) if options.command else _foreground(options)
+        brokers.start()
+        _say(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it")
+        if options.command:
+            return _run(
+                [word.replace("{bootstrap}", brokers.bootstrap) for word in options.command]
+            )
+        return brokers.wait()
     except KeyboardInterrupt:
         return 0
     except BrokerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    finally:
+        brokers.stop()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,36 +62,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _foreground(options: argparse.Namespace) -> int:
-    single = options.brokers == 1
-    folder = options.folder or CACHE / ("single" if single else "cluster")
-    port = options.port or (PORT if single else CLUSTER_PORT)
-    brokers = KafkaBroker(folder, port=port) if single else KafkaCluster(folder, port=port)
-    try:
-        brokers.start()
-        sys.stdout.write(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it\n")
-        sys.stdout.flush()
-        return _members(brokers)[0].wait()
-    finally:
-        brokers.stop()
+def _run(command: Sequence[str], bootstrap: str) -> int:
+    words = [word.replace("{bootstrap}", bootstrap) for word in command]
+    with subprocess.Popen(words) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # Ctrl-C reached the command too
+            process.send_signal(signal.SIGINT)
+            return process.wait()
 
 
-def _around(options: argparse.Namespace) -> int:
-    with ExitStack() as stack:
-        folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
-        make = KafkaBroker if options.brokers == 1 else KafkaCluster
-        brokers = stack.enter_context(make(Path(folder), port=options.port))
-        words = [word.replace("{bootstrap}", brokers.bootstrap) for word in options.command]
-        with subprocess.Popen(words) as process:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
-                return process.wait()
-
-
-def _members(brokers: KafkaBroker | KafkaCluster) -> Sequence[KafkaBroker]:
-    return (brokers,) if isinstance(brokers, KafkaBroker) else brokers.nodes
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

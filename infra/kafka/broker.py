@@ -198,6 +198,9 @@ class KafkaBroker:
     def launch(self) -> None:
         """Start the process; it may not answer yet."""
         assert self._process is None, "the broker is running already"
+        for address in (self.address(one.name) for one in self.listeners):
+            if _listens(address):
+                raise BrokerError(f"somebody listens at {address} already")
         with (self.folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
                 java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self.jvm),
@@ -293,10 +296,7 @@ def _answers(bootstrap: str, node: int) -> bool:
     from kafka import KafkaAdminClient
     from kafka.errors import KafkaError
 
-    host, port = bootstrap.split(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=POLL_S).close()
-    except OSError:
+    if not _listens(bootstrap):
         return False  # ask the client only when somebody listens: its own retries are slow
     try:
         admin = KafkaAdminClient(bootstrap_servers=bootstrap, request_timeout_ms=5_000)
@@ -309,3 +309,12 @@ def _answers(bootstrap: str, node: int) -> bool:
         return False
     finally:
         admin.close()
+
+
+def _listens(address: str) -> bool:
+    host, port = address.split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=POLL_S).close()
+    except OSError:
+        return False
+    return True

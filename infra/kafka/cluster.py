@@ -106,6 +106,10 @@ class KafkaCluster:
         """SIGKILL for all of them at once."""
         self._end(signal.SIGKILL)
 
+    def wait(self) -> int:
+        """Block until the first broker ends by itself; its exit status."""
+        return self.nodes[0].wait()
+
     def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
         """The broker that leads a partition. Raises BrokerError if none does for too long."""
         return self._until(lambda: self._leader(topic, partition), f"{topic} has no leader")

@@ -2,76 +2,154 @@
 
 import re
 import xml.etree.ElementTree as ET
-from typing import Any
+from pathlib import Path
 
+import pytest
 import yaml
 
+from infra.kafka.broker import read_properties
+from tests.support.cli_words import parsed
+from tests.support.compose import ADDRESSES, IMAGE_ONLY, Service, read
 from tests.support.tidy import ROOT
 
-IMAGE_ONLY = {"log.dirs", "heap.opts"}
-"""Settings that name a place or a size of the container."""
-ADDRESSES = {
-    "advertised.listeners",
-    "controller.quorum.bootstrap.servers",
-    "controller.quorum.voters",
-    "listener.security.protocol.map",
-    "listeners",
-}
+SERVICES = read()
+BROKERS = {name: service for name, service in SERVICES.items() if service.is_broker}
+ROLES = {name: service for name, service in SERVICES.items() if not service.is_broker}
+CLUSTER = [service for service in BROKERS.values() if service.profiles == ("cluster",)]
 
 
-def _compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "infra/docker-compose.yml").read_text())
-    return loaded
-
-
-def _container_settings() -> dict[str, str]:
-    environment = _compose()["services"]["kafka"]["environment"]
-    named = {k.removeprefix("KAFKA_"): str(v) for k, v in environment.items() if "KAFKA_" in k}
-    return {name.lower().replace("_", "."): value for name, value in named.items()}
-
-
-def _jar_settings() -> dict[str, str]:
-    lines = (ROOT / "infra/kafka/server.properties").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+def _jars(name: str) -> dict[str, str]:
+    return read_properties(ROOT / "infra/kafka" / name)
 
 
 def test_top_compose_file_includes_the_one_of_infra() -> None:
     top = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    assert top == {"name": _compose()["name"], "include": ["infra/docker-compose.yml"]}
-    assert "kafka" in _compose()["services"]
+    below = yaml.safe_load((ROOT / "infra/docker-compose.yml").read_text())
+    assert top == {"name": below["name"], "include": ["infra/docker-compose.yml"]}
 
 
-def test_container_and_jars_run_the_same_kafka() -> None:
-    image = _compose()["services"]["kafka"]["image"]
+def test_plain_compose_starts_one_broker_and_the_other_profiles_what_they_say() -> None:
+    assert "COMPOSE_PROFILES=single\n" in (ROOT / ".env").read_text()
+    profiles = {name: service.profiles for name, service in SERVICES.items()}
+    assert [name for name, own in profiles.items() if own == ("single",)] == ["kafka"]
+    assert len(CLUSTER) == 3
+    assert {profiles[name] for name in ROLES} == {("demo",)}
+
+
+@pytest.mark.parametrize("name", sorted(BROKERS))
+def test_container_and_jars_run_the_same_kafka(name: str) -> None:
     pom = ET.parse(ROOT / "infra/kafka/pom.xml").getroot()
     version = pom.findtext("properties/kafka.version")
-    assert image == f"apache/kafka:{version}"
+    assert BROKERS[name].image == f"apache/kafka:{version}"
 
 
-def test_container_and_jars_agree_on_every_setting_that_both_name() -> None:
-    container, jars = _container_settings(), _jar_settings()
-    shared = (container.keys() & jars.keys()) - IMAGE_ONLY - ADDRESSES
-    assert {"message.max.bytes", "auto.create.topics.enable", "process.roles"} <= shared
-    assert {k: container[k] for k in shared} == {k: jars[k] for k in shared}
-    missing = container.keys() - jars.keys() - IMAGE_ONLY - ADDRESSES
-    assert missing == set(), "a setting that only the container has"
+def test_single_broker_has_the_settings_of_the_jars_and_no_other() -> None:
+    assert BROKERS["kafka"].plain_settings() == _jars("server.properties")
 
 
-def test_every_listener_of_the_container_has_a_protocol_and_is_bound_to_this_machine() -> None:
-    settings = _container_settings()
+@pytest.mark.parametrize("broker", CLUSTER, ids=lambda broker: str(broker.name))
+def test_every_broker_of_the_cluster_has_the_settings_of_the_jars_and_no_other(
+    broker: Service,
+) -> None:
+    wanted = {**_jars("server.properties"), **_jars("cluster.properties")}
+    assert broker.plain_settings() == wanted
+
+
+def test_settings_of_the_cluster_replace_those_that_one_broker_has() -> None:
+    assert _jars("cluster.properties").keys() <= _jars("server.properties").keys()
+    assert not (ADDRESSES | IMAGE_ONLY) & _jars("server.properties").keys()
+
+
+@pytest.mark.parametrize("name", sorted(BROKERS))
+def test_every_listener_has_a_protocol_and_is_bound_to_this_machine(name: str) -> None:
+    settings = BROKERS[name].kafka_settings()
     names = set(re.findall(r"(\w+)://", settings["listeners"]))
     protocols = dict(p.split(":") for p in settings["listener.security.protocol.map"].split(","))
     assert names == set(protocols)
-    ports = _compose()["services"]["kafka"]["ports"]
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+    (port,) = BROKERS[name].raw["ports"]
+    outside = re.fullmatch(r"127\.0\.0\.1:(\d+):9092", port)
+    assert outside is not None
+    advertised = settings["advertised.listeners"].split(",")
+    assert advertised == [
+        f"PLAINTEXT://{name}:19092",
+        f"PLAINTEXT_HOST://localhost:{outside[1]}",
+    ]
+
+
+def test_brokers_of_the_cluster_are_different_members_of_one_cluster() -> None:
+    settings = [broker.kafka_settings() for broker in CLUSTER]
+    assert {one["node.id"] for one in settings} == {"1", "2", "3"}
+    assert {one["controller.quorum.voters"] for one in settings} == {
+        ",".join(f"{number}@kafka-{number}:9093" for number in (1, 2, 3))
+    }
+    assert len({broker.environment["CLUSTER_ID"] for broker in CLUSTER}) == 1
+    assert len({tuple(broker.volumes.values()) for broker in CLUSTER}) == 3
+    for broker in CLUSTER:  # the address that the demo names in both profiles
+        assert broker.raw["networks"] == {"default": {"aliases": ["kafka"]}}
+
+
+@pytest.mark.parametrize("name", sorted(BROKERS))
+def test_every_broker_is_asked_whether_it_serves_and_has_time_to_stop(name: str) -> None:
+    raw = BROKERS[name].raw
+    assert "kafka-broker-api-versions.sh --bootstrap-server localhost:9092" in str(
+        raw["healthcheck"]["test"]
+    )
+    assert raw["stop_grace_period"] == "1m"
 
 
 def test_volumes_that_services_use_are_declared() -> None:
-    compose = _compose()
-    used = {
-        volume.split(":")[0]
-        for service in compose["services"].values()
-        for volume in service.get("volumes", [])
-        if not volume.startswith((".", "/"))
-    }
-    assert used == set(compose["volumes"])
+    below = yaml.safe_load((ROOT / "infra/docker-compose.yml").read_text())
+    used = {source for service in SERVICES.values() for source in service.volumes.values()}
+    assert used == set(below["volumes"])
+
+
+@pytest.mark.parametrize("name", sorted(ROLES))
+def test_every_role_waits_for_all_brokers_or_for_what_waited_for_them(name: str) -> None:
+    seen, todo = set(), [name]
+    while todo:
+        for other in SERVICES[todo.pop()].depends_on:
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    assert seen <= SERVICES.keys()
+    assert name == "prepare" or seen >= BROKERS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(set(ROLES) - {"prepare"}))
+def test_words_of_every_role_are_understood_by_the_command_line(name: str) -> None:
+    service = ROLES[name]
+    command, params = parsed(service.words)
+    assert command == name.split("-")[0] or (name, command) == ("topics", "create-topics")
+    config = params.get("config")
+    assert config is None or config == Path("/demo/config.toml")
+    needs_torch = command in ("worker", "trainer")
+    assert service.image == ("dora-pipe:torch" if needs_torch else "dora-pipe:slim")
+
+
+def test_every_role_has_the_policy_store_and_workers_have_names_of_their_own() -> None:
+    assert all("/store" in ROLES[name].volumes for name in set(ROLES) - {"prepare"})
+    calls = [parsed(service.words) for name, service in ROLES.items() if name != "prepare"]
+    workers = [params["name"] for command, params in calls if command == "worker"]
+    assert workers == ["w0", "w1"]
+
+
+def test_images_are_targets_of_one_dockerfile_that_takes_only_what_is_there() -> None:
+    text = (ROOT / "infra/Dockerfile").read_text()
+    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
+    for service in ROLES.values():
+        build = service.raw["build"]
+        assert (ROOT / "infra" / build["context"] / build["dockerfile"]).is_file()
+        assert build["target"] in targets
+        assert service.image == f"dora-pipe:{build['target']}"
+    locks = re.findall(r"^COPY (requirements/\S+) ", text, re.MULTILINE)
+    assert locks == ["requirements/slim.txt", "requirements/torch.txt"]
+    assert all((ROOT / lock).is_file() for lock in locks)
+    for target in {target for service in ROLES.values() for target in service.volumes}:
+        assert f" {target} " in text, "a volume's folder that the image does not make is root's"
+
+
+def test_what_the_image_is_built_of_is_not_ignored() -> None:
+    ignored = set((ROOT / ".dockerignore").read_text().split())
+    project = {"cli", "consumers", "dora_pipe", "orchestrator", "producers", "schemas"}
+    assert not ignored & {*project, "pyproject.toml", "README.md", "LICENSE", "requirements"}
+    assert {".git", ".venv", "runs", "build"} <= ignored

@@ -1,0 +1,200 @@
+"""Reads compose.yaml as Compose does, as far as it is used here, and runs it as plain processes.
+
+A service of an image of ours becomes a process with the same words and the same environment and
+nothing else of this one's; the brokers become `KafkaBroker`s with the same settings. Only names of
+hosts and paths of volumes become those of this machine.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.support.tidy import ROOT
+
+BROKER_IMAGE: Final = "apache/kafka:"
+ADDRESSES: Final = {
+    "node.id",
+    "advertised.listeners",
+    "controller.quorum.voters",
+    "listener.security.protocol.map",
+    "listeners",
+}
+"""Settings that say which broker of which cluster one is."""
+IMAGE_ONLY: Final = {"log.dirs", "heap.opts"}
+"""Settings that name a place or a size of the container."""
+
+_VARIABLE: Final = re.compile(r"\$(?:\$|\{(\w+)(?::-([^}]*))?\})")
+POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One service, with its defaults filled in."""
+
+    name: str
+    image: str
+    profiles: tuple[str, ...]
+    words: tuple[str, ...]
+    """Entry point and command; without the image's own entry point."""
+    entrypoint: tuple[str, ...] | None
+    environment: Mapping[str, str]
+    volumes: Mapping[str, str]
+    """Target -> source."""
+    depends_on: Mapping[str, tuple[str, bool]]
+    """Name -> (condition, required)."""
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def is_broker(self) -> bool:
+        """Whether it is one of Kafka's."""
+        return self.image.startswith(BROKER_IMAGE)
+
+    def kafka_settings(self) -> dict[str, str]:
+        """What the image makes of its variables: server.properties."""
+        named = {k: v for k, v in self.environment.items() if k.startswith("KAFKA_")}
+        return {k.removeprefix("KAFKA_").lower().replace("_", "."): v for k, v in named.items()}
+
+    def plain_settings(self) -> dict[str, str]:
+        """Those of them that mean the same outside of the container."""
+        given = self.kafka_settings()
+        return {k: v for k, v in given.items() if k not in ADDRESSES | IMAGE_ONLY}
+
+
+def read(variables: Mapping[str, str] | None = None) -> dict[str, Service]:
+    """The services of the repository's compose.yaml, whatever their profiles."""
+    top = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    services: dict[str, Service] = {}
+    for path in top["include"]:
+        plain = yaml.safe_load((ROOT / path).read_text())
+        for name, raw in plain["services"].items():
+            services[name] = _service(name, _interpolated(raw, variables or {}))
+    return services
+
+
+def _service(name: str, raw: Mapping[str, Any]) -> Service:
+    entrypoint = raw.get("entrypoint")
+    volumes = [volume.split(":") for volume in raw.get("volumes", [])]
+    return Service(
+        name=name,
+        image=raw["image"],
+        profiles=tuple(raw.get("profiles", ())),
+        words=(*(entrypoint or ()), *raw.get("command", ())),
+        entrypoint=None if entrypoint is None else tuple(entrypoint),
+        environment={key: str(value) for key, value in raw.get("environment", {}).items()},
+        volumes={target: source for source, target, *_ in volumes},
+        depends_on={
+            other: (how["condition"], how.get("required", True))
+            for other, how in raw.get("depends_on", {}).items()
+        },
+        raw=raw,
+    )
+
+
+def _interpolated(value: Any, variables: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _interpolated(one, variables) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_interpolated(one, variables) for one in value]
+    if isinstance(value, str):
+        return _VARIABLE.sub(lambda found: _value(found, variables), value)
+    return value
+
+
+def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    if found[0] == "$$":
+        return "$"
+    return variables.get(found[1]) or found[2] or ""
+
+
+class Containers:
+    """The services of some profiles as processes, each with folders of its own in `folder`.
+
+    `hosts` maps `name:port` of the network to where that is here. Brokers are the caller's.
+    """
+
+    def __init__(
+        self, folder: Path, services: Mapping[str, Service], hosts: Mapping[str, str]
+    ) -> None:
+        self._folder = folder
+        self._services = services
+        self._hosts = hosts
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.codes: dict[str, int] = {}
+        """Exit codes of those that have ended."""
+
+    def volume(self, source: str) -> Path:
+        """Where a named volume lies."""
+        path = self._folder / "volumes" / source
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def said(self, name: str) -> str:
+        """What a service printed so far."""
+        path = self._folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def run(self, limit_s: float) -> None:
+        """Start each when it may, until all have ended or one has failed."""
+        give_up_s = time.monotonic() + limit_s
+        try:
+            while len(self.codes) < len(self._services):
+                assert time.monotonic() < give_up_s, f"still running: {sorted(self._running)}"
+                for name, service in self._services.items():
+                    if name not in self.codes and name not in self._running and self._may(service):
+                        self._running[name] = self._start(service)
+                self._collect()
+                time.sleep(POLL_S)
+        finally:
+            for process in self._running.values():
+                process.kill()
+                process.wait()
+
+    def _collect(self) -> None:
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[name]
+                self.codes[name] = code
+                assert code == 0, f"{name} ended with {code}:\n{self.said(name)}"
+
+    def _may(self, service: Service) -> bool:
+        for name, (condition, required) in service.depends_on.items():
+            if condition == "service_healthy" and not required:
+                continue  # a broker: the caller has started it, or it is of another profile
+            assert condition == "service_completed_successfully", condition
+            if self.codes.get(name) != 0:
+                return False
+        return True
+
+    def _start(self, service: Service) -> subprocess.Popen[bytes]:
+        words = service.words if service.entrypoint else ("dora-pipe", *service.words)
+        home = self._folder / "containers" / service.name
+        home.mkdir(parents=True)
+        bin_folder = Path(sys.executable).parent
+        path = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(home)}
+        with (self._folder / f"{service.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [self._here(word, service, home) for word in words],
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**path, **service.environment},
+            )
+
+    def _here(self, word: str, service: Service, home: Path) -> str:
+        """Names of hosts and paths of the container as those of this machine."""
+        places = {target: self.volume(source) for target, source in service.volumes.items()}
+        places["/tmp"] = home / "tmp"
+        names = "|".join(map(re.escape, [*places, *self._hosts]))
+        both = {**{k: str(v) for k, v in places.items()}, **self._hosts}
+        return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda found: both[found[1]], word)

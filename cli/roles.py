@@ -91,12 +91,7 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
     log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
-        force=True,
-    )
+    talk(name)
     try:
         start()
     except DoraError as error:
@@ -106,6 +101,16 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
         logging.exception("error: %s ended by a fault of its own", name)
         return 1
     return 0
+
+
+def talk(name: str) -> None:
+    """What a role says goes to stderr, with the time and the role's name before it."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        force=True,
+    )
 
 
 def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:

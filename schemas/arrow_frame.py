@@ -2,9 +2,10 @@
 
 Anyone with zstd and pyarrow reads any record: ``pa.ipc.open_stream(zstd.decompress(value))``. A
 reader takes the columns it knows by name; columns of a later version are left alone. What comes
-in is not trusted: the frame is opened with a bound on what may come out, a compressed Arrow body
-(which has no such bound) and dictionaries are refused, and every column that is read is validated
-to its last offset first.
+in is not trusted: the frame is opened with a bound on what may come out, messages are looked at
+before Arrow builds anything from them (`arrow_message`), and every column that is read is bounded
+in its bytes and entries and validated to its last offset before it becomes Python's. A list of
+empty structs is the reason: a million of them are no bytes in Arrow and 64 MB of dicts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pyarrow as pa
 import zstandard
 
 from dora_pipe.errors import SchemaError
+from dora_pipe.schemas.arrow_message import body_is_compressed, check_schema, metadata_bytes
 
 RAW_BYTES_MAX = 64 * 1024 * 1024
 """The stream inside a frame; 80 times a trajectory of 64 000 tokens."""
@@ -27,12 +29,24 @@ RAW_BYTES_MAX = 64 * 1024 * 1024
 WINDOW_BYTES_MAX = 8 * 1024 * 1024
 """What a frame may ask of a reader's memory before it yields its first byte."""
 
+ENTRIES_MAX = 1 << 20
+"""Of a list of numbers: the tokens of one trajectory."""
+
+ROWS_MAX = 1 << 16
+"""Of a list of structs: the segments of one trajectory; each becomes a dict of 1 KiB."""
+
+COLUMN_BYTES_MAX = 16 * 1024 * 1024
+"""Of a column's buffers, each counted although they may be the same bytes; Python may need four
+times as much for texts."""
+
+DECODE_BYTES_MAX = 512 * 1024 * 1024
+"""What reading one record takes at most, the bounds above together; tests hold it."""
+
 COMPRESSION_LEVEL = 1
 _READ_BYTES = 1024 * 1024
 _ARRAY_CODES = {pa.list_(pa.int32()): "i", pa.list_(pa.uint8()): "B"}
+_PREFIX_BYTES = 8
 _END_OF_STREAM = struct.pack("<iI", -1, 0)
-_COMPRESSION_SLOT = 3  # of the table RecordBatch in Arrow's Message.fbs
-_HEADER_SLOT = 2  # of the table Message
 
 # ValueError covers ArrowInvalid, KeyError ArrowKeyError, OSError ArrowSerializationError.
 _UNREADABLE = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, MemoryError)
@@ -56,6 +70,7 @@ class Layout:
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
+        self.names = tuple(schema.names)
         self.head = schema.serialize().to_pybytes()
         """The stream's first message; equal for every record of this version."""
 
@@ -76,6 +91,9 @@ class Layout:
         # The same bytes as pa.ipc.new_stream writes, at a third of the time: the schema message
         # is not built again for each record.
         raw = b"".join((self.head, memoryview(batch.serialize()), _END_OF_STREAM))
+        for name, column in zip(self.names, arrays, strict=True):
+            _check_bytes(column, name)
+            _check_entries(column, name)
         if len(raw) > RAW_BYTES_MAX:
             raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
         return _compressor().compress(raw)
@@ -104,11 +122,16 @@ class Layout:
             raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
     def _read(self, raw: bytes, same: bool) -> pa.RecordBatch:
-        messages = pa.ipc.MessageReader.open_stream(raw)
-        first = _next(messages, "schema")
-        schema = self.schema if same else pa.ipc.read_schema(first)
-        message = _next(messages, "record batch")
-        if _body_is_compressed(message.metadata.to_pybytes()):
+        stream = pa.BufferReader(raw)
+        schema = self.schema
+        if same:
+            stream.seek(len(self.head))
+        else:
+            first = _next(raw, stream, "schema")
+            check_schema(first.metadata.to_pybytes())
+            schema = pa.ipc.read_schema(first)
+        message = _next(raw, stream, "record batch")
+        if body_is_compressed(message.metadata.to_pybytes()):
             raise SchemaError("the Arrow body is compressed: its size cannot be bounded")
         return pa.ipc.read_record_batch(message, schema)
 
@@ -118,7 +141,9 @@ class Layout:
             column = batch.column(place) if same else _find(batch, field)
             if column is None:
                 continue
+            _check_bytes(column, field.name)
             column.validate(full=True)
+            _check_entries(column, field.name)
             if column.null_count and not field.nullable:
                 raise SchemaError("null", path=f"$.{field.name}")
             found[field.name] = column
@@ -149,11 +174,13 @@ def _whole(value: Any, kind: pa.DataType) -> Any:
     return np.asarray(array.array(code, plain))
 
 
-def _next(messages: pa.ipc.MessageReader, wanted: str) -> pa.ipc.Message:
+def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
     """The next message. One of another type is refused: Arrow would take it for the wanted one."""
+    at = stream.tell()
+    metadata_bytes(raw[at : at + _PREFIX_BYTES])
     try:
-        message = messages.read_next_message()
-    except StopIteration:
+        message = pa.ipc.read_message(stream)
+    except EOFError:
         raise SchemaError(f"the stream ends before its {wanted}") from None
     if message.type != wanted:
         raise SchemaError(f"{message.type} message instead of a {wanted}")
@@ -209,26 +236,31 @@ def _compatible(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found.equals(wanted))
 
 
-def _body_is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch message announces body compression (flatbuffers, read by hand)."""
-    try:
-        header = _table_field(metadata, struct.unpack_from("<I", metadata)[0], _HEADER_SLOT)
-        if header is None:
-            return False
-        batch = header + struct.unpack_from("<I", metadata, header)[0]
-        return _table_field(metadata, batch, _COMPRESSION_SLOT) is not None
-    except struct.error as error:
-        raise SchemaError(f"not an Arrow message: {error}") from None
+def _check_bytes(column: pa.Array, name: str) -> None:
+    """Raise SchemaError for more bytes than are validated. Looks at declared lengths only."""
+    size = sum(one.size for one in column.buffers() if one is not None)
+    if size > COLUMN_BYTES_MAX:
+        raise SchemaError(f"column of {size} bytes is above {COLUMN_BYTES_MAX}", path=f"$.{name}")
 
 
-def _table_field(data: bytes, table: int, slot: int) -> int | None:
-    """Where a flatbuffers table keeps the field of this slot; None where it is absent."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    entry = 4 + 2 * slot
-    if entry + 2 > struct.unpack_from("<H", data, vtable)[0]:
-        return None
-    offset = struct.unpack_from("<H", data, vtable + entry)[0]
-    return table + offset if offset else None
+def _check_entries(column: pa.Array, name: str) -> None:
+    """Raise SchemaError for more entries than are read. The column is valid."""
+    if column.type.num_fields and (entries := _entries(column)) > ENTRIES_MAX:
+        raise SchemaError(f"{entries} entries are above {ENTRIES_MAX}", path=f"$.{name}")
+
+
+def _entries(array: pa.Array) -> int:
+    """How many values Python would make of what lies inside: all of them, null or not."""
+    kind = array.type
+    if isinstance(kind, pa.ListType):
+        inner = array.values
+        if isinstance(inner.type, pa.StructType) and len(inner) > ROWS_MAX:
+            raise SchemaError(f"{len(inner)} structs in a list are above {ROWS_MAX}")
+        return int(len(inner)) + (_entries(inner) if inner.type.num_fields else 0)
+    if isinstance(kind, pa.StructType):
+        nested = [place for place, field in enumerate(kind) if field.type.num_fields]
+        return int(len(array) * kind.num_fields) + sum(_entries(array.field(n)) for n in nested)
+    raise SchemaError(f"a column of {kind} is not read here")
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 Its listeners, each on its own port, are doors to the same log:
 - `SECURE`: SASL_SSL with SCRAM-SHA-256, SCRAM-SHA-512 and PLAIN; ACLs decide what a user may do;
 - `EXPIRED`: the same with a certificate whose time is over;
+- `ELSEWHERE`: the same with a certificate for another host;
 - `MUTUAL`: SSL that asks for a client certificate;
 - `CLEAR`: SASL_PLAINTEXT;
 - `PLAINTEXT` (of every test broker): nobody is asked, and the nobody may do everything.
@@ -60,6 +61,12 @@ class Certificates:
     def path(self, name: str) -> str:
         """A file's path."""
         return str(self.folder / name)
+
+    def encrypt(self, key: str, target: str, password: str) -> None:
+        """A copy of a key that needs a password."""
+        self._openssl(
+            *("pkey", "-in", key, "-aes256", "-passout", f"pass:{password}", "-out", target)
+        )
 
     def _authority(self, name: str) -> None:
         self._openssl(

@@ -1,0 +1,92 @@
+"""Each refusal of a cluster is one line with what to do about it."""
+
+from __future__ import annotations
+
+import pytest
+from kafka import errors as kafka_errors
+
+from dora_pipe.bus.kafka_errors import our_errors
+from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.errors import AccessRefused, BusError, OutcomeUnknown, RecordTooLarge
+from dora_pipe.patience import FINAL_ERRORS
+
+WORKER = KafkaSecurity(protocol="SASL_SSL", username="w0", ca_file="ca.pem")
+
+
+def refused(error: Exception, *, needs: str = "", security: KafkaSecurity = WORKER) -> BusError:
+    with pytest.raises(BusError) as raised, our_errors(security=security, needs=needs):
+        raise error
+    assert "\n" not in raised.value.message and "\n" not in (raised.value.hint or "")
+    return raised.value
+
+
+def test_a_missing_right_names_principal_operation_and_resource() -> None:
+    error = refused(
+        kafka_errors.TopicAuthorizationFailedError("r.decisions"),
+        needs="WRITE on topic r.decisions",
+    )
+    assert isinstance(error, AccessRefused)
+    assert error.message == ("the Kafka cluster refuses: User:w0 lacks WRITE on topic r.decisions")
+    assert error.hint is not None
+    assert error.hint.startswith(
+        "kafka-acls --add --allow-principal User:w0 --operation Write --topic r.decisions;"
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        ("DESCRIBE_CONFIGS on topic a, b", "--operation DescribeConfigs --topic a --topic b"),
+        ("WRITE on transactional id r.t", "--operation Write --transactional-id r.t"),
+        ("DESCRIBE on the cluster", "--operation Describe --cluster"),
+    ],
+)
+def test_the_hint_is_a_command_that_grants_it(needs: str, words: str) -> None:
+    error = refused(kafka_errors.ClusterAuthorizationFailedError(), needs=needs)
+    assert f"{words};" in (error.hint or "")
+
+
+def test_a_right_that_nobody_named_is_named_by_the_client_s_error() -> None:
+    error = refused(kafka_errors.TopicAuthorizationFailedError({"b", "a"}))
+    assert "a right on topic a, b" in error.message
+
+
+def test_a_refusal_hidden_in_a_nameless_error_is_found() -> None:
+    hidden = kafka_errors.KafkaError("Unexpected error: [Error 31] ClusterAuthorizationFailedError")
+    assert isinstance(refused(hidden, needs="WRITE on topic t"), AccessRefused)
+
+
+def test_a_certificate_refused_in_the_middle_of_a_run_says_why() -> None:
+    text = "Handshake failed: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: "
+    expired = kafka_errors.KafkaConnectionError(f"{text}certificate has expired (_ssl.c:1006)")
+    assert "expired" in refused(expired).message
+    unknown = kafka_errors.KafkaConnectionError(f"{text}unable to get local issuer (_ssl.c:1006)")
+    error = refused(unknown)
+    assert "ca.pem" in error.message and "bus.ca_file" in (error.hint or "")
+    assert "_ssl.c" not in error.message
+
+
+def test_a_clock_that_is_wrong_is_thought_of() -> None:
+    early = kafka_errors.KafkaConnectionError(
+        "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate is not yet valid"
+    )
+    assert "clock" in (refused(early).hint or "")
+
+
+def test_a_refused_login_does_not_repeat_what_the_broker_said_of_it() -> None:
+    error = refused(kafka_errors.SaslAuthenticationFailedError("for user w0 with s3cret"))
+    assert "s3cret" not in f"{error.message}{error.hint}"
+    assert "`w0` by SCRAM-SHA-512" in error.message
+
+
+def test_a_record_too_large_for_the_broker_names_the_settings_that_go_together() -> None:
+    error = refused(kafka_errors.MessageSizeTooLargeError("9 bytes"))
+    assert isinstance(error, RecordTooLarge)
+    for name in ("max.message.bytes", "replica.fetch.max.bytes", "bus.record_bytes_max"):
+        assert name in (error.hint or "")
+
+
+def test_no_wait_mends_a_refusal_so_it_is_no_unknown_outcome() -> None:
+    with pytest.raises(AccessRefused), our_errors(OutcomeUnknown, needs="WRITE on topic t"):
+        raise kafka_errors.TopicAuthorizationFailedError("t")
+    assert AccessRefused in FINAL_ERRORS

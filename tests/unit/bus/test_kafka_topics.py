@@ -1,0 +1,93 @@
+"""Which settings of somebody else's topic are refused, which are told, and with what hint."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dora_pipe.bus.kafka_client import BATCH_ROOM_BYTES, FETCH_BYTES, topic_settings
+from dora_pipe.bus.kafka_topics import (
+    TopicFacts,
+    check_settings,
+    complaints,
+    fetch_complaint,
+)
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.config.model import Bus
+from dora_pipe.errors import BusError
+
+SPEC = TopicSpec(name="r.t", partitions=4)
+
+
+def topic(brokers: int = 3, replicas: int = 0, **changed: str) -> TopicFacts:
+    """A topic as we make it, but for what is changed (dots as underscores)."""
+    made = topic_settings(SPEC, brokers)
+    settings = {**made["configs"], **{k.replace("_", "."): v for k, v in changed.items()}}
+    return TopicFacts(
+        name=SPEC.name,
+        partitions=made["num_partitions"],
+        replicas=replicas or made["replication_factor"],
+        brokers=brokers,
+        settings=settings,
+    )
+
+
+@pytest.mark.parametrize("brokers", [1, 2, 3, 5])
+def test_a_topic_as_we_make_it_has_nothing_wrong_with_it(brokers: int) -> None:
+    assert complaints(topic(brokers)) == []
+    assert topic(brokers).spec == SPEC
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "hint"),
+    [
+        (topic(cleanup_policy="compact"), "is compacted", "cleanup.policy=delete"),
+        (topic(cleanup_policy="compact,delete"), "is compacted", "cleanup.policy=delete"),
+        (topic(1, min_insync_replicas="2"), "can ever be acknowledged", "min.insync.replicas=1"),
+        (topic(segment_bytes="1048576"), "segment.bytes=1048576", "segment.bytes=1073741824"),
+    ],
+)
+def test_what_would_lose_records_or_refuse_them_all_is_refused(
+    facts: TopicFacts, text: str, hint: str
+) -> None:
+    with pytest.raises(BusError, match=text) as refused:
+        check_settings([topic(), facts])
+    assert hint in (refused.value.hint or "") and "r.t" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "hint"),
+    [
+        (topic(retention_ms="604800000"), "beyond 7 days", "dora-pipe archive"),
+        (topic(retention_bytes="1000"), "beyond 1000 bytes", "retention.bytes=-1"),
+        (topic(unclean_leader_election_enable="true"), "lacks records", "enable=false"),
+        (topic(min_insync_replicas="1"), "on one machine only", "min.insync.replicas=2"),
+        (topic(replicas=1, min_insync_replicas="1"), "1 of 3 possible replicas", "replication"),
+    ],
+)
+def test_what_is_weaker_than_it_could_be_is_told_and_used(
+    facts: TopicFacts, text: str, hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_settings([facts])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert text in line and hint in line and "\n" not in line
+
+
+def test_what_is_refused_stands_before_what_is_told() -> None:
+    facts = topic(retention_ms="1", cleanup_policy="compact")
+    assert [one.fatal for one in complaints(facts)] == [True, False]
+
+
+def test_followers_that_fetch_less_than_a_record_are_named_with_the_setting() -> None:
+    limit = int(topic().settings["max.message.bytes"])
+    found = fetch_complaint(topic(), 1_048_576)
+    assert found is not None and f"replica.fetch.max.bytes={limit}" in found.hint
+    assert fetch_complaint(topic(), limit) is None
+    assert fetch_complaint(topic(1), 1_048_576) is None, "one replica has no followers"
+
+
+def test_the_largest_record_that_can_be_asked_for_fits_into_one_fetch() -> None:
+    field = Bus(record_bytes_max=31 * 1024 * 1024)
+    assert field.record_bytes_max + BATCH_ROOM_BYTES <= FETCH_BYTES

@@ -22,7 +22,13 @@ from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajector
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 RunsOption = Annotated[Path, typer.Option("--runs", help="Where runs lie.")]
-RunArgument = Annotated[str, typer.Argument(help="A run's name, or the path of its directory.")]
+RunArgument = Annotated[
+    str, typer.Argument(help="A run's name, or the path of its directory or archive.")
+]
+ArchiveOption = Annotated[
+    Path | None,
+    typer.Option("--archive", metavar="DIR", help="Where what the log no longer has is read."),
+]
 
 POLL_S = 1.0
 
@@ -60,27 +66,33 @@ def _stopped(run: OpenRun) -> bool:
     )
 
 
-def topics(run: RunArgument, as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
+def topics(
+    run: RunArgument,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
     """List a run's topics: partitions, positions, records and bytes."""
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         rows = []
         for topic in open_run.topics.all():
             for partition in range(open_run.bus.partitions(topic)):
-                count = size = 0
-                for record in _from(open_run, topic, partition, None):
-                    count += 1
-                    size += len(record.value)
-                end = open_run.bus.end(TopicPartition(topic, partition))
-                rows.append(
-                    {
-                        "topic": topic,
-                        "partition": partition,
-                        "end": end,
-                        "records": count,
-                        "bytes": size,
-                    }
-                )
-    emit_rows(("topic", "partition", "end", "records", "bytes"), rows, as_json=as_json)
+                rows.append(_topic_row(open_run, TopicPartition(topic, partition)))
+    emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
+
+
+def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
+    """`begin` is 0 until retention deletes; what lies before it is not counted."""
+    begin = run.bus.begin(tp)
+    sizes = [len(record.value) for record in _from(run, tp.topic, begin, tp.partition)]
+    return {
+        "topic": tp.topic,
+        "partition": tp.partition,
+        "begin": begin,
+        "end": run.bus.end(tp),
+        "records": len(sizes),
+        "bytes": sum(sizes),
+    }
 
 
 def cat(
@@ -95,11 +107,12 @@ def cat(
     offset: Annotated[int, typer.Option("--from", help="From this offset on.")] = 0,
     limit: Annotated[int, typer.Option(help="Stop after so many; 0 does not.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
+    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Print the records of a topic."""
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         name = f"{open_run.config.run.name}.{topic}"
         if name not in open_run.topics.all():
             known = ", ".join(one.partition(".")[2] for one in open_run.topics.all())

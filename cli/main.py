@@ -10,6 +10,7 @@ from typing import cast
 import typer
 
 from dora_pipe.cli import look, settings, start, think, trust
+from dora_pipe.cli.archive import archive
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
@@ -47,11 +48,12 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         start.orchestrator,
         start.worker,
         start.trainer,
+        start.create_topics,
         tell,
         doctor,
     ),
     "Look": (look.runs, look.topics, look.cat, show, why),
-    "Trust": (trust.audit, trust.replay, trust.export),
+    "Trust": (trust.audit, trust.replay, trust.export, archive),
     "Think": (whatif,),
 }
 for _panel, _commands in _COMMANDS.items():

@@ -8,6 +8,9 @@ runs/NAME/
   snapshots/      the orchestrator's state now and then: a cache that a restart begins at
   handover/       KV caches on their way from worker to worker
   logs/           what each role said
+  archived-to     where `dora-pipe archive` put its segments, if it did
+
+An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora_pipe.bus.archive_format import CLAIMS, MANIFEST
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.open import open_bus
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.splice import spliced
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, ResourceError, UsageError
@@ -30,6 +35,9 @@ from dora_pipe.schemas.topics import Topics
 
 RUNS = Path("runs")
 """Where runs lie, seen from where the command is started."""
+
+ARCHIVED_TO = "archived-to"
+"""File in a run's directory that names its archive."""
 
 FREE_BYTES_MIN = 200 * 1024 * 1024
 """A run does not start on a disk with less room than this."""
@@ -60,8 +68,22 @@ class RunDir:
         """The run's configuration as it was stored."""
         return load_config(self.config_file, ())
 
+    @property
+    def is_archive(self) -> bool:
+        """Whether this is the archive of a run, not the run's own directory."""
+        return (self.path / MANIFEST).is_file()
+
+    @property
+    def archive(self) -> Path | None:
+        """The archive that was made of this run here, if it is there still."""
+        note = self.path / ARCHIVED_TO
+        place = Path(note.read_text().strip()) if note.is_file() else None
+        return place if place is not None and (place / MANIFEST).is_file() else None
+
     def bus_url(self, config: Config) -> str:
         """Where the log is."""
+        if self.is_archive:
+            return f"archive:{self.path}"
         return config.bus.url or f"sqlite:{self.path / 'log.sqlite'}"
 
     def open_bus(self, config: Config) -> Bus:
@@ -69,16 +91,27 @@ class RunDir:
 
         The only way from a configuration to its log. Raises BusError, ConfigError.
         """
+        if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
+            return open_bus(self.bus_url(config), claims=self.path / CLAIMS)
         security = KafkaSecurity.of(config.bus)
         return open_bus(self.bus_url(config), security, claims=self.store(config) / "claims")
 
     def store(self, config: Config) -> Path:
         """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
-        return Path(config.store.path) if config.store.path else self.path / "policies"
+        if config.store.path and not self._holds_policies:
+            return Path(config.store.path)
+        return self.path / "policies"
+
+    @property
+    def _holds_policies(self) -> bool:
+        """Whether this is an archive with copies of the policies."""
+        return self.is_archive and (self.path / "policies").is_dir()
 
     def policies(self, config: Config) -> PolicyStore:
         """The policy store, wherever it is. Raises ConfigError."""
-        return open_store(self.store(config), config.store)
+        if self._holds_policies:
+            return PolicyStore(self.store(config))
+        return open_store(self.store(config), config.store, run=config.run.name)
 
     @property
     def snapshots(self) -> Path:
@@ -109,6 +142,12 @@ class OpenRun:
         """The policy store, wherever it is."""
         return self.directory.policies(self.config)
 
+    @property
+    def has_policies(self) -> bool:
+        """Whether there can be a policy store: an archive may have been made without."""
+        elsewhere = bool(self.config.store.url)
+        return not self.directory.is_archive or elsewhere or self.store.is_dir()
+
 
 def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
     """The directory that a configuration's run has."""
@@ -128,20 +167,46 @@ def find_run(name: str, runs: Path = RUNS) -> RunDir:
 
 
 @contextmanager
-def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
-    """A run with its log open, for as long as the block lasts."""
+def opened(
+    name: str, runs: Path = RUNS, archive: Path | None = None, *, alone: bool = False
+) -> Iterator[OpenRun]:
+    """A run, or the archive of one, with its log open for as long as the block lasts.
+
+    Where retention has deleted the log's beginning, that is read from `archive`, or from the one
+    that was made of this run here; not if the log is wanted `alone`.
+    """
     directory = find_run(name, runs)
     config = directory.config()
-    if not config.bus.url and not (directory.path / "log.sqlite").exists():
+    own = config.bus.url or directory.is_archive
+    if not own and not (directory.path / "log.sqlite").exists():
         raise UsageError(
             f"{directory.path} holds a configuration, but no log",
             hint=f"start it with: dora-pipe run {directory.config_file}",
         )
+    topics = Topics(config.run.name)
     bus = directory.open_bus(config)
     try:
-        yield OpenRun(directory=directory, config=config, topics=Topics(config.run.name), bus=bus)
+        if not alone:
+            bus = _with_archive(bus, topics, archive, directory.archive)
+        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus)
     finally:
         bus.close()
+
+
+def _with_archive(bus: Bus, topics: Topics, given: Path | None, known: Path | None) -> Bus:
+    """The log with an archive below it: one that was given, or a known one that is needed."""
+    if given is not None:
+        return spliced(bus, given)
+    if known is None:
+        return bus
+    there = [topic for topic in topics.all() if topic in set(bus.topics())]
+    partitions = [TopicPartition(one, part) for one in there for part in range(bus.partitions(one))]
+    return spliced(bus, known) if any(map(bus.begin, partitions)) else bus
+
+
+def remember_archive(directory: RunDir, archive: Path) -> None:
+    """Let commands on this run find its archive by themselves."""
+    (directory.path / ARCHIVED_TO).write_text(f"{archive.resolve()}\n")
 
 
 def create(config: Config, runs: Path = RUNS) -> RunDir:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.config.load import load_config
@@ -32,6 +32,7 @@ def whatif(
     cores: Annotated[
         int, typer.Option(min=0, help="Cores the run had; 0: those of this machine.")
     ] = 0,
+    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -45,7 +46,7 @@ def whatif(
     known = [*PARADIGMS, *SCHEDULERS]
     if paradigm and paradigm not in known:
         raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(known)}")
-    with opened(run, root) as found:
+    with opened(run, root, archive) as found:
         measured = measure(found.bus, found.topics)
         laid = paradigm if paradigm in PARADIGMS else ""
         changed = load_config(found.directory.config_file, override or (), paradigm=laid)

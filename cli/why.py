@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, say
 from dora_pipe.cli.rundir import RUNS, OpenRun, opened
 from dora_pipe.errors import UsageError
@@ -34,6 +34,7 @@ def why(
     summary: Annotated[
         bool, typer.Option("--summary", help="Who waited how long for what in total.")
     ] = False,
+    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -43,7 +44,7 @@ def why(
     """
     if sum((bool(at), step is not None, summary)) > 1:
         raise UsageError("--at, --step and --summary are three different questions")
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         if summary:
             _print(summarise(open_run.bus, open_run.topics), as_json=as_json)
         elif at:

@@ -31,6 +31,9 @@ from dora_pipe.schemas.wire import schema_error
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 SEGMENTS: Final = "segments"
+CLAIMS: Final = "claims"
+"""Folder of the values that were too large for the log (see `bus.claims`)."""
+
 TEMPORARY: Final = ".tmp-"
 """How the name of an unfinished file begins."""
 
@@ -122,6 +125,14 @@ def read_manifest(directory: Path) -> Manifest:
     Raises LogTruncated where there is none, SchemaError for one that cannot be read,
     InvariantBroken, naming the entry, for one that was changed.
     """
+    found = load_manifest(directory)
+    for problem in problems_of(found):
+        raise InvariantBroken(f"{directory / MANIFEST}: {problem}")
+    return found
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """The manifest as it says it is; see `problems_of`. Raises LogTruncated, SchemaError."""
     path = directory / MANIFEST
     try:
         size_bytes = path.stat().st_size
@@ -136,7 +147,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def decode_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
-    """A manifest from bytes that nobody has looked at. Raises as `read_manifest`."""
+    """A manifest from any bytes; see `problems_of`. Raises SchemaError."""
     try:
         found = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -144,8 +155,6 @@ def decode_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
         raise SchemaError(f"{where} is no manifest: {reason.message}") from None
     if found.format != FORMAT:
         raise SchemaError(f"{where} is of format {found.format}, this version reads {FORMAT}")
-    for problem in problems_of(found):
-        raise InvariantBroken(f"{where}: {problem}")
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import zstandard
 
 from dora_pipe.bus.archive_format import Entry, unfinished
@@ -163,6 +164,12 @@ class Segment:
     def records(self, batch: int) -> list[Record]:
         """The records of a batch; none behind the last one."""
         return records_of(self._batches[batch], self.entry.at) if batch < len(self._lasts) else []
+
+    def claiming(self) -> Iterator[Record]:
+        """The records with an empty value and headers: all that may claim one beside the log."""
+        for batch in self._batches:
+            empty = pc.equal(pc.binary_length(batch.column(2)), 0)
+            yield from records_of(batch.filter(empty), self.entry.at)
 
 
 def read_segment(path: Path, entry: Entry) -> Segment:

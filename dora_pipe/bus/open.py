@@ -11,7 +11,9 @@ from dora_pipe.errors import UsageError
 
 
 def open_bus(url: str, security: KafkaSecurity | None = None, *, claims: Path | None = None) -> Bus:
-    """The bus at ``sqlite:PATH`` or ``kafka://host:port[,host:port]``; nothing is created.
+    """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]`` or ``archive:PATH``.
+
+    Nothing is created; an archive can only be read.
 
     `security` is for Kafka; `claims` is the folder of values too large for the log, without which
     such a record is refused, and read as empty. Raises UsageError for any other address,
@@ -36,6 +38,10 @@ def _open(url: str, security: KafkaSecurity | None) -> Bus:
             )
         servers = rest.strip("/").split(",")
         return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
+    if kind == "archive" and rest:
+        from dora_pipe.bus.archive import ArchiveBus
+
+        return ArchiveBus(Path(rest))
     if kind == "memory":
         raise UsageError(
             "a log in memory cannot be opened by its address",

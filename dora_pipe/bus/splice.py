@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.archive import ArchiveBus, ArchiveReader
+from dora_pipe.bus.archive_format import CLAIMS
 from dora_pipe.bus.checks import OpenedHere, check_not_truncated, check_position
+from dora_pipe.bus.claims import ClaimBus, ClaimFiles, ClaimStore
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.errors import BusError, InvariantBroken, LogTruncated
 
@@ -202,6 +205,32 @@ class SplicedReader:
         self._bus.here.check()
         if self._closed:
             raise BusError("this reader is closed")
+
+
+class EitherClaims:
+    """Claimed values of a log and of its archive."""
+
+    def __init__(self, live: ClaimStore, archived: ClaimStore) -> None:
+        self._live = live
+        self._archived = archived
+
+    def write(self, digest: str, value: bytes) -> None:
+        """See `ClaimStore`: beside the live log."""
+        self._live.write(digest, value)
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        """See `ClaimStore`: from wherever it is."""
+        found = self._live.read(digest, size_bytes)
+        return self._archived.read(digest, size_bytes) if found is None else found
+
+
+def spliced(live: Bus, directory: Path) -> Bus:
+    """A log with its archive below it, large values included. Raises as `SplicedBus`."""
+    archive = ArchiveBus(directory)
+    if not isinstance(live, ClaimBus):
+        return SplicedBus(archive, live)
+    claims = EitherClaims(live.store, ClaimFiles(directory / CLAIMS))
+    return ClaimBus(SplicedBus(archive, live.bus), claims)
 
 
 def check_same_log(archive: ArchiveBus, live: Bus) -> None:

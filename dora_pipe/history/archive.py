@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.archive import ArchiveBus
+from dora_pipe.bus.archive_format import CLAIMS
 from dora_pipe.bus.archive_writer import SEGMENT_BYTES, ArchiveWriter
 from dora_pipe.bus.checks import check_not_deleted, check_not_truncated
 from dora_pipe.bus.claims import CLAIM, ClaimBus, ClaimFiles, claimed_bytes
@@ -28,9 +29,6 @@ from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-
-CLAIMS: Final = "claims"
-"""Folder of the archive with the values that were too large for the log."""
 
 _STOP: Final = b'"kind":"stop-run"'
 _LOGGED: Final = b'"trajectories-logged"'
@@ -45,8 +43,6 @@ class Pass:
     records: int = 0
     bytes: int = 0
     """Of keys, headers and values."""
-    finished: bool = False
-    """The run's last decision was among it."""
     head: str = ""
     """The chain's last value afterwards."""
     notes: list[str] = field(default_factory=list)
@@ -73,6 +69,15 @@ class Archiver:
             self._writer.close()
             raise
         self._pass = Pass()
+        self.finished = self._is_finished()
+        """The run's last decision is in the archive."""
+
+    def _is_finished(self) -> bool:
+        """From what earlier passes archived."""
+        decisions = TopicPartition(self._topics.decisions, 0)
+        with closing(ArchiveBus(self._writer.directory)) as archive:
+            rounds = records_of(archive, {decisions: archive.end(decisions)})
+            return any(_STOP in record.value for record in rounds)
 
     def once(self) -> Pass:
         """Archive everything up to a cut that lies not before what is there now.
@@ -97,7 +102,7 @@ class Archiver:
             for tp, end in ends_of(bus, topic).items():
                 self._seal_plain(tp, end)
         self._writer.cut()
-        self._pass.finished = rounds.stopped
+        self.finished = self.finished or rounds.stopped
         self._pass.segments = len(self._writer.manifest.entries) - sealed
         self._pass.head = self._writer.head
         return self._pass

@@ -107,7 +107,7 @@ PROGRESS = Layout(
 """Columns of the progress topic."""
 
 _LISTS = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
-_META = msgspec.json.Decoder(Meta)
+META = msgspec.json.Decoder(Meta)
 
 
 def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[bytes, Headers]:
@@ -168,7 +168,7 @@ def _checked(columns: Mapping[str, pa.Array], values: dict[str, Any], arrays: Ar
         loss_mask=values["loss_mask"],
         reward=values.get("reward"),
         segments=_segments(values["segments"]),
-        meta=wire.decode(values["meta_json"].encode(), _META, "$.meta"),
+        meta=wire.decode(values["meta_json"].encode(), META, "$.meta"),
     )
     check_fields(trajectory, arrays)
     return trajectory

@@ -13,7 +13,8 @@ from dora_pipe.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Headers, Sampler, Trajectory
-from dora_pipe.schemas.trajectory_codec import matches, parse_headers, view_trajectory
+from dora_pipe.schemas.trajectory_codec import matches, parse_headers
+from dora_pipe.schemas.trajectory_glance import Glancer
 from dora_pipe.schemas.wire import sha256_hex
 
 Place = tuple[int, int]
@@ -80,16 +81,16 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return f"trajectories:{self.partition}:{self.offset}"
 
 
-def evidence_of(record: Record, *, opened: bool = True) -> Evidence:
-    """Look at one record; `opened` decides whether the value is decoded and checked, too."""
+def evidence_of(record: Record, glancer: Glancer | None) -> Evidence:
+    """Look at one record; with a glancer the value is opened and checked, too."""
     headers, header_error = None, ""
     try:
         headers = parse_headers(record.headers)
     except SchemaError as error:
         header_error = error.message
     content, value_error, disagree = None, "", ()
-    if opened and headers is not None:
-        content, value_error, disagree = _open(record.value, headers)
+    if glancer is not None and headers is not None:
+        content, value_error, disagree = _open(record.value, headers, glancer)
     return Evidence(
         topic=record.topic,
         partition=record.partition,
@@ -104,9 +105,11 @@ def evidence_of(record: Record, *, opened: bool = True) -> Evidence:
     )
 
 
-def _open(value: bytes, headers: Headers) -> tuple[Content | None, str, tuple[str, ...]]:
+def _open(
+    value: bytes, headers: Headers, glancer: Glancer
+) -> tuple[Content | None, str, tuple[str, ...]]:
     try:
-        trajectory = view_trajectory(value)
+        trajectory = glancer.glance(value)
     except SchemaError as error:
         return None, error.message, ()
     return _content(trajectory), "", tuple(matches(headers, trajectory))

@@ -13,6 +13,7 @@ from dora_pipe.bus.port import Bus, Reader, TopicPartition
 from dora_pipe.errors import BusError
 from dora_pipe.history.evidence import Evidence, Place, evidence_of
 from dora_pipe.history.reading import EMPTY_POLLS_MAX, POLL_S
+from dora_pipe.schemas.trajectory_glance import Glancer
 
 WAITING_MAX: Final = 20_000
 """Evidence in memory; a piece is about a kilobyte."""
@@ -24,8 +25,11 @@ POLL_BYTES: Final = 16 * 1024 * 1024
 class Source(Protocol):
     """Evidence of given partitions, in offset order per partition."""
 
-    def poll(self, timeout_s: float) -> list[Evidence]:
-        """The next evidence; waits so long for the first. Raises BusError."""
+    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+        """The next evidence, of this partition if others can wait; waits so long for the first.
+
+        Raises BusError.
+        """
         ...
 
     def position(self, partition: int) -> int:
@@ -60,16 +64,16 @@ class OwnReader:
         self, bus: Bus, topic: str, positions: Mapping[int, int], *, opened: bool = True
     ) -> None:
         self._topic = topic
-        self._opened = opened
+        self._glancer = Glancer() if opened else None
         at = {TopicPartition(topic, one): position for one, position in positions.items()}
         self._reader: Reader = bus.reader(at)
 
-    def poll(self, timeout_s: float) -> list[Evidence]:
-        """The next evidence."""
+    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+        """The next evidence, of whichever partition."""
         records = self._reader.poll(
             timeout_s=timeout_s, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
         )
-        return [evidence_of(record, opened=self._opened) for record in records]
+        return [evidence_of(record, self._glancer) for record in records]
 
     def position(self, partition: int) -> int:
         """Evidence below was given."""
@@ -119,7 +123,7 @@ class Gathering:
         while self.positions.get(partition, target) < target:
             assert self._source is not None
             before = self.positions[partition]
-            pieces = self._source.poll(POLL_S if empty else 0.0)
+            pieces = self._source.poll(partition, POLL_S if empty else 0.0)
             for one in pieces:
                 self._keep(one)
             for each in self._reads:

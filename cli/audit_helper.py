@@ -1,0 +1,33 @@
+"""The process that helps `audit` read: opens the log of a run, or an address, and serves it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+import msgspec
+
+from dora_pipe.bus.open import open_bus
+from dora_pipe.cli.rundir import opened
+from dora_pipe.history.helpers import Request, serve
+
+
+def main(kind: str, where: str) -> None:
+    """Serve the log of ``run DIRECTORY`` or ``url ADDRESS``."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    gc.freeze()
+    with open(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20) as out:
+        if kind == "url":
+            bus = open_bus(where)
+            try:
+                serve(bus, request, out)
+            finally:
+                bus.close()
+            return
+        with opened(where) as run:
+            serve(run.bus, request, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

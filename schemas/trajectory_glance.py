@@ -1,0 +1,372 @@
+"""Looks at a trajectory record without Arrow where it lies as this version writes it.
+
+What is read of the stream is exactly what `view_trajectory` reads of it, and everything that is
+checked there is checked here; whatever looks unusual (another schema, a null where none is written,
+an offset that does not fit) goes to `view_trajectory`, which decides. A test changes records byte
+by byte and holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+
+from dora_pipe.errors import SchemaError
+from dora_pipe.schemas import wire
+from dora_pipe.schemas.arrow_frame import RAW_BYTES_MAX, WINDOW_BYTES_MAX
+from dora_pipe.schemas.trajectory import (
+    Arrays,
+    Meta,
+    Segment,
+    SegmentKind,
+    Trajectory,
+    check_fields,
+)
+from dora_pipe.schemas.trajectory_codec import META, TRAJECTORY, view_trajectory
+
+_HEAD: Final = TRAJECTORY.head
+_PREFIX: Final = struct.Struct("<iI")  # a message: continuation mark, bytes of its metadata
+_CONTINUES: Final = -1
+_RECORD_BATCH: Final = 3  # of the union MessageHeader
+_METADATA_BYTES_MAX: Final = 16 * 1024
+_NODES: Final = 26
+_BUFFERS: Final = 56
+_NODE_NUMBERS: Final = struct.Struct(f"<{2 * _NODES}q")
+_BUFFER_NUMBERS: Final = struct.Struct(f"<{2 * _BUFFERS}q")
+_PAIR: Final = struct.Struct("<2i")
+_KINDS: Final[dict[str, SegmentKind]] = {
+    "prompt": "prompt",
+    "model": "model",
+    "tool": "tool",
+    "environment": "environment",
+}
+_SEGMENTS_MAX: Final = 64
+"""Beyond, Arrow is faster."""
+
+
+class _Unusual(Exception):
+    """Not as this version writes it: `view_trajectory` decides."""
+
+
+class Glancer:
+    """Reads many records, in one thread. Example: ``Glancer().glance(record.value).versions``."""
+
+    def __init__(self) -> None:
+        self._decompress = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompress
+
+    def glance(self, value: bytes) -> Trajectory:
+        """As `view_trajectory`, but log-probs, which are checked, are left empty.
+
+        Raises SchemaError with a path, nothing else.
+        """
+        try:
+            return self._glance(value)
+        except (_Unusual, SchemaError, zstandard.ZstdError, struct.error, ValueError, MemoryError):
+            found = view_trajectory(value)
+            return replace(found, logprobs=(), sampler_logprobs=())
+
+    def _glance(self, value: bytes) -> Trajectory:
+        size = zstandard.frame_content_size(value)
+        if not 0 <= size <= RAW_BYTES_MAX:
+            raise _Unusual
+        raw = self._decompress(value, allow_extra_data=False)
+        if not raw.startswith(_HEAD):
+            raise _Unusual
+        return _Batch(raw).trajectory()
+
+
+class _Batch:
+    """The record batch of a stream: nodes (length, nulls) and buffers (start, bytes)."""
+
+    def __init__(self, raw: bytes) -> None:
+        continues, size = _PREFIX.unpack_from(raw, len(_HEAD))
+        start = len(_HEAD) + _PREFIX.size
+        if continues != _CONTINUES or size % 8 or not 0 < size <= _METADATA_BYTES_MAX:
+            raise _Unusual
+        body, table = start + size, _Table(raw, start, start)
+        if table.number(1, "B") != _RECORD_BATCH:
+            raise _Unusual
+        body_bytes = table.number(3, "q")
+        if not 0 <= body_bytes <= len(raw) - body:
+            raise _Unusual
+        batch = _Table(raw, start, table.place(2))
+        if batch.number(0, "q") != 1 or batch.has(3) or batch.has(4):
+            raise _Unusual
+        self._raw = raw
+        self._nodes = _NODE_NUMBERS.unpack_from(raw, batch.vector(1, _NODES))
+        buffers = _BUFFER_NUMBERS.unpack_from(raw, batch.vector(2, _BUFFERS))
+        for offset, length in zip(buffers[::2], buffers[1::2], strict=True):
+            if offset % 8 or not 0 <= offset <= offset + length <= body_bytes or length < 0:
+                raise _Unusual
+        self._starts = [body + offset for offset in buffers[::2]]
+        self._sizes = buffers[1::2]
+        self._node = self._buffer = 0
+
+    def trajectory(self) -> Trajectory:
+        """What the columns say, in the order of the layout, checked."""
+        name = self._text()
+        version = self._scalar("<q", 8)
+        assert version is not None
+        digest = self._digest()
+        token_ids = self._list(np.dtype("<i4"))
+        logprobs, known = self._floats()
+        sampler = self._sampler(logprobs, known)
+        mask = self._list(np.dtype("u1"))
+        _check(token_ids, mask, (logprobs, known), sampler)
+        reward = self._scalar("<d", 8, nullable=True)
+        segments = self._segments()
+        meta: Meta = wire.decode(self._text().encode(), META, "$.meta")
+        trajectory = Trajectory(
+            trajectory=name,
+            version=version,
+            digest=digest,
+            token_ids=token_ids,
+            logprobs=(),
+            sampler_logprobs=(),
+            loss_mask=mask,
+            reward=reward,
+            segments=segments,
+            meta=meta,
+        )
+        arrays = Arrays(
+            token_ids=token_ids, logprobs=logprobs, sampler_logprobs=sampler[0], loss_mask=mask
+        )
+        check_fields(trajectory, arrays)
+        return trajectory
+
+    def _take(self) -> tuple[int, int]:
+        """Length and nulls of the next node."""
+        at = 2 * self._node
+        self._node += 1
+        return self._nodes[at], self._nodes[at + 1]
+
+    def _part(self) -> tuple[int, int]:
+        """Start and size of the next buffer."""
+        at = self._buffer
+        self._buffer += 1
+        return self._starts[at], self._sizes[at]
+
+    def _plain(self, length: int) -> None:
+        """A column of so many values, none of them null, without a bitmap."""
+        if self._take() != (length, 0) or self._part()[1]:
+            raise _Unusual
+
+    def _bounds(self) -> int:
+        """The end of the only list or text of a column."""
+        start, size = self._part()
+        if size < _PAIR.size:
+            raise _Unusual
+        first, end = _PAIR.unpack_from(self._raw, start)
+        if first or end < 0:
+            raise _Unusual
+        return int(end)
+
+    def _text(self) -> str:
+        self._plain(1)
+        end = self._bounds()
+        start, size = self._part()
+        if end > size:
+            raise _Unusual
+        return self._raw[start : start + end].decode()
+
+    def _digest(self) -> str:
+        self._plain(1)
+        start, size = self._part()
+        if size < 32:
+            raise _Unusual
+        return self._raw[start : start + 32].hex()
+
+    def _scalar(self, code: str, width: int, *, nullable: bool = False) -> Any:
+        length, nulls = self._take()
+        bitmap, bitmap_bytes = self._part()
+        start, size = self._part()
+        if length != 1 or size < width:
+            raise _Unusual
+        if not nulls and not bitmap_bytes:
+            return struct.unpack_from(code, self._raw, start)[0]
+        if nulls != 1 or not nullable or not bitmap_bytes or self._raw[bitmap] & 1:
+            raise _Unusual
+        return None
+
+    def _list(self, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        self._plain(1)
+        end = self._bounds()
+        self._plain(end)
+        return self._values(kind, end)
+
+    def _values(self, kind: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
+        start, size = self._part()
+        if count * kind.itemsize > size:
+            raise _Unusual
+        return np.frombuffer(self._raw, kind, count, start)
+
+    def _floats(self) -> tuple[np.ndarray[Any, Any], tuple[int, bytes]]:
+        """Values, and (how many are null, the bitmap of those that are not)."""
+        self._plain(1)
+        end = self._bounds()
+        length, nulls = self._take()
+        start, size = self._part()
+        bits = (end + 7) // 8
+        if length != end or not 0 <= nulls <= end or size not in (0, size if nulls else 0):
+            raise _Unusual
+        if nulls and size < bits:
+            raise _Unusual
+        bitmap = self._raw[start : start + bits] if nulls else b""
+        return self._values(np.dtype("<f4"), end), (nulls, bitmap)
+
+    def _sampler(
+        self, logprobs: np.ndarray[Any, Any], known: tuple[int, bytes]
+    ) -> tuple[np.ndarray[Any, Any], tuple[int, bytes]]:
+        """The column, or the log-probs where it is null."""
+        if self._nodes[2 * self._node + 1] == 0:
+            return self._floats()
+        length, nulls = self._take()
+        bitmap, size = self._part()
+        if (length, nulls) != (1, 1) or not size or self._raw[bitmap] & 1 or self._bounds():
+            raise _Unusual
+        self._plain(0)
+        self._part()
+        return logprobs, known
+
+    def _segments(self) -> list[Segment]:
+        self._plain(1)
+        count = self._bounds()
+        if count > _SEGMENTS_MAX:
+            raise _Unusual
+        self._plain(count)
+        kinds = [_KINDS.get(text) for text in self._texts(count)]
+        start, end, turn = (self._numbers("i", 4, count) for _ in range(3))
+        start_ns, end_ns = (self._numbers("q", 8, count) for _ in range(2))
+        workers = self._texts(count)
+        epoch, version = (self._numbers("q", 8, count) for _ in range(2))
+        tools, oks = self._texts(count), self._bits(count)
+        found = []
+        for at, kind in enumerate(kinds):
+            if kind is None:
+                raise _Unusual
+            found.append(
+                Segment(
+                    kind=kind,
+                    start=start[at],
+                    end=end[at],
+                    turn=turn[at],
+                    start_ns=start_ns[at],
+                    end_ns=end_ns[at],
+                    worker=workers[at],
+                    epoch=epoch[at],
+                    version=version[at],
+                    tool=tools[at],
+                    ok=oks[at],
+                )
+            )
+        return found
+
+    def _numbers(self, code: str, width: int, count: int) -> tuple[int, ...]:
+        self._plain(count)
+        start, size = self._part()
+        if count * width > size:
+            raise _Unusual
+        return struct.unpack_from(f"<{count}{code}", self._raw, start)
+
+    def _bits(self, count: int) -> list[bool]:
+        self._plain(count)
+        start, size = self._part()
+        if count > 8 * size:
+            raise _Unusual
+        return [bool(self._raw[start + at // 8] >> at % 8 & 1) for at in range(count)]
+
+    def _texts(self, count: int) -> list[str]:
+        self._plain(count)
+        start, size = self._part()
+        data, data_bytes = self._part()
+        if not count:
+            return []
+        if 4 * (count + 1) > size:
+            raise _Unusual
+        ends = struct.unpack_from(f"<{count + 1}i", self._raw, start)
+        if ends[0] or ends[-1] > data_bytes or list(ends) != sorted(ends):
+            raise _Unusual
+        pairs = zip(ends, ends[1:], strict=False)
+        return [self._raw[data + first : data + last].decode() for first, last in pairs]
+
+
+class _Table:
+    """A flatbuffers table; every place is looked at before it is believed."""
+
+    def __init__(self, raw: bytes, low: int, reference: int) -> None:
+        self._raw = raw
+        self._at = reference + struct.unpack_from("<I", raw, reference)[0]
+        self._slots = self._at - struct.unpack_from("<i", raw, self._at)[0]
+        if self._slots < low:
+            raise _Unusual
+        self._slots_bytes = struct.unpack_from("<H", raw, self._slots)[0]
+
+    def has(self, slot: int) -> bool:
+        """Whether a field is there."""
+        return self._offset(slot) != 0
+
+    def place(self, slot: int) -> int:
+        """Where a field lies."""
+        offset = self._offset(slot)
+        if not offset:
+            raise _Unusual
+        return self._at + offset
+
+    def number(self, slot: int, code: str) -> int:
+        """A number; 0 where it is left out."""
+        offset = self._offset(slot)
+        return int(struct.unpack_from(f"<{code}", self._raw, self._at + offset)[0]) if offset else 0
+
+    def vector(self, slot: int, count: int) -> int:
+        """Where the entries of a vector of so many begin."""
+        place = self.place(slot)
+        place += struct.unpack_from("<I", self._raw, place)[0]
+        if struct.unpack_from("<I", self._raw, place)[0] != count:
+            raise _Unusual
+        return int(place + 4)
+
+    def _offset(self, slot: int) -> int:
+        entry = 4 + 2 * slot
+        if entry + 2 > self._slots_bytes:
+            return 0
+        return int(struct.unpack_from("<H", self._raw, self._slots + entry)[0])
+
+
+def _check(
+    token_ids: np.ndarray[Any, Any],
+    mask: np.ndarray[Any, Any],
+    *floats: tuple[np.ndarray[Any, Any], tuple[int, bytes]],
+) -> None:
+    """What `check_arrays` checks, all at once: whether anything is unusual."""
+    count = len(mask)
+    if len(token_ids) != count or (count and (token_ids.min() < 0 or mask.max() > 1)):
+        raise _Unusual
+    sampled = mask.view(np.bool_)
+    nulls = count - int(np.count_nonzero(sampled))
+    seen = None
+    for values, (null_count, bitmap) in floats:
+        if values is seen:
+            continue
+        seen = values
+        if len(values) != count or null_count != nulls:
+            raise _Unusual
+        if nulls and not _is_bitmap(bitmap, sampled):
+            raise _Unusual
+        chosen = values[sampled] if nulls else values
+        # A NaN is neither: the comparison fails, too.
+        if len(chosen) and not (chosen.max() <= 0 and chosen.min() > -np.inf):
+            raise _Unusual
+
+
+def _is_bitmap(bitmap: bytes, sampled: np.ndarray[Any, Any]) -> bool:
+    packed = np.packbits(sampled, bitorder="little").tobytes()
+    spare = len(sampled) % 8
+    if not spare:
+        return packed == bitmap
+    used = (1 << spare) - 1  # What the last byte says beyond the end is nobody's business.
+    return packed[:-1] == bitmap[:-1] and packed[-1] == bitmap[-1] & used
+

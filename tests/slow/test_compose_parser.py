@@ -16,25 +16,30 @@ from tests.support.tidy import ROOT
 
 pytestmark = pytest.mark.slow
 
-PARSER = "github.com/compose-spec/compose-go/v2/cmd@v2.16.2"
-BUILT = ROOT / "build" / "compose-go"
+SOURCE = ROOT / "tests" / "support" / "compose_parser"
 BUILD_LIMIT_S = 300
 LIMIT_S = 60
 VARIABLES = {"DORA_PIPE_STEPS": "4", "DORA_PIPE_SFT_STEPS": ""}
 
+PROFILES = {
+    "": {"kafka"},
+    "single": {"kafka"},
+    "cluster": {"kafka-1", "kafka-2", "kafka-3"},
+}
+ROLES = {"prepare", "topics", "orchestrator", "worker-0", "worker-1", "trainer", "audit"}
+
 
 @pytest.fixture(scope="module")
-def parser() -> Path:
-    """The parser as a program, built once by Go and kept under build/."""
-    program = BUILT / "cmd"
-    if program.is_file():
-        return program
+def parser(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parser as a program, built by Go from its pinned sources."""
     go = shutil.which("go")
     if go is None:
         pytest.skip("Compose's parser needs Go, not found on this machine")
+    program = tmp_path_factory.mktemp("compose") / "parser"
     done = subprocess.run(
-        [go, "install", PARSER],
-        env={**os.environ, "GOBIN": str(BUILT)},
+        [go, "build", "-o", str(program), "."],
+        cwd=SOURCE,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=BUILD_LIMIT_S,
@@ -45,21 +50,29 @@ def parser() -> Path:
     return program
 
 
-def model(parser: Path, *files: str, variables: dict[str, str]) -> dict[str, Any]:
-    """What the parser makes of the files."""
+def parse(
+    parser: Path, *, profiles: str = "", folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The parser in a folder, in the environment of a user who set these variables."""
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("COMPOSE", "DORA"))}
-    done = subprocess.run(
-        [str(parser), "-format", "json", *files],
-        cwd=ROOT,
-        env={**outside, **variables},
+    chosen = {"COMPOSE_PROFILES": profiles} if profiles else {}
+    return subprocess.run(
+        [str(parser)],
+        cwd=folder,
+        env={**outside, **chosen, **variables},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def services(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What it would start; there was nothing to complain of."""
     assert (done.returncode, done.stderr) == (0, "")
-    loaded: dict[str, Any] = json.loads(done.stdout)
-    return loaded
+    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    return found
 
 
 def as_read(service: Service) -> dict[str, Any]:
@@ -90,29 +103,51 @@ def as_parsed(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("profiles", sorted(PROFILES))
+def test_a_profile_starts_its_brokers_and_with_the_demo_its_roles(
+    parser: Path, profiles: str
+) -> None:
+    assert services(parse(parser, profiles=profiles)).keys() == PROFILES[profiles]
+    if profiles:
+        both = services(parse(parser, profiles=f"{profiles},demo"))
+        assert both.keys() == PROFILES[profiles] | ROLES
+
+
 @pytest.mark.parametrize("variables", [{}, VARIABLES], ids=["defaults", "given"])
 def test_parser_reads_every_service_as_the_tests_do(
     parser: Path, variables: dict[str, str]
 ) -> None:
-    found = model(parser, variables=variables)["services"]
+    found = services(parse(parser, profiles="single,cluster,demo", **variables))
     ours = read(variables)
-    assert {name: as_parsed(raw) for name, raw in found.items()} == {
-        name: as_read(service) for name, service in ours.items()
-    }
+    assert found.keys() == ours.keys()
+    for name, raw in found.items():
+        assert as_parsed(raw) == as_read(ours[name]), name
 
 
-def test_top_file_and_the_one_of_infra_mean_the_same(parser: Path) -> None:
-    top = model(parser, "compose.yaml", variables={})
-    below = model(parser, "infra/docker-compose.yml", variables={})
-    assert top == below
-    assert top["name"] == "dora-pipe"
-    assert set(top["volumes"]) == {
-        source for service in read().values() for source in service.volumes.values()
-    }
+def test_images_are_built_from_the_top_of_the_repository(parser: Path) -> None:
+    found = services(parse(parser, profiles="single,demo"))
+    built = {name: raw["build"]["context"] for name, raw in found.items() if "build" in raw}
+    assert built == dict.fromkeys(ROLES, str(ROOT))
 
 
-def test_parser_refuses_what_compose_would_refuse(parser: Path, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text("services: {a: {image: b, depends_on: [nobody]}}\n")
-    with pytest.raises(AssertionError, match="nobody"):
-        model(parser, str(wrong), variables={})
+def test_file_of_infra_means_the_same_by_itself(parser: Path) -> None:
+    top = parse(parser, profiles="cluster,demo")
+    below = parse(parser, profiles="cluster,demo", folder=ROOT / "infra")
+    assert services(top) == services(below)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("services: {a: {image: b, depends_on: [nobody]}}", "nobody"),
+        ("services: {a: {image: [b]}}", "image"),
+        ("services: {a: {image: b, volumes: ['data:/d']}}", "undefined volume data"),
+    ],
+)
+def test_parser_refuses_what_compose_would_refuse(
+    parser: Path, tmp_path: Path, text: str, complaint: str
+) -> None:
+    (tmp_path / "compose.yaml").write_text(text)
+    done = parse(parser, folder=tmp_path)
+    assert done.returncode == 1
+    assert complaint in done.stderr

@@ -183,7 +183,7 @@ class Containers:
         path = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(home)}
         with (self._folder / f"{service.name}.log").open("ab") as log:
             return subprocess.Popen(
-                [self._here(word, service, home) for word in words],
+                [self._here(word, home) for word in words],
                 cwd=home,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -191,9 +191,11 @@ class Containers:
                 env={**path, **service.environment},
             )
 
-    def _here(self, word: str, service: Service, home: Path) -> str:
+    def _here(self, word: str, home: Path) -> str:
         """Names of hosts and paths of the container as those of this machine."""
-        places = {target: self.volume(source) for target, source in service.volumes.items()}
+        # A word may also name, for others, what the service itself does not have.
+        mounted = [pair for one in self._services.values() for pair in one.volumes.items()]
+        places = {target: self.volume(source) for target, source in mounted}
         places["/tmp"] = home / "tmp"
         names = "|".join(map(re.escape, [*places, *self._hosts]))
         both = {**{k: str(v) for k, v in places.items()}, **self._hosts}

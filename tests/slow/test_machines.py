@@ -1,0 +1,154 @@
+"""Roles on several machines: each has a folder of its own; they share the log and the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.history.reading import records_of
+from dora_pipe.schemas.control import RoleStarted, StepCommitted, WorkerJoined, decode_control
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.user_run import WAIT_S, call, furnish, start, until
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+STEPS = 30
+"""Long enough for two machines to be lost, missed and replaced."""
+LEASE_S = 3.0
+
+
+class Site:
+    """Machines that know one configuration file, at the same place on each, and nothing else."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self.run = folder.name  # the broker has the runs of the other tests too
+        shared = folder / "shared"
+        shared.mkdir()
+        self.config = furnish(shared) / "config.toml"
+        text = self.config.read_text().replace('name = "tiny"', f'name = "{self.run}"')
+        text = text.replace("lease_s = 5.0", f"lease_s = {LEASE_S}")
+        text = text.replace("steps = 3", f"steps = {STEPS}")
+        text += f'[bus]\nurl = "{url}"\n[store]\npath = "{folder / "store"}"\n'
+        self.config.write_text(text)
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def machine(self, name: str) -> Path:
+        """An empty folder, from which the machine's commands are started."""
+        path = self.folder / name
+        path.mkdir(exist_ok=True)
+        return path
+
+    def start(self, machine: str, *words: str) -> subprocess.Popen[bytes]:
+        """One role as one command on one machine."""
+        role, *rest = words
+        self._all.append(start(self.machine(machine), role, str(self.config), *rest))
+        return self._all[-1]
+
+    def said(self, machine: str) -> str:
+        """All that a machine's commands printed so far."""
+        return (self.machine(machine) / "said").read_text()
+
+    def facts(self) -> list[object]:
+        """The control records so far."""
+        bus = open_bus(self.url)
+        try:
+            if f"{self.run}.control" not in bus.topics():
+                return []
+            at = TopicPartition(f"{self.run}.control", 0)
+            return [decode_control(one.value) for one in records_of(bus, {at: bus.end(at)})]
+        finally:
+            bus.close()
+
+    def steps(self) -> list[int]:
+        """The committed steps, in log order."""
+        return [fact.step for fact in self.facts() if isinstance(fact, StepCommitted)]
+
+    def close(self) -> None:
+        """End what is left."""
+        for process in self._all:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def site(tmp_path: Path, kafka_broker: KafkaBroker) -> Iterator[Site]:
+    made = Site(tmp_path, f"kafka://{kafka_broker.bootstrap}")
+    yield made
+    made.close()
+
+
+def lose(process: subprocess.Popen[bytes]) -> None:
+    """The machine is gone, with everything on it."""
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: Site) -> None:
+    first = site.start("a", "orchestrator")
+    w0 = site.start("b", "worker", "--name", "w0")
+    w1 = site.start("c", "worker", "--name", "w1")
+    trainer = site.start("d", "trainer")
+    until(lambda: len(site.steps()) >= 2)
+    lose(first)
+    second = site.start("e", "orchestrator")
+    before = len(site.steps())
+    until(lambda: len(site.steps()) >= before + 2)
+    lose(w0)
+    w2 = site.start("f", "worker", "--name", "w2")
+    codes = {
+        name: one.wait(WAIT_S) for name, one in zip("edcf", (second, trainer, w1, w2), strict=True)
+    }
+    assert codes == dict.fromkeys("edcf", 0), "\n".join(map(site.said, "edcf"))
+
+    facts = site.facts()
+    assert site.steps() == list(range(STEPS))
+    assert {fact.worker for fact in facts if isinstance(fact, WorkerJoined)} == {"w0", "w1", "w2"}
+    roles = [fact for fact in facts if isinstance(fact, RoleStarted)]
+    assert [fact.role for fact in roles].count("orchestrator") == 2
+    assert not (site.machine("b") / "runs").exists() or not list(
+        site.machine("b").rglob("config.toml")
+    )
+    prove(site)
+
+
+def prove(site: Site) -> None:
+    """A machine that had no part in it has the configuration, the log and the store: enough."""
+    other = site.machine("g")
+    words = [Path(sys.executable).parent / "dora-pipe", "config", "show", str(site.config)]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    (other / "config.toml").write_text(shown.stdout)
+    assert call(other, "audit", ".") == 0, site.said("g")
+    assert call(other, "replay", ".", "--from", str(STEPS - 3)) == 0, site.said("g")
+    assert "3 of 3 steps bit-equal" in site.said("g")
+
+
+def test_topics_may_be_made_before_by_somebody_who_may(site: Site) -> None:
+    assert call(site.machine("a"), "create-topics", str(site.config)) == 0, site.said("a")
+    assert call(site.machine("b"), "create-topics", str(site.config)) == 0, site.said("b")
+    assert f"{site.run}.trajectories: 4 partitions" in site.said("b")
+    words = ("-o", "bus.partitions=3")
+    assert call(site.machine("c"), "create-topics", str(site.config), *words) != 0
+    assert f"{site.run}.trajectories" in site.said("c")
+    words = ("-o", 'bus.url=""')
+    assert call(site.machine("d"), "create-topics", str(site.config), *words) == 3
+    assert "made with its directory" in site.said("d")
+
+
+def test_an_orchestrator_elsewhere_refuses_what_a_resumed_run_cannot_change(site: Site) -> None:
+    first = site.start("a", "orchestrator")
+    until(lambda: any(isinstance(fact, RoleStarted) for fact in site.facts()))
+    lose(first)
+    words = ("-o", "groups.size=3")
+    assert call(site.machine("b"), "orchestrator", str(site.config), *words) == 3
+    assert "a resumed run cannot change groups.size" in site.said("b")
+    assert not list(site.machine("b").rglob("config.toml"))

@@ -1,0 +1,61 @@
+"""The whole contract of the log once more, with every value beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.claims import ClaimBus, ClaimFiles, ClaimWriter
+from dora_pipe.bus.port import Bus, Writer
+from tests.support import bus_checks_writing as writing
+from tests.support.bus_contract import CHECKS
+from tests.support.bus_harness import MemoryHarness, SqliteHarness
+from tests.support.bus_steps import Check
+
+LIMIT_OF_THE_CHECK_BYTES = 980
+"""What `a_record_too_large_is_refused_with_its_whole_call` means by too large, without headers."""
+
+
+class ClaimHarness:
+    """Claims each value that is not empty, on the log of another harness."""
+
+    def __init__(self, inner: MemoryHarness | SqliteHarness, folder: Path) -> None:
+        self.inner = inner
+        self.waits, self.shared, self.url = inner.waits, inner.shared, ""
+        self.files = ClaimFiles(folder)
+        self.bytes_max = 1 << 30
+
+    def open(self) -> Bus:
+        """One more bus on the log, with the same store."""
+        return ClaimBus(
+            self.inner.open(),
+            self.files,
+            claimed=lambda topic: True,
+            above_bytes=0,
+            bytes_max=self.bytes_max,
+        )
+
+    def topic(self, name: str) -> str:
+        """A name that nobody else uses."""
+        return self.inner.topic(name)
+
+    def make_next_append_unknown(self, writer: Writer) -> None:
+        """Of the writer below."""
+        assert isinstance(writer, ClaimWriter)
+        self.inner.make_next_append_unknown(writer.inner)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClaimHarness]:
+    inner = MemoryHarness() if request.param == "memory" else SqliteHarness(tmp_path)
+    yield ClaimHarness(inner, tmp_path / "claims")
+    inner.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_bus_with_claims(harness: ClaimHarness, check: Check) -> None:
+    if check is writing.a_record_too_large_is_refused_with_its_whole_call:
+        harness.bytes_max = LIMIT_OF_THE_CHECK_BYTES
+    check(harness)

@@ -1,0 +1,267 @@
+"""Values too large for the log lie beside it, come back whole, and are named when they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.claims import (
+    CLAIM,
+    CLAIM_BYTES,
+    CLAIM_LOST,
+    ClaimBus,
+    ClaimFiles,
+    claimed_bytes,
+    lost_claim,
+    may_be_claimed,
+)
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.errors import BusFull, RecordTooLarge
+
+TOPIC = "r.trajectories"
+AT = TopicPartition(TOPIC, 0)
+LIMIT_BYTES = 1000
+LARGE = bytes(range(256)) * 10
+DIGEST = sha256(LARGE).hexdigest()
+HEADERS = (("run", b"r"), ("claimant", b"x"))
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    return MemoryLog()
+
+
+@pytest.fixture
+def bus(log: MemoryLog, tmp_path: Path) -> ClaimBus:
+    bus = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path / "claims"))
+    bus.create(
+        [TopicSpec(name=name, record_bytes_max=LIMIT_BYTES) for name in (TOPIC, "r.control")]
+    )
+    return bus
+
+
+def large(value: bytes = LARGE) -> Append:
+    return Append(topic=TOPIC, key=b"g1", value=value, headers=HEADERS)
+
+
+def read(bus: Bus, at: TopicPartition = AT) -> list[Record]:
+    reader, found = bus.reader({at: 0}), []
+    while reader.position(at) < bus.end(at):
+        found += reader.poll(timeout_s=0)
+    return found
+
+
+def raw(log: MemoryLog) -> list[Record]:
+    """What a reader without the store sees."""
+    return read(MemoryBus(log))
+
+
+def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
+    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+) -> None:
+    small = Append(topic=TOPIC, value=b"small")
+    offsets = bus.writer().append([small, large(), small])
+    assert [record.value for record in read(bus)] == [b"small", LARGE, b"small"]
+    whole = read(bus)[1]
+    assert (whole.offset, whole.key, whole.headers) == (offsets[1], b"g1", HEADERS)
+    stored = raw(log)[1]
+    assert stored.value == b"" and stored.headers == (
+        *HEADERS,
+        (CLAIM, DIGEST.encode()),
+        (CLAIM_BYTES, b"2560"),
+    )
+    assert claimed_bytes(stored) == 2560
+    assert (tmp_path / "claims" / DIGEST).read_bytes() == LARGE
+    stored_names = [path.name for path in (tmp_path / "claims").iterdir()]
+    assert stored_names == [DIGEST], "no temporary file stays"
+
+
+def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(
+    bus: ClaimBus, log: MemoryLog
+) -> None:
+    writer = bus.writer()
+    for _ in range(3):
+        writer.append([large(), large(bytes(LIMIT_BYTES - 30))])
+    assert [len(record.value) for record in raw(log)] == [0, LIMIT_BYTES - 30] * 3
+
+
+def test_an_exclusive_writer_claims_too(bus: ClaimBus) -> None:
+    bus.writer(exclusive="w").append([large()])
+    assert [record.value for record in read(bus)] == [LARGE]
+
+
+def test_only_topics_of_large_values_are_claimed(bus: ClaimBus) -> None:
+    assert [may_be_claimed(f"r.{name}") for name in ("trajectories", "progress")] == [True, True]
+    assert not any(may_be_claimed(f"r.{name}") for name in ("control", "decisions", "metrics"))
+    with pytest.raises(RecordTooLarge, match="control"):
+        bus.writer().append([large(), Append(topic="r.control", value=LARGE)])
+    assert read(bus) == [], "nothing of the call was appended"
+
+
+def test_a_key_that_alone_is_too_large_is_refused(bus: ClaimBus) -> None:
+    with pytest.raises(RecordTooLarge):
+        bus.writer().append([Append(topic=TOPIC, key=LARGE, value=LARGE)])
+
+
+def test_a_value_beyond_every_bound_is_refused_and_not_stored(
+    log: MemoryLog, bus: ClaimBus, tmp_path: Path
+) -> None:
+    narrow = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path / "claims"), bytes_max=len(LARGE) - 1)
+    with pytest.raises(RecordTooLarge, match="beside the log"):
+        narrow.writer().append([large()])
+    assert not (tmp_path / "claims").exists()
+
+
+def damaged(path: Path, how: str) -> None:
+    match how:
+        case "gone":
+            path.unlink()
+        case "other":
+            path.write_bytes(LARGE[::-1])
+        case "short":
+            path.write_bytes(LARGE[:-1])
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("gone", "no such value"), ("short", "no such value"), ("other", "another digest")],
+)
+def test_a_lost_value_makes_its_record_unreadable_and_named(
+    bus: ClaimBus, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, why: str
+) -> None:
+    bus.writer().append([large(), Append(topic=TOPIC, value=b"next")])
+    damaged(tmp_path / "claims" / DIGEST, how)
+    with caplog.at_level(logging.WARNING):
+        lost, after = read(bus)
+    assert (lost.value, after.value) == (b"", b"next"), "the partition goes on"
+    assert DIGEST in lost_claim(lost) and why in lost_claim(lost)
+    assert lost_claim(after) == ""
+    assert f"{TOPIC}/0@{lost.offset}" in caplog.text and DIGEST in caplog.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ((CLAIM, b"../../etc/passwd"), (CLAIM_BYTES, b"10")),
+        ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"-1")),
+        ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"9" * 40)),
+        ((CLAIM, DIGEST.encode()),),
+        ((CLAIM, DIGEST.upper().encode()), (CLAIM_BYTES, b"2560")),
+    ],
+)
+def test_a_malformed_claim_is_no_claim_and_opens_no_file(
+    bus: ClaimBus, log: MemoryLog, headers: tuple[tuple[str, bytes], ...]
+) -> None:
+    MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=headers)])
+    assert [(record.value, record.headers) for record in read(bus)] == [(b"", headers)]
+
+
+def test_a_forged_size_is_refused_before_anything_is_read(bus: ClaimBus, log: MemoryLog) -> None:
+    forged = ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"999999999999"))
+    MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=forged)])
+    assert "above the limit" in lost_claim(read(bus)[0])
+
+
+def test_a_record_that_has_a_value_is_no_claim_whatever_its_headers_say(
+    bus: ClaimBus, log: MemoryLog
+) -> None:
+    headers = ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"2560"))
+    MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"v", headers=headers)])
+    assert (read(bus)[0].value, read(bus)[0].headers) == (b"v", headers)
+
+
+def test_a_value_that_came_back_leaves_no_trace_of_having_been_lost(
+    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+) -> None:
+    ClaimFiles(tmp_path / "claims").write(DIGEST, LARGE)
+    headers = (
+        *HEADERS,
+        (CLAIM, DIGEST.encode()),
+        (CLAIM_BYTES, b"2560"),
+        (CLAIM_LOST, b"there is no such value in the store"),
+    )
+    MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=headers)])
+    assert (read(bus)[0].value, read(bus)[0].headers) == (LARGE, HEADERS)
+
+
+def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: ClaimBus) -> None:
+    bus.writer().append([large(), large(), large()])
+    reader = bus.reader({AT: 0})
+    for _ in range(3):
+        before = reader.position(AT)
+        (one,) = reader.poll(timeout_s=0, bytes_max=2000)
+        assert one.offset == before and one.value == LARGE
+        assert reader.position(AT) > one.offset
+    assert reader.poll(timeout_s=0) == []
+    assert reader.position(AT) == bus.end(AT)
+
+
+def test_seeking_forgets_what_waited_in_that_partition(bus: ClaimBus) -> None:
+    first, second = bus.writer().append([large(), large(b"x" + LARGE)])
+    reader = bus.reader({AT: 0})
+    assert [one.offset for one in reader.poll(timeout_s=0, records_max=2, bytes_max=1)] == [first]
+    reader.seek(AT, first)
+    assert [one.offset for one in reader.poll(timeout_s=0)] == [first, second]
+
+
+def test_records_under_their_limit_touch_no_store(bus: ClaimBus, tmp_path: Path) -> None:
+    bus.writer().append([Append(topic=TOPIC, value=b"small")] * 10)
+    assert len(read(bus)) == 10 and not (tmp_path / "claims").exists()
+
+
+class FailingFiles(ClaimFiles):
+    """The disk is full when the value has been written half."""
+
+    def write(self, digest: str, value: bytes) -> None:
+        raise BusFull("no room")
+
+
+def test_a_value_that_cannot_be_kept_is_not_appended(
+    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+) -> None:
+    failing = ClaimBus(MemoryBus(log), FailingFiles(tmp_path))
+    with pytest.raises(BusFull):
+        failing.writer().append([large()])
+    assert raw(log) == []
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "claims").write_text("a file is in the way")
+    with pytest.raises(BusFull, match="claims") as refused:
+        ClaimFiles(tmp_path / "claims").write(DIGEST, LARGE)
+    assert refused.value.hint
+
+
+def test_two_writers_of_one_value_do_not_disturb_each_other(tmp_path: Path) -> None:
+    files = ClaimFiles(tmp_path)
+    for _ in range(2):
+        files.write(DIGEST, LARGE)
+    damaged(tmp_path / DIGEST, "short")
+    files.write(DIGEST, LARGE)
+    assert files.read(DIGEST, len(LARGE)) == LARGE, "a torn file is written again"
+
+
+def test_the_log_of_a_file_claims_by_its_address(tmp_path: Path) -> None:
+    url, claims = f"sqlite:{tmp_path / 'log'}", tmp_path / "claims"
+    bus = open_bus(url, claims=claims)
+    bus.create([TopicSpec(name=TOPIC, record_bytes_max=LIMIT_BYTES)])
+    bus.writer().append([large()])
+    assert values(read(bus)) == [LARGE]
+    bus.close()
+    again = open_bus(url, claims=claims)
+    assert values(read(again)) == [LARGE]
+    again.close()
+    bare = SqliteBus(tmp_path / "log")
+    assert values(read(bare)) == [b""]
+    bare.close()
+
+
+def values(records: Sequence[Record]) -> list[bytes]:
+    return [record.value for record in records]

@@ -92,13 +92,13 @@ def load_base(
             continue
         try:
             optimizer = store.verify_blob("optimizer", note.checkpoint.sha256)
-            weights = store.weights_path(note.digest)
+            weights = store.weights(note.digest)
             trainer.load(weights, digest=note.digest, optimizer=optimizer)
         except PolicyError as error:
             LOG.warning("checkpoint of step %d cannot be used: %s", note.step, error.message)
             continue
         return note.step + 1
-    weights = store.weights_path(initial.digest)
+    weights = store.weights(initial.digest)
     trainer.load(weights, digest=initial.digest, optimizer=None)
     return 0
 

@@ -206,8 +206,9 @@ class EnginePort:
         self._events.append(EngineExported(request=name, kv=found.kv))
 
     def _load(self, effect: LoadWeights) -> None:
-        engine, path = self._engine, self._weights_path(effect.digest)
+        engine = self._engine
         try:
+            path = self._weights_path(effect.digest)
             if effect.keep:
                 self._loaded += engine.reload_keeping(
                     path, version=effect.version, digest=effect.digest

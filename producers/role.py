@@ -223,7 +223,7 @@ def _serve(
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
             HandoverPort(here.handover),
-            EnginePort(engine, here.store.weights_path, clock=here.clock),
+            EnginePort(engine, here.store.weights, clock=here.clock),
         ],
         clock=here.clock,
         meter=here.meter,
@@ -302,7 +302,7 @@ def _check_engine(here: _Worker, engine: Engine) -> None:
 
 def _checked_assets(here: _Worker) -> Path:
     """The directory of the run's config and tokenizer files. Raises PolicyError."""
-    path = here.store.assets_path(here.run.assets_digest)
+    path = here.store.assets(here.run.assets_digest)
     if not path.is_dir():
         raise PolicyError(
             f"no config and tokenizer files at {path}",

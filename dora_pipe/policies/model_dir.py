@@ -65,7 +65,7 @@ def export_policy(store: PolicyStore, digest: str, assets_digest: str, directory
     """See `PolicyStore.export_policy`."""
     refuse_used(directory)
     store.verify(digest)
-    assets = store.assets_path(assets_digest)
+    assets = store.assets(assets_digest)
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
     weights = store.weights_path(digest)

@@ -1,18 +1,20 @@
 """Where policies, checkpoints and contributions lie; it decides only how a file gets its name.
 
-Everything is named by what it holds and appears at once: written under a temporary name, synced,
-renamed, the directory synced. Only a commit in the log names a file, so a file without a commit is
-an orphan: harmless, and left alone.
+Everything is named by what it holds and appears at once: written under a temporary name, made
+durable, named. Only a commit in the log names a file, so a file without a commit is an orphan:
+harmless, and left alone until `dora-pipe prune`.
 
     <root>/weights/<weights digest>.safetensors
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
+
+A store may lie elsewhere, on any file system that pyarrow knows (`store.url`); `root` is then a
+bounded cache of it on this machine, and what is fetched is compared with its name.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import os
@@ -20,49 +22,147 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
-from dora_pipe.errors import PolicyError, ResourceError
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.errors import PolicyError
 from dora_pipe.policies import model_dir
+from dora_pipe.policies.cache import CACHE_BYTES_MAX, shrink, touch
 from dora_pipe.policies.digest import read_manifest
+from dora_pipe.policies.local_files import LocalFiles, resource_error, sync
+from dora_pipe.policies.port import TEMPORARY, Files, Listed
 from dora_pipe.schemas.policy import Blob, Manifest
 
 BlobKind = Literal["optimizer", "contributions"]
-T = TypeVar("T")
-
-TEMPORARY: Final = ".tmp-"
-"""How the name of an unfinished file begins."""
 
 READ_BYTES: Final = 1 << 20
 _SUFFIX: Final[dict[BlobKind, str]] = {"optimizer": ".safetensors", "contributions": ".arrow"}
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COUNTER = itertools.count()
 
 
 class PolicyStore:
-    """The policies directory of a run. Opening one creates nothing.
+    """The policies of a run. Opening one creates nothing.
 
-    Example: ``PolicyStore(Path("runs/demo/policies")).weights_path(digest)``
+    The `..._path` methods say where a file lies on this machine, or would lie; `weights` and
+    `verify_blob` also fetch it where the store lies elsewhere.
+
+    Example: ``PolicyStore(Path("runs/demo/policies")).weights(digest)``
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        remote: Files | None = None,
+        *,
+        cache_bytes_max: int = CACHE_BYTES_MAX,
+        clock: Clock | None = None,
+    ) -> None:
         self.root = root
+        self._files: Files = remote or LocalFiles(root)
+        self._remote = remote is not None
+        self._cache_bytes_max = cache_bytes_max
+        self._clock = clock or SystemClock()
+
+    @property
+    def where(self) -> str:
+        """Where the store lies, for people."""
+        return self._files.where
+
+    # Where things lie on this machine
 
     def weights_path(self, digest: str) -> Path:
         """Where the weights with this digest (hex) lie, or would lie."""
-        return self.root / "weights" / f"{digest}.safetensors"
+        return self.root / weights_name(digest)
 
     def optimizer_path(self, sha256: str) -> Path:
         """Where the optimizer state with this sha256 of its file lies, or would lie."""
-        return self._blob_path("optimizer", sha256)
+        return self.root / blob_name("optimizer", sha256)
 
     def contributions_path(self, sha256: str) -> Path:
         """Where the contributions file with this sha256 lies, or would lie."""
-        return self._blob_path("contributions", sha256)
+        return self.root / blob_name("contributions", sha256)
 
     def assets_path(self, assets_digest: str) -> Path:
         """The directory of the config and tokenizer files with this digest."""
         return self.root / "assets" / assets_digest
+
+    # Reading
+
+    def has_weights(self, digest: str) -> bool:
+        """Whether the store has a file of that name. Raises ResourceError."""
+        return self._files.exists(weights_name(digest))
+
+    def has_blob(self, kind: BlobKind, sha256: str) -> bool:
+        """Whether the store has a file of that name. Raises ResourceError."""
+        return self._files.exists(blob_name(kind, sha256))
+
+    def weights(self, digest: str) -> Path:
+        """The local path of weights, fetched and compared if need be.
+
+        A local store is not read here: whoever loads weights compares them. Raises PolicyError for
+        weights that are nowhere or other ones, ResourceError while the store is away.
+        """
+        path = self.weights_path(digest)
+        if self._remote:
+            self._fetch(weights_name(digest), lambda at: read_manifest(at).digest == digest)
+        return path
+
+    def held_weights(self, digest: str) -> Path:
+        """As `weights`, by a name that stays on this machine: for what is opened much later."""
+        path = self.weights(digest)
+        if not self._remote:
+            return path
+        held = self.root / "held" / path.name
+        held.parent.mkdir(parents=True, exist_ok=True)
+        if not held.exists():
+            os.link(path, held)
+        return held
+
+    def verify(self, digest: str) -> Manifest:
+        """Read weights from the disk and compare. Raises PolicyError if they are not these."""
+        manifest = read_manifest(self.weights(digest))
+        if manifest.digest != digest:
+            raise PolicyError(
+                f"{self.weights_path(digest)} holds other weights ({manifest.digest[:12]}...)",
+                hint="a file of the store was changed; `dora-pipe replay` makes it again",
+            )
+        return manifest
+
+    def blob(self, kind: BlobKind, sha256: str) -> Path:
+        """The local path of a blob, fetched and compared if need be; see `weights`."""
+        name = blob_name(kind, sha256)
+        if self._remote:
+            self._fetch(name, lambda at: file_sha256(at) == sha256)
+        return self.root / name
+
+    def verify_blob(self, kind: BlobKind, sha256: str) -> Path:
+        """The path of a blob whose bytes were just checked. Raises PolicyError, ResourceError."""
+        path = self.blob(kind, sha256)
+        if not path.is_file():
+            raise PolicyError(f"no {kind} file at {path}")
+        if file_sha256(path) != sha256:
+            raise PolicyError(f"{path} was changed: its sha256 is another one")
+        return path
+
+    def assets(self, digest: str) -> Path:
+        """The local directory of config and tokenizer files, fetched and compared if need be.
+
+        Raises PolicyError when they are nowhere, or not these.
+        """
+        final = self.assets_path(digest)
+        if final.is_dir() or not self._remote:
+            return final
+        listed = self._files.listed(f"assets/{digest}")
+        with self._temporary(final.parent) as path:
+            path.mkdir()
+            for one in listed:
+                self._files.get(one.name, path / Path(one.name).name)
+            if not listed or assets_digest(sorted(path.iterdir())) != digest:
+                raise PolicyError(f"no config and tokenizer files {digest[:12]}... in {self.where}")
+            _place(path, final)
+        return final
+
+    # Writing
 
     def import_model(self, directory: Path) -> tuple[Manifest, str]:
         """Put a model directory into the store: its manifest and the digest of its assets.
@@ -86,7 +186,7 @@ class PolicyStore:
         """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
-            _settle(path, self.weights_path(manifest.digest))
+            self._publish(path, weights_name(manifest.digest))
         return manifest
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
@@ -94,57 +194,86 @@ class PolicyStore:
         with self._temporary(self.root / kind) as path:
             write(path)
             blob = Blob(sha256=file_sha256(path), bytes=path.stat().st_size)
-            _settle(path, self._blob_path(kind, blob.sha256))
+            self._publish(path, blob_name(kind, blob.sha256))
         return blob
 
     def publish_assets(self, files: Collection[Path]) -> str:
         """Copy config and tokenizer files; returns their digest. Raises ResourceError."""
         digest = assets_digest(files)
         final = self.assets_path(digest)
+        if self._remote:
+            for file in files:
+                self._files.put(file, f"assets/{digest}/{file.name}")
         if final.is_dir():
             return digest
         with self._temporary(final.parent) as path:
             path.mkdir()
             for file in files:
                 shutil.copyfile(file, path / file.name)
-                _sync(path / file.name)
-            _sync(path)
-            if not final.is_dir():
-                path.replace(final)
-            _sync(final.parent)
+                sync(path / file.name)
+            _place(path, final)
         return digest
 
-    def verify(self, digest: str) -> Manifest:
-        """Read weights from the disk and compare. Raises PolicyError if they are not these."""
-        manifest = read_manifest(self.weights_path(digest))
-        if manifest.digest != digest:
-            raise PolicyError(
-                f"{self.weights_path(digest)} holds other weights ({manifest.digest[:12]}...)",
-                hint="a file of the store was changed; `dora-pipe replay` makes it again",
-            )
-        return manifest
+    # Removing
 
-    def verify_blob(self, kind: BlobKind, sha256: str) -> Path:
-        """The path of a blob whose bytes were just checked. Raises PolicyError."""
-        path = self._blob_path(kind, sha256)
-        if not path.is_file():
-            raise PolicyError(f"no {kind} file at {path}")
-        if file_sha256(path) != sha256:
-            raise PolicyError(f"{path} was changed: its sha256 is another one")
-        return path
+    def drop_weights(self, digest: str) -> bool:
+        """Delete weights here and in the store; whether the store had them. Raises ResourceError.
 
-    def orphans(self, named: Collection[str]) -> list[Path]:
-        """Files and assets whose digest is not in `named`, unfinished ones among them; sorted."""
-        kept = frozenset(named)
+        Only the trainer after a commit and `prune` may do that (docs/retention.md).
+        """
+        return self._drop(weights_name(digest))
+
+    def drop_blob(self, kind: BlobKind, sha256: str) -> bool:
+        """Delete a blob here and in the store; whether the store had it. Raises ResourceError."""
+        return self._drop(blob_name(kind, sha256))
+
+    def everything(self) -> list[Listed]:
+        """Every file of the store, unfinished ones among them; sorted. Raises ResourceError."""
         folders = ("assets", "contributions", "optimizer", "weights")
-        found = (path for name in folders for path in self._listed(self.root / name))
-        return sorted(path for path in found if path.name.partition(".")[0] not in kept)
+        return [one for folder in folders for one in self._files.listed(folder)]
 
-    def _listed(self, folder: Path) -> Iterator[Path]:
-        return folder.iterdir() if folder.is_dir() else iter(())
+    def orphans(self, named: Collection[str]) -> list[Listed]:
+        """Files whose digest is not in `named`, unfinished ones among them; sorted by name."""
+        kept = frozenset(named)
+        return [one for one in self.everything() if digest_in(one.name) not in kept]
 
-    def _blob_path(self, kind: BlobKind, sha256: str) -> Path:
-        return self.root / kind / f"{sha256}{_SUFFIX[kind]}"
+    def remove(self, orphan: Listed) -> bool:
+        """Delete a file of the store by its name. Raises ResourceError."""
+        removed = self._drop(orphan.name)
+        folder = (self.root / orphan.name).parent
+        if folder.parent.name == "assets" and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        return removed
+
+    def _drop(self, name: str) -> bool:
+        found = self._files.delete(name)
+        if self._remote:
+            (self.root / name).unlink(missing_ok=True)
+        return found
+
+    def _publish(self, path: Path, name: str) -> None:
+        """Make a finished file durable under its name; a remote store keeps a copy here."""
+        self._files.put(path, name)
+        if self._remote:
+            path.replace(self.root / name)
+            shrink(self.root, self._cache_bytes_max, self._clock)
+
+    def _fetch(self, name: str, is_whole: Callable[[Path], bool]) -> None:
+        """Have a local copy of a file that is what its name says. Raises PolicyError."""
+        path = self.root / name
+        if path.is_file():
+            touch(path, self._clock)
+            return
+        with self._temporary(path.parent) as partial:
+            if not self._files.get(name, partial):
+                raise PolicyError(f"no {name} in {self.where}")
+            if not is_whole(partial):
+                raise PolicyError(
+                    f"{name} in {self.where} is not what its name says",
+                    hint="a file of the store was changed; `dora-pipe replay` makes it again",
+                )
+            partial.replace(path)
+        shrink(self.root, self._cache_bytes_max, self._clock)
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
@@ -154,11 +283,31 @@ class PolicyStore:
             folder.mkdir(parents=True, exist_ok=True)
             yield path
         except OSError as error:
-            raise _resource_error(folder, error) from error
+            raise resource_error(folder, error) from error
         finally:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
+
+
+def as_store(store: PolicyStore | Path) -> PolicyStore:
+    """A store, or the local one in a directory."""
+    return store if isinstance(store, PolicyStore) else PolicyStore(store)
+
+
+def weights_name(digest: str) -> str:
+    """The name of weights in a store."""
+    return f"weights/{digest}.safetensors"
+
+
+def blob_name(kind: BlobKind, sha256: str) -> str:
+    """The name of a blob in a store."""
+    return f"{kind}/{sha256}{_SUFFIX[kind]}"
+
+
+def digest_in(name: str) -> str:
+    """The digest that a name of the store carries; something else for an unfinished file."""
+    return name.split("/")[1].partition(".")[0]
 
 
 def assets_digest(files: Collection[Path]) -> str:
@@ -178,25 +327,9 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _settle(path: Path, final: Path) -> None:
-    """Make the file durable, then its name. A file of that name is replaced: it may be damaged."""
-    _sync(path)
-    path.replace(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _resource_error(folder: Path, error: OSError) -> ResourceError:
-    if error.errno in _NO_ROOM:
-        return ResourceError(
-            f"no room left for a policy in {folder}",
-            hint="free some space and start the run again with --resume; nothing is lost",
-        )
-    return ResourceError(f"cannot write a policy in {folder}: {error.strerror or error}")
+def _place(path: Path, final: Path) -> None:
+    """Give a finished directory its name, unless somebody else just has."""
+    sync(path)
+    if not final.is_dir():
+        path.replace(final)
+    sync(final.parent)

@@ -146,12 +146,13 @@ def test_orphans_are_what_no_commit_names(store: PolicyStore, tmp_path: Path) ->
     assets = store.publish_assets([config])
     unfinished = store.root / "weights" / ".tmp-1-0"
     unfinished.write_bytes(b"half")
-    assert store.orphans({named, blob.sha256, assets}) == [
-        unfinished,
-        store.weights_path(orphan),
-    ]
-    assert store.orphans({named, orphan}) == [
-        store.assets_path(assets),
+
+    def orphans(*digests: str) -> list[Path]:
+        return [store.root / one.name for one in store.orphans(digests)]
+
+    assert orphans(named, blob.sha256, assets) == [unfinished, store.weights_path(orphan)]
+    assert orphans(named, orphan) == [
+        store.assets_path(assets) / "config.json",
         store.optimizer_path(blob.sha256),
         unfinished,
     ]

@@ -15,12 +15,15 @@ from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.recovery import read_history
 from dora_pipe.consumers.trainers.make import make_trainer
+from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import InvariantBroken, UsageError
 from dora_pipe.history.audit import build_ledger
+from dora_pipe.history.rebuild import Rebuilder
 from dora_pipe.history.regenerate import Regenerated, pick, raise_if_different, regenerate
 from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import Purpose
 
 DISTANCES_SHOWN_MAX = 20
@@ -41,12 +44,7 @@ def replay_steps(
     if started is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
     config = msgspec.convert(started.config, Config)
-    store = PolicyStore(run.store)
-    trainer = make_trainer(
-        assets=store.assets_path(started.assets_digest),
-        reference=store.weights_path(started.policy.digest),
-        config=config,
-    )
+    trainer = open_trainer(run.policies, started, config)
     first = 0 if first is None else first
     last = len(history.notes) if last is None else last
     lines: list[StepLine] = []
@@ -54,7 +52,7 @@ def replay_steps(
     for line in replay(
         run.bus,
         run.topics,
-        run.store,
+        run.policies,
         trainer,
         first=first,
         last=last,
@@ -68,6 +66,28 @@ def replay_steps(
         raise_if_diverged(line)
 
 
+def open_trainer(store: PolicyStore, started: RunStarted, config: Config | None = None) -> Trainer:
+    """A trainer of a run, without weights yet. Raises ConfigError, PolicyError."""
+    return make_trainer(
+        assets=store.assets(started.assets_digest),
+        reference=store.held_weights(started.policy.digest),
+        config=config or msgspec.convert(started.config, Config),
+    )
+
+
+def rebuilder(run: OpenRun) -> Rebuilder:
+    """Makes versions again that the run's store lacks; says so, a line each."""
+    store = run.policies
+    return Rebuilder(
+        run.bus,
+        run.topics,
+        store,
+        make_trainer=lambda started: open_trainer(store, started),
+        clock=SystemClock(),
+        told=lambda rebuilt: say(rebuilt.line),
+    )
+
+
 def replay_trajectories(
     run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
@@ -79,7 +99,7 @@ def replay_trajectories(
     if ledger.started is None or ledger.config is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
     names = sorted({*wanted, *(pick(ledger, random, seed) if random else ())})
-    assets = PolicyStore(run.store).assets_path(ledger.started.assets_digest)
+    assets = run.policies.assets(ledger.started.assets_digest)
     tokenizer = Tokenizer(assets)
     config = ledger.config
     engine = open_engine(assets=assets, config=config, decode=tokenizer.full_text)
@@ -89,7 +109,17 @@ def replay_trajectories(
     }
     found: list[Regenerated] = []
     try:
-        for one in regenerate(run.bus, run.topics, run.store, ledger, engine, names, params):
+        again = regenerate(
+            run.bus,
+            run.topics,
+            run.policies,
+            ledger,
+            engine,
+            names,
+            params,
+            weights_of=rebuilder(run).weights,
+        )
+        for one in again:
             found.append(one)
             _print_trajectory(one, as_json=as_json)
     finally:

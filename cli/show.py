@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.errors import PolicyError
@@ -24,12 +24,13 @@ def show(
     wanted: Annotated[
         str, typer.Argument(metavar="ID", help="g0000000042-003, g0000000042, or 7 (a step).")
     ],
+    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Show where a trajectory, group or step came from, and what became of it."""
-    with opened(run, root) as open_run:
-        story = tell(open_run.bus, open_run.topics, open_run.store, wanted, decoder=_decoder)
+    with opened(run, root, archive) as open_run:
+        story = tell(open_run.bus, open_run.topics, open_run.policies, wanted, decoder=_decoder)
     if as_json:
         emit_json(story)
         return

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.audit_tables import print_report
-from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, say
-from dora_pipe.cli.replay_lines import replay_steps, replay_trajectories
+from dora_pipe.cli.replay_lines import rebuilder, replay_steps, replay_trajectories
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.errors import UsageError
 from dora_pipe.history.audit import audit as audit_log
 from dora_pipe.history.audit import raise_if_broken
 from dora_pipe.history.export import export_parquet, export_policy
 from dora_pipe.history.report import plain
+from dora_pipe.policies.model_dir import refuse_used
 
 
 def audit(
@@ -25,11 +26,13 @@ def audit(
         bool, typer.Option("--store/--no-store", help="Also look at policy files.")
     ] = True,
     as_json: JsonOption = False,
+    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
-    with opened(run, root) as open_run:
-        found = audit_log(open_run.bus, open_run.topics, open_run.store if store else None)
+    with opened(run, root, archive) as open_run:
+        looked_at = open_run.store if store and open_run.has_policies else None
+        found = audit_log(open_run.bus, open_run.topics, looked_at)
     if as_json:
         emit_json(plain(found))
     else:
@@ -51,22 +54,27 @@ def export(
     everything: Annotated[
         bool, typer.Option("--all", help="Also records that do not count for their group.")
     ] = False,
+    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Hand a run to other tools: `--parquet FILE`, or `--policy N DIR` for `from_pretrained`."""
     if (parquet is None) == (policy is None):
         raise UsageError("say what to export: --parquet FILE, or --policy N DIR")
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         if parquet is not None:
             done = export_parquet(
-                open_run.bus, open_run.topics, open_run.store, parquet, everything=everything
+                open_run.bus, open_run.topics, open_run.policies, parquet, everything=everything
             )
             left = f", {done.left_out} records left out" if done.left_out else ""
             say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
         elif policy is not None:
             if directory is None:
                 raise UsageError("--policy needs a directory: export RUN --policy N DIR")
-            digest = export_policy(open_run.bus, open_run.topics, open_run.store, policy, directory)
+            refuse_used(directory)
+            rebuilder(open_run).weights(policy)
+            digest = export_policy(
+                open_run.bus, open_run.topics, open_run.policies, policy, directory
+            )
             say(f"{directory}: version {policy}, weights {digest}")
 
 
@@ -92,10 +100,11 @@ def replay(
         typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting."),
     ] = None,
     as_json: JsonOption = False,
+    archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
     """Train steps A to B-1 again, or generate trajectories again; exit code 6 if bits differ."""
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         if trajectory or random:
             if first is not None or last is not None or changes:
                 raise UsageError("--trajectory and --random generate again; --from trains again")

@@ -38,6 +38,8 @@ class History:
     """Where to go on in the decisions topic."""
     trained: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Group to (step, deadline), as long as the deadline is not past."""
+    kept: set[int] = field(default_factory=lambda: {0})
+    """Versions that no commit has dropped."""
     starts: dict[int, int] = field(default_factory=dict)
     """Per partition the smallest offset of the last commit that took from it."""
 
@@ -52,6 +54,11 @@ class History:
         if version == 0:
             return self.run_started.policy.digest
         return self.notes[version - 1].digest
+
+    def checkpoint_of(self, version: int) -> str:
+        """sha256 of the optimizer state of a committed version; empty where none was kept."""
+        blob = self.notes[version - 1].checkpoint if version else None
+        return "" if blob is None else blob.sha256
 
     @property
     def interruptible(self) -> bool:
@@ -79,8 +86,10 @@ class History:
 
         A step that is committed again under a higher attempt replaces the earlier commit: the
         orchestrator had ended that batch meanwhile (`fail-batch`) and rejected it. Any other
-        commit of a step that is not the next one is rejected by the orchestrator too.
+        commit of a step that is not the next one is rejected by the orchestrator too. What a
+        commit drops is gone either way.
         """
+        self.kept.difference_update(commit.dropped)
         if self.notes and commit.step == self.next_step - 1:
             if commit.attempt <= self.notes[-1].attempt:
                 return False
@@ -96,6 +105,7 @@ class History:
                 checkpoint=commit.checkpoint,
             )
         )
+        self.kept.add(commit.step + 1)
         self.decisions_next = commit.decisions_next
         self._remember(commit)
         return True
@@ -103,6 +113,7 @@ class History:
     def revoke(self) -> None:
         """Forget the last commit: it was rejected."""
         step = self.notes.pop().step
+        self.kept.discard(step + 1)
         self.trained = {name: at for name, at in self.trained.items() if at[0] != step}
 
     def _remember(self, commit: StepCommitted) -> None:

@@ -50,7 +50,17 @@ class PublishPolicy:
     """Whether to keep the optimizer state."""
 
 
-Effect = Restore | FetchBatch | TrainStep | PublishPolicy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropFiles:
+    """Delete files of versions that a durable commit has dropped. No event follows."""
+
+    weights: tuple[str, ...]
+    """Weights digests."""
+    optimizers: tuple[str, ...]
+    """sha256 of optimizer states."""
+
+
+Effect = Restore | FetchBatch | TrainStep | PublishPolicy | DropFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from dora_pipe.consumers.commits import History
 from dora_pipe.consumers.effects import (
     Adopted,
     BatchFetched,
+    DropFiles,
     FetchBatch,
     PolicyPublished,
     PublishPolicy,
@@ -46,14 +47,14 @@ from dora_pipe.consumers.effects import (
     TrainStep,
     Unreadable,
 )
+from dora_pipe.consumers.letters import sealed
+from dora_pipe.consumers.retention import droppable, files_of
 from dora_pipe.consumers.status import Gauges, Phase, waits
-from dora_pipe.errors import SchemaError
 from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
-from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, TrainerStatus
-from dora_pipe.schemas.rounds import StopRun, TakeBatch, decode_round
+from dora_pipe.schemas.rounds import StopRun, Succession, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.waiting import DEFAULT_LIMITS, Limits, WaitBook
@@ -62,9 +63,6 @@ LOG = logging.getLogger(__name__)
 
 KEY: Final = b"trainer"
 """Of everything the trainer writes."""
-
-DEAD_LETTER_BYTES_MAX: Final = 9 * 1024 * 1024
-"""A dead letter above this leaves the value out."""
 
 _BREAKS_OFF: Final = frozenset({"restoring", "idle", "reading", "refusing"})
 """Phases in which a stop loses nothing: what was begun is begun again after a restart."""
@@ -78,6 +76,8 @@ class TrainerSetup:
     role_epoch: int
     checkpoint_every: int
     heartbeat_ns: int
+    keep_every: int = 0
+    """Of the checkpoints; 0 drops nothing."""
     limits: Limits = DEFAULT_LIMITS
 
 
@@ -108,6 +108,7 @@ class TrainerMachine:
         self._setup = setup
         self._cost = cost
         self._cached = cached
+        self._succession = Succession()
         self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
         self._present: _Taken | None = None
         self._refused: tuple[int, int] = (-1, 0)
@@ -156,11 +157,10 @@ class TrainerMachine:
     # What comes in
 
     def _on_record(self, record: Record, now: Now) -> None:
-        try:
-            round_ = decode_round(record.value)
-        except SchemaError as error:
-            why = f"decisions offset {record.offset}: {error.message}"
-            raise SchemaError(why, path=error.path) from None
+        round_ = self._succession.read(record.offset, record.value)
+        if round_ is None:
+            LOG.warning("decisions offset %d: a round of an older orchestrator", record.offset)
+            return
         for decision in round_.decisions:
             if isinstance(decision, TakeBatch):
                 self._on_batch(_Taken(decision=decision, decisions_next=record.offset + 1))
@@ -250,11 +250,18 @@ class TrainerMachine:
         counted = self.history.add(event.offset, self._commit)
         assert counted, self._commit.step
         LOG.info("step %d committed", self._commit.step)
+        if self._commit.dropped:
+            files = files_of(self.history, self._commit.dropped)
+            drop = DropFiles(weights=files.weights, optimizers=files.optimizers)
+            self._out.effects.append(drop)
         self._adopted = False
         self._end_attempt("idle")
 
     def _on_unreadable(self, event: Unreadable, now: Now) -> None:
-        self._dead_letter(event.letter)
+        if (found := sealed(event.letter)) is not None:
+            topic, (value, headers) = self._setup.topics.dead_letters, found
+            append = Append(topic=topic, key=KEY, value=value, headers=headers)
+            self._out.publish.append(Publish(record=append))
 
     # What goes out
 
@@ -310,6 +317,9 @@ class TrainerMachine:
             compute_s=self._trained.compute_s,
             checkpoint=event.checkpoint,
             adopted=self._adopted,
+            dropped=droppable(
+                self.history, event.checkpoint, decision.pins, self._setup.keep_every
+            ),
         )
 
     def _restore(self) -> None:
@@ -341,16 +351,6 @@ class TrainerMachine:
         last = self.history.notes[-1]
         newest = self._taken.get(last.step)
         return newest is not None and newest.decision.attempt > last.attempt
-
-    def _dead_letter(self, letter: DeadLetter) -> None:
-        try:
-            value, headers = encode_dead_letter(letter, record_bytes_max=DEAD_LETTER_BYTES_MAX)
-        except SchemaError as error:
-            LOG.error("offset %d of %s: %s", letter.offset, letter.topic, error.message)
-            return
-        topic = self._setup.topics.dead_letters
-        append = Append(topic=topic, key=KEY, value=value, headers=headers)
-        self._out.publish.append(Publish(record=append))
 
     def _append(self, topic: str, record: msgspec.Struct, tag: str = "") -> None:
         append = Append(topic=topic, key=KEY, value=encode(record))

@@ -147,6 +147,7 @@ def _serve(
         topics=here.topics,
         role_epoch=role_epoch,
         checkpoint_every=here.config.trainer.checkpoint_every,
+        keep_every=here.config.store.keep_every,
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
     )
@@ -190,13 +191,13 @@ def _opener(
 
 
 def _make(here: _Trainer) -> Trainer:
-    assets = here.store.assets_path(here.run.assets_digest)
+    assets = here.store.assets(here.run.assets_digest)
     if not assets.is_dir():
         raise PolicyError(
             f"no config and tokenizer files at {assets}",
             hint="store.path must be the directory that the run was started with",
         )
-    reference = here.store.weights_path(here.run.policy.digest)
+    reference = here.store.held_weights(here.run.policy.digest)
     return here.factory(assets=assets, reference=reference, config=here.config)
 
 
@@ -228,4 +229,6 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         checkpoint_every=local.trainer.checkpoint_every,
         threads=local.trainer.threads,
     )
-    return msgspec.structs.replace(config, trainer=trainer, timing=local.timing, bus=local.bus)
+    return msgspec.structs.replace(
+        config, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store
+    )

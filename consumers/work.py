@@ -19,6 +19,7 @@ from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.effects import (
     Adopted,
     BatchFetched,
+    DropFiles,
     Effect,
     Event,
     FetchBatch,
@@ -43,7 +44,7 @@ from dora_pipe.consumers.replay import (
 )
 from dora_pipe.consumers.status import Gauges
 from dora_pipe.consumers.trainers.port import StepResult, TrainBatch, Trainer
-from dora_pipe.errors import ReplayDiverged, SchemaError
+from dora_pipe.errors import ReplayDiverged, ResourceError, SchemaError
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.runtime import Meter
 from dora_pipe.schemas.control import TakenTrajectory
@@ -112,6 +113,8 @@ class TrainerWork:
             return self._fetch(effect)
         if isinstance(effect, TrainStep):
             return self._train(effect)
+        if isinstance(effect, DropFiles):
+            return self._drop(effect)
         return self._publish(effect)
 
     def idle(self) -> Iterator[Event]:
@@ -148,15 +151,18 @@ class TrainerWork:
             elif replayed.equal:
                 LOG.info("step %d replayed, weights equal", replayed.step)
                 yield Replayed(step=replayed.step)
-            else:
-                yield self._diverged(replayed)
+            elif adopted := self._diverged(replayed, last=replayed.step == effect.step - 1):
+                yield adopted
         digest = trainer.manifest().digest
-        if not self._store.weights_path(digest).exists():
+        if not self._store.has_weights(digest):
             self._store.publish_weights(trainer.save_weights)
         yield Restored(step=effect.step, digest=digest, numerics=trainer.numerics())
 
-    def _diverged(self, replayed: ReplayedStep) -> Adopted:
-        """Take the committed weights if that was allowed. Raises ReplayDiverged, PolicyError."""
+    def _diverged(self, replayed: ReplayedStep, *, last: bool) -> Adopted | None:
+        """Take the committed weights if that was allowed. Raises ReplayDiverged, PolicyError.
+
+        Weights that retention has dropped are passed by: those of the last step are there.
+        """
         other = replayed.other_numerics
         because = f"other {', '.join(other)}" if other else "although the numerics are the same"
         why = f"tensor {replayed.tensor} differs ({because})"
@@ -165,13 +171,16 @@ class TrainerWork:
                 f"step {replayed.step} gave other weights than those committed: {why}",
                 hint="--adopt goes on from the committed weights; audit will report the break",
             )
+        if not last and not self._store.has_weights(replayed.digest_committed):
+            LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)
+            return None
         # The optimizer state of the replay is the best there is; it goes through a file, because
         # that is the only way into a trainer.
         blob = self._store.publish_blob("optimizer", self.trainer.save_optimizer)
         self.trainer.load(
-            self._store.weights_path(replayed.digest_committed),
+            self._store.weights(replayed.digest_committed),
             digest=replayed.digest_committed,
-            optimizer=self._store.optimizer_path(blob.sha256),
+            optimizer=self._store.verify_blob("optimizer", blob.sha256),
         )
         LOG.warning("step %d: committed weights adopted, %s", replayed.step, why)
         return Adopted(
@@ -249,6 +258,17 @@ class TrainerWork:
             checkpoint=checkpoint,
         )
 
+    def _drop(self, effect: DropFiles) -> Iterator[Event]:
+        """Delete; what cannot be deleted is left to `prune`: training does not end for it."""
+        try:
+            for digest in effect.weights:
+                self._store.drop_weights(digest)
+            for sha256 in effect.optimizers:
+                self._store.drop_blob("optimizer", sha256)
+        except ResourceError as error:
+            LOG.warning("dropped versions stay in the store: %s", error.message)
+        yield from ()
+
     def _letters(self) -> Iterator[Unreadable]:
         for letter in self.reader.letters():
             yield Unreadable(letter=letter)
@@ -259,5 +279,5 @@ def _whole(arrived: Arrived) -> Trajectory:
     return arrived.trajectory
 
 
-EFFECTS: Final = (Restore, FetchBatch, TrainStep, PublishPolicy)
+EFFECTS: Final = (Restore, FetchBatch, TrainStep, PublishPolicy, DropFiles)
 """The effect types that `TrainerWork.run` takes."""

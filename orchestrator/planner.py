@@ -21,7 +21,7 @@ from typing import Final
 from dora_pipe.orchestrator import hosting, transitions
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.rules_decision import apply_decision, dispatch, may_cancel
-from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, train_spec
+from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
 from dora_pipe.orchestrator.state import Group, State, Worker, settings_in_force
 from dora_pipe.schemas.identity import trajectory_id
@@ -41,7 +41,7 @@ from dora_pipe.schemas.rounds import (
     TakeBatch,
 )
 
-PLANNER: Final = "consolidate-1"
+PLANNER: Final = "consolidate-2"
 """Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
 
 DECISIONS_MAX: Final = 1000
@@ -227,6 +227,7 @@ def _take_batch(draft: Draft) -> None:
             attempt=state.attempt,
             groups=groups,
             settings=settings_in_force(state.config),
+            pins=pinned(state),
             reason=f"{len(state.finished)} groups finished; the earliest deadlines go first",
         )
     )

@@ -16,6 +16,7 @@ from dora_pipe.orchestrator.specs import (
     eval_spec,
     evaluation_due,
     evaluation_rows,
+    pinned,
     train_spec,
 )
 from dora_pipe.orchestrator.staleness import may_admit, surplus, take
@@ -183,6 +184,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     allowed = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
     _require(bool(groups), "a batch without groups")
     _require([one.key for one in groups] == list(allowed), "not the batch that may be taken (C3)")
+    _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
     for group, taken in zip(groups, decision.groups, strict=True):
         _require(group.taken() == taken, f"{taken.group} has other trajectories")
     for group in groups:

@@ -1,4 +1,4 @@
-"""Decides what a dispatch stamps on the next group: a function of the state, without chance."""
+"""Decides what a dispatch stamps on the next group, and which versions a batch names as pinned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from dora_pipe.schemas.rounds import GroupSpec
 
 EVALUATION_DEADLINE = -1
 """Evaluation groups are outside U and have no deadline."""
+
+
+def pinned(state: State) -> tuple[int, ...]:
+    """Versions that must stay in the store: open groups carry them, or workers have them."""
+    workers = state.workers.values()
+    held = {one.target for one in workers} | {one.hosted for one in workers}
+    return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
 
 
 def train_spec(state: State) -> GroupSpec:

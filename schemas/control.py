@@ -272,6 +272,8 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     """Optimizer state after this step, where one was kept."""
     adopted: bool = False
     """The weights before this step were adopted, not replayed (`--adopt`)."""
+    dropped: tuple[int, ...] = ()
+    """Versions whose files the trainer deletes once this commit is durable (docs/retention.md)."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

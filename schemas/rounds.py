@@ -7,10 +7,11 @@ fold.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+from dora_pipe.errors import InvariantBroken, SchemaError
 from dora_pipe.schemas.control import Resume, TakenGroup
 from dora_pipe.schemas.identity import Purpose, trajectory_id
 from dora_pipe.schemas.policy import Blob
@@ -201,6 +202,9 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     groups: tuple[TakenGroup, ...]
     settings: dict[str, float | int | str | bool]
     """Logged configuration keys in force for this step, e.g. {"trainer.learning_rate": 3e-4}."""
+    pins: tuple[int, ...] = ()
+    """Versions that open groups carry or workers host or shall host, sorted. Of the versions below
+    `step` none is added later: dispatches carry the newest. Empty: not said (nothing is dropped)."""
 
 
 class End(Decision, frozen=True, kw_only=True):
@@ -236,12 +240,50 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """sha256 of the chain before, the control bytes folded, this round without it (`chain_of`)."""
 
 
+FOREIGN_HINT: Final = "was it written by a later version of dora-pipe, or by somebody else?"
+
 _DECODER = msgspec.json.Decoder(Round)
 
 
 def decode_round(data: bytes) -> Round:
     """A round. Raises SchemaError; an unknown decision is one too: a fold must not skip it."""
     return decode(data, _DECODER)
+
+
+class Succession:
+    """Reads rounds for a role that obeys them, and knows whether they follow one another.
+
+    The first one may be any. A log that was cut and grew again, or a topic that somebody else
+    writes to, shows here at once.
+    """
+
+    __slots__ = ("_epoch", "_ordinal")
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._ordinal: int | None = None
+
+    def read(self, offset: int, value: bytes) -> Round | None:
+        """The round at an offset of decisions; None for one of an older orchestrator.
+
+        Raises SchemaError for what is no round, InvariantBroken when a round is missing, comes
+        twice or is somebody else's: what was decided must not be skipped.
+        """
+        try:
+            round_ = decode_round(value)
+        except SchemaError as error:
+            why = f"decisions offset {offset}: {error.message}"
+            raise SchemaError(why, path=error.path, hint=FOREIGN_HINT) from None
+        if round_.role_epoch < self._epoch:
+            return None
+        if self._ordinal not in (None, round_.ordinal - 1):
+            raise InvariantBroken(
+                f"decisions offset {offset}: round {round_.ordinal} comes after round "
+                f"{self._ordinal}",
+                hint="the log lost records, or somebody else writes to it; `dora-pipe audit` looks",
+            )
+        self._epoch, self._ordinal = round_.role_epoch, round_.ordinal
+        return round_
 
 
 def fold_bytes(offset: int, value: bytes) -> bytes:

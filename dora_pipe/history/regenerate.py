@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,7 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import record_at
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.producers.engines.port import (
     Engine,
     EngineRequest,
@@ -150,18 +150,22 @@ def pick(ledger: Ledger, count: int, seed: int) -> list[str]:
 def regenerate(
     bus: Bus,
     topics: Topics,
-    store_root: Path,
+    store: PolicyStore | Path,
     ledger: Ledger,
     engine: Engine,
     wanted: Sequence[str],
     params: Mapping[Purpose, SamplingParams],
+    *,
+    weights_of: Callable[[int], Path] | None = None,
 ) -> Iterator[Regenerated]:
     """Generate trajectories again, version by version; in order of their last version, then id.
 
+    `weights_of` gives the file of a version; without it, it must lie in the store.
+
     Raises UsageError for an id without a record, PolicyError when weights are gone.
     """
+    store = as_store(store)
     recorded = [_read(bus, topics, ledger, name) for name in sorted(wanted)]
-    store = PolicyStore(store_root)
     open_ = [
         _Run(recorded=one, params=params[one.meta.purpose], left=deque(stays_of(one)))
         for one in recorded
@@ -170,7 +174,8 @@ def regenerate(
         runs = [run for run in open_ if run.left and run.left[0].version == version]
         if runs:
             digest = _digest_of(runs[0].recorded, version)
-            engine.load(store.weights_path(digest), version=version, digest=digest)
+            path = store.weights(digest) if weights_of is None else weights_of(version)
+            engine.load(path, version=version, digest=digest)
             _generate(engine, runs, version)
         yield from (_result(run) for run in open_ if run.over)
         open_ = [run for run in open_ if not run.over]

@@ -25,7 +25,7 @@ from dora_pipe.consumers.replay import ReplayedStep, load_base, replay_steps
 from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.policies.digest import mapped, read_entries
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 
@@ -71,7 +71,7 @@ class StepLine:
 def replay(
     bus: Bus,
     topics: Topics,
-    store_root: Path,
+    store: PolicyStore | Path,
     trainer: Trainer,
     *,
     first: int,
@@ -86,8 +86,7 @@ def replay(
     Raises UsageError for steps that were not committed, InvariantBroken for a trajectory that
     cannot be read.
     """
-    store = PolicyStore(store_root)
-    history = read_history(bus, topics, clock)
+    store, history = as_store(store), read_history(bus, topics, clock)
     _check_range(history, first, last)
     started = history.run_started
     assert started is not None
@@ -173,9 +172,9 @@ def _settable() -> str:
 
 
 def _distances(store: PolicyStore, trainer: Trainer, digest: str) -> tuple[TensorDistance, ...]:
-    committed = store.weights_path(digest)
-    if not committed.is_file():
+    if not store.has_weights(digest):
         return ()
+    committed = store.weights(digest)
     with tempfile.TemporaryDirectory(prefix="dora-pipe-replay-") as folder:
         replayed = Path(folder) / "replayed.safetensors"
         trainer.save_weights(replayed)

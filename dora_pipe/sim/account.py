@@ -115,6 +115,15 @@ class Account:
         waiting = (one for one in self.requests.values() if one.epoch < 0 and not one.over)
         return {self.groups[one.group].spec.version for one in waiting}
 
+    def needed(self) -> dict[int, str]:
+        """Versions that must lie in the store, with who needs them."""
+        found = {0: "version 0", self.version: "the newest version"}
+        found |= {one.spec.version: name for name, one in self.groups.items() if not one.fate}
+        for one in self.workers.values():
+            found |= {} if one.out else {one.target: one.name, one.hosted: one.name}
+        found.pop(-1, None)
+        return found
+
     # Facts
 
     def fact(self, offset: int, record: Any) -> None:

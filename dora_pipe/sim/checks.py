@@ -50,6 +50,7 @@ CHECKS: Final[dict[str, str]] = {
     "move": "S18: a request moves only to a living host of its version, and at most once at a time",
     "epochs": "R4: role epochs count up; nothing is decided or committed under an older one",
     "retired": "S19: an incarnation that has left says nothing more",
+    "kept": "S20: a version that an open group carries, or a worker has, lies in the store",
     "rounds": "R2-R4: rounds are contiguous, their chain is whole, each folds what came before",
     "log": "R1: the audit of the whole log finds nothing",
     "role": "no role finds its own state broken",

@@ -81,6 +81,9 @@ SLOW: Final = (1, 1, 1, 6)
 
 WORKERS_MAX: Final = 6
 
+KEEP_EVERY: Final = (0, 1, 2, 3)
+"""Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
@@ -115,6 +118,9 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
     chance = Random(f"dora-pipe sim {seed}")
     slow = chance.choice(SLOW)
     config = _config(chance, seed, steps, crowded=slow > 1)
+    keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
+    store = msgspec.structs.replace(config.store, keep_every=keep_every)
+    config = msgspec.structs.replace(config, store=store)
     names = sorted(FAULTS)
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}

@@ -19,7 +19,7 @@ import msgspec
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.rules_decision import apply_decision
-from dora_pipe.orchestrator.specs import train_spec
+from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, take
 from dora_pipe.orchestrator.state import State, Worker, settings_in_force
 from dora_pipe.orchestrator.transitions import admit
@@ -173,7 +173,12 @@ def _take_batch(state: State, found: list[AnyDecision]) -> None:
     settings = settings_in_force(state.config)
     reason = "the earliest deadlines"
     decision = TakeBatch(
-        step=at.step, attempt=state.attempt, groups=groups, settings=settings, reason=reason
+        step=at.step,
+        attempt=state.attempt,
+        groups=groups,
+        settings=settings,
+        pins=pinned(state),
+        reason=reason,
     )
     _add(state, found, decision)
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.effects import FetchBatch, PublishPolicy, Restore, TrainStep
+from dora_pipe.consumers.effects import DropFiles, FetchBatch, PublishPolicy, Restore, TrainStep
 from dora_pipe.consumers.ports import InlinePort
 from dora_pipe.consumers.recovery import History
 from dora_pipe.consumers.role import work_setup
@@ -282,4 +282,5 @@ class PlainParts:
             FetchBatch: delays.fetch_ns,
             TrainStep: delays.train_ns,
             PublishPolicy: delays.publish_ns,
+            DropFiles: 0,
         }[type(effect)]

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
+from dora_pipe.consumers import retention
 from dora_pipe.consumers.commits import History
 from dora_pipe.consumers.recovery import read_history
 from dora_pipe.errors import OutcomeUnknown
@@ -30,12 +31,13 @@ from dora_pipe.orchestrator import (
     transitions,
 )
 from dora_pipe.orchestrator.leases import Leases
-from dora_pipe.orchestrator.specs import train_spec
+from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.state import Group, State, Worker, queue_key
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.producers.rows import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
 from dora_pipe.sim.patches import Patches
 
@@ -281,6 +283,19 @@ def _unknown_is_done(patches: Patches) -> None:
     patches.put(MemoryWriter, "append", append)
 
 
+def _pins_forgotten(patches: Patches) -> None:
+    right = retention.retained
+
+    def retained(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
+        return right(commits, (len(commits),), keep_every)
+
+    patches.everywhere(right, retained)
+
+
+def _hosted_not_pinned(patches: Patches) -> None:
+    patches.everywhere(pinned, lambda state: tuple(sorted(state.pins)))
+
+
 def _chain_without_control(patches: Patches) -> None:
     patches.put(machine, "fold_bytes", lambda offset, value: b"")
 
@@ -317,6 +332,8 @@ _ALL: Final = (
     ("commit-again", "a restarted trainer has forgotten its last commit", _commit_again),
     ("restart-forgets", "a restarted orchestrator folds no progress", _restart_forgets),
     ("unknown-is-done", "a worker takes an unknown outcome for done", _unknown_is_done),
+    ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
+    ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
     ("chain-without-control", "the chain leaves control out", _chain_without_control),
 )
 

@@ -67,6 +67,7 @@ def build_trainer(world: World, role: Role) -> None:
         role_epoch=started.role_epoch,
         checkpoint_every=world.config.trainer.checkpoint_every,
         heartbeat_ns=int(world.config.timing.heartbeat_s * 1e9),
+        keep_every=world.config.store.keep_every,
     )
     machine = TrainerMachine(setup, history, cost=role.meter.cost, cached=parts.cached)
     _loop(world, role, machine, writer, parts.ports)

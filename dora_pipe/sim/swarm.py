@@ -116,6 +116,7 @@ class Swarm:
             watch=self.watch,
             start=False,
         )
+        self.watch.exists = world.store.has_weights
         self.storm.begin(world)
         self.watch.on_move = self.storm.moved
         self.storm.version = lambda: self.watch.account.version

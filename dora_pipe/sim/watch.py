@@ -62,6 +62,8 @@ class Watch:
         """Records, decisions and observations by kind."""
         self.on_move: Callable[[str, str], None] = lambda source, target: None
         """Told who shall let go of a request, and who shall take it up."""
+        self.exists: Callable[[str], bool] = lambda digest: True
+        """Whether the policy store has weights; told by who made the world."""
         self.records = 0
         self.waits: dict[str, str] = {}
         """What each role said last that it waits for."""
@@ -180,9 +182,20 @@ class Watch:
             if not decision.reason:
                 self.wrong("rounds", f"round {round_.ordinal} decides without a reason")
         self._checks.round(round_)
+        self._kept(round_)
         for move in moves:
             self.on_move(move.worker, move.to)
         self._round, self._control_next = round_, round_.control_next
+
+    def _kept(self, round_: Round) -> None:
+        """Files are deleted between rounds, by the trainer: whoever needs one has it still."""
+        account = self.account
+        if account.config is None or not account.config.store.keep_every:
+            return
+        for version, who in account.needed().items():
+            if not self.exists(account.digests[version]):
+                what = f"version {version} is gone from the store, and {who} needs it"
+                self.wrong("kept", f"{what} (round {round_.ordinal})")
 
     def _fold(self, round_: Round) -> bytes:
         """Book the control records of a round; their share of the chain."""

@@ -305,6 +305,7 @@ class Cluster:
             topics=self.topics,
             role_epoch=started.role_epoch,
             checkpoint_every=self.config.trainer.checkpoint_every,
+            keep_every=self.config.store.keep_every,
             heartbeat_ns=int(self.config.timing.heartbeat_s * 1e9),
             limits=limits_of(self.config),
         )

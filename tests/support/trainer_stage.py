@@ -185,7 +185,13 @@ class TrainerStage:
         self.rounds += 1
         return self.append(self.topics.decisions, record)
 
-    def take(self, step: int, groups: Sequence[TakenGroup], attempt: int = 1) -> TakeBatch:
+    def take(
+        self,
+        step: int,
+        groups: Sequence[TakenGroup],
+        attempt: int = 1,
+        pins: tuple[int, ...] = (),
+    ) -> TakeBatch:
         """Decide a batch."""
         decision = TakeBatch(
             reason="test",
@@ -193,18 +199,25 @@ class TrainerStage:
             attempt=attempt,
             groups=tuple(groups),
             settings=dict(SETTINGS),
+            pins=pins,
         )
         self.decide(decision)
         return decision
 
-    def take_new(self, step: int, version: int | None = None, groups: int = 2) -> TakeBatch:
+    def take_new(
+        self,
+        step: int,
+        version: int | None = None,
+        groups: int = 2,
+        pins: tuple[int, ...] = (),
+    ) -> TakeBatch:
         """Log groups of a version (the step's own if none is given) and decide their batch."""
         at = step if version is None else version
         logged = [
             self.log_group(step * 100 + number, version=at, deadline=step + 2)
             for number in range(groups)
         ]
-        return self.take(step, logged)
+        return self.take(step, logged, pins=pins)
 
     def stop_run(self) -> None:
         """Decide that the run is over."""
@@ -265,6 +278,7 @@ class StagedTrainer:
         trainer: Trainer | None = None,
         adopt: bool = False,
         checkpoint_every: int = 2,
+        keep_every: int = 0,
         cost: Callable[[], Cost] = lambda: NO_COST,
         **bounds: Any,
     ) -> None:
@@ -298,6 +312,7 @@ class StagedTrainer:
                 topics=stage.topics,
                 role_epoch=epoch,
                 checkpoint_every=checkpoint_every,
+                keep_every=keep_every,
                 heartbeat_ns=500_000_000,
             ),
             history,

@@ -1,0 +1,209 @@
+"""What the store keeps: pinned versions, checkpoints by number, the rest until a commit drops it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.consumers.effects import DropFiles
+from dora_pipe.consumers.retention import DROPPED_MAX, droppable, files_of, retained
+from dora_pipe.errors import ResourceError
+from dora_pipe.schemas.policy import Blob
+from tests.support.retention import Commits, Life, play
+from tests.support.trainer_stage import TrainerStage
+
+CHECKPOINT = Blob(sha256="c" * 64, bytes=1)
+
+
+def commits(steps: int, checkpoint_every: int) -> list[Blob | None]:
+    return [CHECKPOINT if (step + 1) % checkpoint_every == 0 else None for step in range(steps)]
+
+
+def test_zero_newest_pinned_and_every_keep_every_th_checkpoint_stay() -> None:
+    # Checkpoints: versions 3, 6, ..., 30; every fourth of them: 12, 24; the newest two: 27, 30.
+    assert retained(commits(31, 3), {29}, 4) == {0, 12, 24, 27, 29, 30, 31}
+
+
+def test_without_keep_every_everything_stays() -> None:
+    assert retained(commits(31, 3), {29}, 0) == set(range(32))
+
+
+def test_without_a_word_about_pins_everything_stays() -> None:
+    """A log of an older version says nothing about them."""
+    assert retained(commits(31, 3), (), 4) == set(range(32))
+
+
+def test_pins_of_versions_that_were_never_made_ask_for_nothing() -> None:
+    assert retained(commits(2, 1), {-1, 2, 9}, 1) == {0, 1, 2}
+
+
+def test_a_run_without_checkpoints_keeps_what_is_pinned_and_the_ends() -> None:
+    assert retained([None] * 9, {4, 9}, 1) == {0, 4, 8, 9}
+
+
+@given(
+    steps=st.integers(0, 60),
+    checkpoint_every=st.integers(1, 7),
+    keep_every=st.integers(1, 5),
+    pins=st.sets(st.integers(0, 60), min_size=1),
+)
+def test_what_stays_is_what_the_design_names_and_nothing_else(
+    steps: int, checkpoint_every: int, keep_every: int, pins: set[int]
+) -> None:
+    stays = retained(commits(steps, checkpoint_every), pins, keep_every)
+    assert {0, steps} | {pin for pin in pins if pin <= steps} <= stays <= set(range(steps + 1))
+    made = [version for version in range(1, steps + 1) if version % checkpoint_every == 0]
+    numbered = {version for number, version in enumerate(made, 1) if number % keep_every == 0}
+    assert numbered | set(made[-2:]) <= stays
+    named = {0, steps, max(0, steps - 1)} | pins | numbered | set(made[-2:])
+    assert stays <= named
+
+
+@given(steps=st.integers(1, 60), keep_every=st.integers(1, 5), pins=st.sets(st.integers(0, 60)))
+def test_a_checkpoint_that_was_kept_for_its_number_is_kept_by_every_later_commit(
+    steps: int, keep_every: int, pins: set[int]
+) -> None:
+    now = retained(commits(steps, 2), {*pins, steps}, keep_every)
+    later = retained(commits(steps + 5, 2), {steps + 5}, keep_every)
+    numbered = {version for version in now if version and version % (2 * keep_every) == 0}
+    assert numbered <= later
+
+
+def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:
+    history = Commits(DROPPED_MAX + 50).history
+    first = droppable(history, None, (history.next_step,), 1)
+    assert len(first) == DROPPED_MAX
+    history.kept.difference_update(first)
+    rest = droppable(history, None, (history.next_step,), 1)
+    assert 0 < len(rest) <= 50
+
+
+def test_a_file_that_a_kept_version_has_too_is_not_deleted() -> None:
+    """A step that changes nothing makes the same weights again: one file, two versions."""
+    made = Commits(4, digests=["a", "b", "a", "c"])
+    made.history.kept -= {1, 2}
+    files = files_of(made.history, [1, 2])
+    assert files.weights == ("b",)
+
+
+def test_optimizer_states_go_with_their_versions() -> None:
+    made = Commits(4, checkpoint_every=2)
+    made.history.kept -= {1, 2}
+    assert files_of(made.history, [1, 2]).optimizers == (made.checkpoint(2),)
+
+
+@given(st.data())
+def test_no_version_that_is_carried_or_hosted_is_ever_deleted_however_slow_anybody_is(
+    data: st.DataObject,
+) -> None:
+    """Dispatches, assignments, ends, batches, commits and restarts in any order; the orchestrator
+    reads commits late, the trainer reads decisions late, restarts forget everything but the log."""
+
+    def choose(options: Sequence[Any]) -> Any:
+        return data.draw(st.sampled_from(options))
+
+    life = Life(keep_every=choose((1, 2, 3)))
+    for _ in range(data.draw(st.integers(10, 60))):
+        life.act(choose(life.moves()), choose)
+        assert life.needed() <= life.there(), life.told()
+    assert life.dropped() <= set(range(life.committed))
+
+
+def test_the_play_of_that_property_does_delete() -> None:
+    assert play(seed=3, acts=400).dropped()
+
+
+# The machine and the store
+
+
+def test_trainer_drops_after_the_commit_that_says_so(tmp_path: Path) -> None:
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    trainer = stage.trainer(keep_every=2)
+    for step in range(9):
+        stage.commits()
+        stage.take_new(step, pins=(step,))
+        trainer.train_to(step + 1)
+        trainer.tick(3)
+    found = stage.commits()
+    # Checkpoints are 2, 4, 6, 8; every second of them 4 and 8; the newest two 6 and 8.
+    assert sorted(v for one in found for v in one.dropped) == [1, 2, 3, 5, 7]
+    digests = [stage.policy.digest, *(one.digest_after for one in found)]
+    there = [version for version, one in enumerate(digests) if stage.store.has_weights(one)]
+    assert there == [0, 4, 6, 8, 9]
+    optimizers = [one.step + 1 for one in found if one.checkpoint]
+    kept = [v for v in optimizers if stage.store.has_blob("optimizer", _checkpoint(found[v - 1]))]
+    assert optimizers == [2, 4, 6, 8] and kept == [4, 6, 8]
+
+
+def test_restart_deletes_nothing_and_the_next_commit_goes_on(tmp_path: Path) -> None:
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    first = stage.trainer()
+    for step in range(5):
+        stage.commits()
+        stage.take_new(step, pins=(step,))
+        first.train_to(step + 1)
+    first.close()
+    names = {one.name for one in stage.store.everything()}
+    again = stage.trainer(keep_every=2)
+    again.train_to(5)
+    again.tick(20)
+    assert {one.name for one in stage.store.everything()} == names
+    stage.commits()
+    stage.take_new(5, pins=(3, 5))
+    again.train_to(6)
+    again.tick(3)
+    assert stage.commits()[-1].dropped == (1, 2)
+
+
+def test_store_that_cannot_delete_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+
+    def away(digest: str) -> bool:
+        raise ResourceError("the store is away")
+
+    monkeypatch.setattr(stage.store, "drop_weights", away)
+    trainer = stage.trainer(keep_every=1, checkpoint_every=50)
+    for step in range(4):
+        stage.commits()
+        stage.take_new(step, pins=(step,))
+        trainer.train_to(step + 1)
+        trainer.tick(3)
+    assert len(stage.commits()) == 4
+    assert "dropped versions stay in the store: the store is away" in caplog.text
+
+
+def test_killed_before_it_deletes_what_was_dropped_stays_and_harms_nobody(tmp_path: Path) -> None:
+    stage = TrainerStage(tmp_path)
+    stage.start_run()
+    trainer = stage.trainer(keep_every=1, checkpoint_every=50)
+    effects: list[Any] = []
+    start = trainer.port.start
+    trainer.port.start = (  # type: ignore[method-assign]
+        lambda effect: effects.append(effect) if isinstance(effect, DropFiles) else start(effect)
+    )
+    for step in range(4):
+        stage.commits()
+        stage.take_new(step, pins=(step,))
+        trainer.train_to(step + 1)
+    trainer.close()
+    assert [len(one.weights) for one in effects] == [1, 1]
+    again = stage.trainer(keep_every=1, checkpoint_every=50)
+    again.train_to(4)
+    again.tick(10)
+    assert all(stage.store.has_weights(one.weights[0]) for one in effects)
+    assert again.machine.history.kept == {0, 3, 4}
+
+
+def _checkpoint(commit: Any) -> str:
+    assert commit.checkpoint is not None
+    return str(commit.checkpoint.sha256)

@@ -28,9 +28,10 @@ from dora_pipe.orchestrator.fold import (
 )
 from dora_pipe.orchestrator.leases import Incarnation, Leases
 from dora_pipe.orchestrator.planner import decide, is_cut
+from dora_pipe.orchestrator.snapshots import WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.waits import waits
-from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, StopAsked
+from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.control import (
     RequestFailed,
     Resume,
@@ -41,6 +42,7 @@ from dora_pipe.schemas.control import (
 from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import (
+    STATE_DIGEST_EVERY,
     AnyObservation,
     KvPressure,
     LeaseExpired,
@@ -73,6 +75,8 @@ class OrchestratorMachine:
     """A `dora_pipe.runtime.Machine` that owns the State.
 
     `state` is where the log's rounds lead to; `metrics` are the positions to read status from.
+    `snapshot_every`, a multiple of `STATE_DIGEST_EVERY`: rounds from one snapshot to the next; 0
+    takes none.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class OrchestratorMachine:
         metrics: Mapping[TopicPartition, int],
         timing: Timing,
         cost: Callable[[], Cost],
+        snapshot_every: int = 0,
     ) -> None:
         self.state = state
         self._topics = topics
@@ -106,7 +111,12 @@ class OrchestratorMachine:
         self._folded: list[bytes] = []
         self._control_next = state.control_next
         self._observed: list[AnyObservation] = []
+        assert snapshot_every % STATE_DIGEST_EVERY == 0
+        self._snapshot_every = snapshot_every
+        self._snapshot: tuple[str, bytes] | None = None
+        """Digest and body of a state whose round is not durable yet."""
         self._publish: list[Publish] = []
+        self._effects: list[WriteSnapshot] = []
         self._caught_up = False
         self._stopped = False
         self._more = False
@@ -136,7 +146,7 @@ class OrchestratorMachine:
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """One turn; see the head of this file."""
-        self._publish = []
+        self._publish, self._effects = [], []
         self._begin(now)
         self._leases.turn(now.mono_ns)
         for one in inputs:
@@ -146,12 +156,14 @@ class OrchestratorMachine:
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
                 self._leases.start(self._living(), now.mono_ns)
+            elif isinstance(one, Published):
+                self._on_durable(one)
             elif isinstance(one, StopAsked):
                 self._stopped = True
         self._round(now)
         self._note_turn(now)
         self._heartbeat(now)
-        return Outputs(publish=self._publish)
+        return Outputs(publish=self._publish, effects=list(self._effects))
 
     def _begin(self, now: Now) -> None:
         """Rounds count time from the wall clock of the start, and never backwards."""
@@ -278,11 +290,26 @@ class OrchestratorMachine:
             round_ = msgspec.structs.replace(round_, state_digest=state.digest())
         state.chain = chain_of(state.chain, b"".join(self._folded), round_)
         round_ = msgspec.structs.replace(round_, chain=state.chain)
-        self._publish.append(
-            Publish(record=Append(topic=self._topics.decisions, value=encode(round_)))
-        )
+        tag = self._keep(round_)
+        record = Append(topic=self._topics.decisions, value=encode(round_))
+        self._publish.append(Publish(record=record, tag=tag))
         self._folded = []
         self._observed = []
+
+    def _keep(self, round_: Round) -> str:
+        """Take a snapshot if one is due: the tag that its round is published under."""
+        every = self._snapshot_every
+        if not every or (round_.ordinal + 1) % every or round_.state_digest is None:
+            return ""
+        self._snapshot = round_.state_digest, body_of(self.state)
+        return round_.state_digest
+
+    def _on_durable(self, event: Published) -> None:
+        if self._snapshot is None or self._snapshot[0] != event.tag:
+            return
+        digest, body = self._snapshot
+        self._snapshot = None
+        self._effects.append(WriteSnapshot(offset=event.offset, digest=digest, body=body))
 
     def _note_turn(self, now: Now) -> None:
         """Since when it is the trainer's turn, or the workers'; unknown for what was before."""

@@ -6,18 +6,23 @@ memory is bounded by one round and one poll, however long the log is.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.errors import BusError, LogTruncated, SchemaError
 from dora_pipe.orchestrator.fold import fold_round, read_control
+from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
+
+LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
 """One wait for records that are known to be there."""
@@ -60,17 +65,19 @@ class Recovered:
     """The newest of the orchestrator in control, folded or not; -1 for none."""
 
 
-def read_rounds(bus: Bus, topics: Topics) -> Iterator[ReadRound]:
-    """Every round that is there now, in order, with its control records.
+def read_rounds(
+    bus: Bus, topics: Topics, *, decisions_from: int = 0, control_from: int = 0
+) -> Iterator[ReadRound]:
+    """Every round that is there now, in order, with its control records; from a position on.
 
     Raises LogTruncated when a round folds records that are gone, SchemaError naming the offset of
     a round that cannot be read, BusError.
     """
     decisions = TopicPartition(topics.decisions, 0)
     end = bus.end(decisions)  # Before control's: a round folds only what was there before it.
-    control = _Tail(bus, TopicPartition(topics.control, 0))
+    control = _Tail(bus, TopicPartition(topics.control, 0), control_from)
     try:
-        for record in _all(bus, decisions, 0, end):
+        for record in _all(bus, decisions, decisions_from, end):
             try:
                 round_ = decode_round(record.value)
             except SchemaError as error:
@@ -87,18 +94,27 @@ def read_rounds(bus: Bus, topics: Topics) -> Iterator[ReadRound]:
         control.close()
 
 
-def fold_log(bus: Bus, topics: Topics) -> Iterator[Folded]:
-    """Every round with the state after it. Raises InvariantBroken and what `read_rounds` raises."""
-    state = State()
-    for at in read_rounds(bus, topics):
+def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterator[Folded]:
+    """Every round (after `start`) with the state after it.
+
+    Raises InvariantBroken and what `read_rounds` raises.
+    """
+    state = State() if start is None else start.state
+    decisions_from = 0 if start is None else start.decisions_next
+    for at in read_rounds(
+        bus, topics, decisions_from=decisions_from, control_from=state.control_next
+    ):
         fold_round(state, at.round, at.folded())
         yield Folded(at=at, state=state)
 
 
-def recover(bus: Bus, topics: Topics) -> Recovered:
-    """Fold the whole log."""
+def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
+    """Fold the log, from the newest snapshot in a folder that fits, or from its beginning."""
+    start = None if snapshots is None else _begin(bus, topics, snapshots)
     state, decisions_next = State(), 0
-    for folded in fold_log(bus, topics):
+    if start is not None:
+        state, decisions_next = start.state, start.decisions_next
+    for folded in fold_log(bus, topics, start):
         state, decisions_next = folded.state, folded.at.offset + 1
     run_started, role_epoch = state.facts is not None, state.orchestrator_epoch
     control = TopicPartition(topics.control, 0)
@@ -116,13 +132,31 @@ def recover(bus: Bus, topics: Topics) -> Recovered:
     )
 
 
+def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
+    """The newest snapshot whose last round lies in the log where it says."""
+    decisions = TopicPartition(topics.decisions, 0)
+    end = bus.end(decisions)
+    for found in candidates(snapshots, topics.run):
+        value = None
+        if found.offset < end:
+            first = next(_all(bus, decisions, found.offset, end), None)
+            value = first.value if first is not None and first.offset == found.offset else None
+        why = fits_log(found, value)
+        if not why:
+            LOG.info("state after round %d from a snapshot", found.state.rounds - 1)
+            return found
+        LOG.warning("snapshot at decisions offset %d is not used: %s", found.offset, why)
+    LOG.info("no snapshot is used: the log is folded from its beginning")
+    return None
+
+
 class _Tail:
     """Control, read as far as each round asks."""
 
-    def __init__(self, bus: Bus, at: TopicPartition) -> None:
+    def __init__(self, bus: Bus, at: TopicPartition, start: int) -> None:
         self.end = bus.end(at)
         self._at = at
-        self._reader = bus.reader({at: 0})
+        self._reader = bus.reader({at: start})
         self._ahead: deque[Record] = deque()
 
     def below(self, position: int) -> list[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
 from dora_pipe.clock import Clock
@@ -11,6 +12,8 @@ from dora_pipe.config.model import Timing
 from dora_pipe.errors import UsageError
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.orchestrator.snapshot_port import SnapshotPort
+from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY
 from dora_pipe.orchestrator.state import State
 from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import Control, RoleStarted, RunStarted
@@ -37,17 +40,20 @@ def run_orchestrator(
     clock: Clock,
     instance: Instance,
     run_started: RunStarted | None = None,
+    snapshots: Path | None = None,
 ) -> State:
     """Be the orchestrator of a run until it is over or `stop` says so; the state at the end.
 
     The topics exist. `run_started` starts a log that has none yet, and is ignored by another.
-    `timing` is this process's own (leases, heartbeats). The order of starting matters: only what is
-    read after the predecessor was fenced is the whole log.
+    `timing` is this process's own (leases, heartbeats). In the folder `snapshots` the state is
+    kept now and then, so that the next start folds only what came after. The order of starting
+    matters: only what is read after the predecessor was fenced is the whole log.
 
     Raises Fenced when a successor took over, UsageError when there is no run to orchestrate,
     InvariantBroken and LogTruncated when the log was changed, BusError.
     """
     meter = Meter()
+    ports = [] if snapshots is None else [SnapshotPort(snapshots, topics.run)]
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
     try:
         machine = start_machine(
@@ -59,12 +65,13 @@ def run_orchestrator(
             instance=instance,
             meter=meter,
             run_started=run_started,
+            snapshots=snapshots,
         )
         runtime = Runtime(
             machine,
             bus=bus,
             writer=writer,
-            ports=(),
+            ports=ports,
             clock=clock,
             meter=meter,
             exclusive=True,
@@ -75,6 +82,8 @@ def run_orchestrator(
             runtime.close()
         return machine.state
     finally:
+        for port in ports:
+            port.close()
         writer.close()
 
 
@@ -88,9 +97,10 @@ def start_machine(
     instance: Instance,
     meter: Meter,
     run_started: RunStarted | None = None,
+    snapshots: Path | None = None,
 ) -> OrchestratorMachine:
     """A machine at the end of the log; its role epoch is announced unless the run is over."""
-    found = recover(bus, topics)
+    found = recover(bus, topics, snapshots)
     if not found.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
     role_epoch = found.role_epoch + 1
@@ -108,6 +118,7 @@ def start_machine(
         metrics={at: bus.end(at) for at in metrics},
         timing=timing,
         cost=meter.cost,
+        snapshot_every=0 if snapshots is None else SNAPSHOT_EVERY,
     )
 
 

@@ -1,0 +1,195 @@
+"""The orchestrator's state as a file, so that a restart does not fold months; decides what is
+doubtful.
+
+A snapshot is a disposable cache. It is used only if everything about it fits: the run, the code
+that folds, its own bytes, the digest of the state, and the round in the log that it was taken
+after, chain included. Any doubt is one line of talk, and the log is folded from an older one or
+from the start: a snapshot can make a restart shorter, never another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import msgspec
+import zstandard
+
+import dora_pipe.orchestrator
+import dora_pipe.schemas
+from dora_pipe.errors import DoraError
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY, decode_round
+from dora_pipe.schemas.wire import sha256_hex
+
+LOG = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY: Final = 16 * STATE_DIGEST_EVERY
+"""Rounds from one snapshot to the next: at ten rounds a second, 100 s. A round that carries the
+digest of its state anyway."""
+
+SNAPSHOTS_KEPT: Final = 2
+"""The newest, and one more in case that one is damaged."""
+
+SUFFIX: Final = ".snapshot"
+FORMAT: Final = 1
+
+BODY_BYTES_MAX: Final = 1 << 30
+"""A state beyond this is not read; 10 000 workers with 64 requests each come to a fifth of it."""
+
+LEVEL: Final = 1
+"""Of zstd: the file is read once, if ever."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line of a snapshot."""
+
+    format: int
+    run: str
+    source: str
+    """Digest of the code that folds: another version may fold otherwise."""
+    offset: int
+    """Where in decisions the last round lies that this state has folded."""
+    digest: str
+    """Of the state."""
+    body_sha256: str
+    body_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Of the file: sorts by offset."""
+        return f"{self.offset:020d}-{self.digest[:16]}{SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state, and where the log goes on after it."""
+
+    state: State
+    offset: int
+
+    @property
+    def decisions_next(self) -> int:
+        """Position in decisions."""
+        return self.offset + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSnapshot:
+    """Keep a state that is in the log: its last round is durable. No event follows."""
+
+    offset: int
+    """Of that round in decisions."""
+    digest: str
+    body: bytes
+
+
+_SAVED: Final = tuple(one.name for one in fields(State) if one.name != "index")
+_HINTS: Final = get_type_hints(State)
+_BODY: Final = msgspec.json.Decoder(
+    msgspec.defstruct("Body", [(name, _HINTS[name]) for name in _SAVED], kw_only=True)
+)
+_HEADER: Final = msgspec.json.Decoder(Header)
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+def body_of(state: State) -> bytes:
+    """Everything of a state but its index, which follows from the rest."""
+    return _ENCODER.encode({name: getattr(state, name) for name in _SAVED})
+
+
+def state_of(body: bytes) -> State:
+    """The state that `body_of` wrote. Raises msgspec.DecodeError."""
+    found = _BODY.decode(body)
+    state = State(**{name: getattr(found, name) for name in _SAVED})
+    for worker in state.workers.values():
+        state.index.mark(worker)
+    return state
+
+
+def file_bytes(body: bytes, *, run: str, offset: int, digest: str) -> tuple[str, bytes]:
+    """Name and content of a snapshot's file."""
+    header = Header(
+        format=FORMAT,
+        run=run,
+        source=source_digest(),
+        offset=offset,
+        digest=digest,
+        body_sha256=sha256_hex(body),
+        body_bytes=len(body),
+    )
+    packed = zstandard.ZstdCompressor(level=LEVEL).compress(body)
+    return header.name, _ENCODER.encode(header) + b"\n" + packed
+
+
+def snapshots_in(folder: Path) -> list[Path]:
+    """The files there are, the newest first."""
+    return sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
+
+
+def candidates(folder: Path, run: str) -> Iterator[Snapshot]:
+    """Snapshots that hold by themselves, the newest first; `fits_log` asks the log."""
+    for path in snapshots_in(folder):
+        try:
+            yield _read(path, run)
+        except (OSError, ValueError, zstandard.ZstdError) as error:
+            LOG.warning("snapshot %s is not used: %s", path.name, error)
+
+
+def fits_log(snapshot: Snapshot, value: bytes | None) -> str:
+    """Why the round at the snapshot's offset is not its last one; empty when it is.
+
+    `value` is what lies there, None for nothing.
+    """
+    if value is None:
+        return f"the log has no round at decisions offset {snapshot.offset}"
+    try:
+        round_ = decode_round(value)
+    except DoraError as error:
+        return f"decisions offset {snapshot.offset}: {error.message}"
+    state = snapshot.state
+    there = (round_.ordinal + 1, round_.control_next, round_.chain)
+    if there != (state.rounds, state.control_next, state.chain):
+        return f"the round at decisions offset {snapshot.offset} is not the one it was taken after"
+    return ""
+
+
+@cache
+def source_digest() -> str:
+    """sha256 over the code of the fold: this package and the schemas."""
+    digest = hashlib.sha256()
+    for package in (dora_pipe.orchestrator, dora_pipe.schemas):
+        assert package.__file__ is not None
+        for path in sorted(Path(package.__file__).parent.glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, run: str) -> Snapshot:
+    """Raises ValueError, OSError or ZstdError, saying what is wrong."""
+    line, _, packed = path.read_bytes().partition(b"\n")
+    header = _HEADER.decode(line)
+    if header.format != FORMAT or header.source != source_digest():
+        raise ValueError("another version of this package wrote it")
+    if header.run != run:
+        raise ValueError(f"it is of run {header.run!r}")
+    if header.body_bytes > BODY_BYTES_MAX:
+        raise ValueError(f"it declares {header.body_bytes} bytes")
+    body = _unpacked(packed, header.body_bytes)
+    if len(body) != header.body_bytes or sha256_hex(body) != header.body_sha256:
+        raise ValueError("it is not whole, or was changed")
+    state = state_of(body)
+    if state.digest() != header.digest:
+        raise ValueError("its state has another digest than it says")
+    return Snapshot(state=state, offset=header.offset)
+
+
+def _unpacked(packed: bytes, size: int) -> bytes:
+    """At most one byte more than declared, whatever the frame says of itself."""
+    stream: Any = zstandard.ZstdDecompressor().stream_reader(packed)
+    return bytes(stream.read(size + 1))

@@ -36,6 +36,7 @@ from dora_pipe.bus.kafka_client import (
     BATCH_BYTES,
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
+    EXCLUSIVE_REQUEST_LIMIT_S,
     FETCH_BYTES,
     NEWS_S,
     PROBE_LIMIT_S,
@@ -362,7 +363,7 @@ class KafkaWriter:
                 transactional_id=self._name,
                 transaction_timeout_ms=ms(TRANSACTION_LIMIT_S),
                 delivery_timeout_ms=ms(self._bus.delivery_limit_s),
-                request_timeout_ms=ms(self._bus.delivery_limit_s),
+                request_timeout_ms=ms(self._request_limit_s()),
                 max_block_ms=ms(CONNECT_LIMIT_S),
                 max_request_size=RECORD_BYTES_MAX,
                 batch_size=BATCH_BYTES,
@@ -373,6 +374,10 @@ class KafkaWriter:
             if self._name:
                 producer.init_transactions()
             return producer
+
+    def _request_limit_s(self) -> float:
+        limit_s = self._bus.delivery_limit_s
+        return min(limit_s, EXCLUSIVE_REQUEST_LIMIT_S) if self._name else limit_s
 
     def _drop(self) -> None:
         """Never use this producer again: what it still holds must not arrive behind our back."""

@@ -27,11 +27,18 @@ DELIVERY_LIMIT_S = 30.0
 TRANSACTION_LIMIT_S = 40.0
 """The broker aborts an append that its dead writer left open; until then readers stop before it."""
 
+EXCLUSIVE_REQUEST_LIMIT_S = 5.0
+"""An exclusive writer waits so long for a coordinator that died before it asks who took over; what
+it sends is small."""
+
 QUIET_LIMIT_S = 2.0
 """A reader that heard nothing for so long asks whether the broker is there: `poll` alone is silent
 in an outage, and then leases must stand still."""
 
 PROBE_LIMIT_S = 1.0
+
+NEWS_S = 0.05
+"""Between two looks for what one broker knows and another will know in a moment."""
 
 BATCH_BYTES = 512 * 1024
 """Of one producer batch; topics take so much more than their largest record."""

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-VARIABLES = {"DORA_PIPE_STEPS": "4", "DORA_PIPE_SFT_STEPS": "20"}
+VARIABLES = {"DORA_PIPE_STEPS": "3", "DORA_PIPE_SFT_STEPS": "20"}
 LIMIT_S = 300.0
 OUTSIDE = "PLAINTEXT_HOST"
 HEALTH = "/opt/kafka/bin/kafka-broker-api-versions.sh --bootstrap-server localhost:9092 > /dev/null"
@@ -66,7 +66,7 @@ def test_the_demo_of_the_compose_file_trains_and_is_proved(
     assert written == {replicas}
     report = containers.said("audit")
     assert "finished" in report
-    assert "steps                                 4" in report
+    assert "steps                                 3" in report
     assert (containers.volume("runs") / "demo" / "config.toml").is_file()
     assert any(containers.volume("store").rglob("*.safetensors"))
     mine = tmp_path / "containers" / "worker-0"

@@ -23,10 +23,11 @@ class LayerFigure:
     """The log's layer on encoded bytes, beside kafka-python by itself.
 
     `append` and `read` have the broker to themselves; in `through` one process appends and another
-    reads at once. `ratio` is the median of the ratios of the repeats.
+    reads at once. `ratio` is the median of the ratios of the repeats. CPU time is per record, of
+    our processes without the broker; unlike MB/s it hardly depends on what else runs here.
 
     Example: ``LayerFigure(phase="append", tokens=2048, bytes=10_100, raw_mb_per_s=150.0,
-    bus_mb_per_s=140.0, ratio=0.93, spread="0.91-0.95")``
+    bus_mb_per_s=140.0, ratio=0.93, spread="0.91-0.95", raw_cpu_us=60.0, bus_cpu_us=62.0)``
     """
 
     phase: Phase
@@ -36,6 +37,8 @@ class LayerFigure:
     bus_mb_per_s: float
     ratio: float
     spread: str
+    raw_cpu_us: float
+    bus_cpu_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +93,12 @@ class SplitFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRound:
-    """One repeat of one phase: bytes per second of both sides."""
+    """One repeat of one phase: bytes per second and CPU microseconds per record of both sides."""
 
     raw_per_s: float
     bus_per_s: float
+    raw_cpu_us: float
+    bus_cpu_us: float
     record_bytes: float
 
 
@@ -114,6 +119,11 @@ def rate(begun: Done, ended: Done) -> float:
     return ended.records / max(1e-9, (ended.end_ns - begun.start_ns) / 1e9)
 
 
+def cpu_us(*of: Done) -> float:
+    """CPU microseconds per record of the processes together."""
+    return sum(one.cpu_s / one.records for one in of) * 1e6
+
+
 def layer_figure(phase: Phase, tokens: int, rounds: Sequence[LayerRound]) -> LayerFigure:
     """The row of one phase."""
     ratios = [one.bus_per_s / one.raw_per_s for one in rounds]
@@ -125,6 +135,8 @@ def layer_figure(phase: Phase, tokens: int, rounds: Sequence[LayerRound]) -> Lay
         bus_mb_per_s=statistics.median(one.bus_per_s for one in rounds) / 1e6,
         ratio=statistics.median(ratios),
         spread=spread(ratios, digits=2),
+        raw_cpu_us=statistics.median(one.raw_cpu_us for one in rounds),
+        bus_cpu_us=statistics.median(one.bus_cpu_us for one in rounds),
     )
 
 

@@ -21,6 +21,7 @@ from dora_pipe.bench.dataplane.figures import (
     PlaneFigure,
     PlaneRound,
     SplitFigure,
+    cpu_us,
     layer_figure,
     plane_figure,
     rate,
@@ -108,7 +109,7 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
 def _layers(setup: Setup, tokens: int, *, raw_first: bool) -> Iterator[tuple[Phase, LayerRound]]:
     """One repeat of the three phases; who goes first takes turns."""
     order: tuple[Side, Side] = ("raw", "bus") if raw_first else ("bus", "raw")
-    found: dict[Side, dict[Phase, tuple[Done, Done]]] = {}
+    found: dict[Side, dict[Phase, tuple[Done, ...]]] = {}
     for side in order:
         with _topic(setup.kafka) as topic:
             write, read = _layer_tasks(setup, side, topic, tokens)
@@ -118,20 +119,24 @@ def _layers(setup: Setup, tokens: int, *, raw_first: bool) -> Iterator[tuple[Pha
             write, read = _layer_tasks(setup, side, topic, tokens)
             both = _together(write, read, behind=WARM)
         found[side] = {
-            "append": (appended, appended),
-            "read": (read_again, read_again),
+            "append": (appended,),
+            "read": (read_again,),
             "through": both,
         }
     for phase, raw in found["raw"].items():
-        record_bytes = raw[1].bytes / raw[1].records
-        yield (
-            phase,
-            LayerRound(
-                raw_per_s=rate(*raw) * record_bytes,
-                bus_per_s=rate(*found["bus"][phase]) * record_bytes,
-                record_bytes=record_bytes,
-            ),
-        )
+        yield phase, _layer_round(raw, found["bus"][phase])
+
+
+def _layer_round(raw: tuple[Done, ...], bus: tuple[Done, ...]) -> LayerRound:
+    """One process of each side, or a writer and a reader."""
+    record_bytes = raw[-1].bytes / raw[-1].records
+    return LayerRound(
+        raw_per_s=rate(raw[0], raw[-1]) * record_bytes,
+        bus_per_s=rate(bus[0], bus[-1]) * record_bytes,
+        raw_cpu_us=cpu_us(*raw),
+        bus_cpu_us=cpu_us(*bus),
+        record_bytes=record_bytes,
+    )
 
 
 def _layer_tasks(setup: Setup, side: Side, topic: str, tokens: int) -> tuple[Layer, Layer]:

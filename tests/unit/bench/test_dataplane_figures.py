@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dora_pipe.bench.dataplane.figures import (
     LayerRound,
     PlaneRound,
+    cpu_us,
     latencies_ms,
     layer_figure,
     percentile,
@@ -72,14 +73,22 @@ def test_a_rate_is_from_the_writers_start_to_the_readers_end() -> None:
 
 def test_a_layers_ratio_is_the_median_of_the_repeats_and_not_of_the_sides() -> None:
     rounds = [
-        LayerRound(raw_per_s=raw, bus_per_s=bus, record_bytes=1000)
+        LayerRound(
+            raw_per_s=raw, bus_per_s=bus, raw_cpu_us=raw / 1e6, bus_cpu_us=1.0, record_bytes=1000
+        )
         for raw, bus in ((100e6, 90e6), (200e6, 160e6), (50e6, 50e6))
     ]
     figure = layer_figure("append", 256, rounds)
     assert (figure.raw_mb_per_s, figure.bus_mb_per_s) == (100.0, 90.0)
     assert figure.ratio == 0.9
     assert figure.spread == "0.80-1.00"
+    assert (figure.raw_cpu_us, figure.bus_cpu_us) == (100.0, 1.0)
     assert (figure.phase, figure.tokens, figure.bytes) == ("append", 256, 1000)
+
+
+def test_cpu_time_per_record_adds_up_the_processes() -> None:
+    assert cpu_us(published()) == pytest.approx(5000)
+    assert cpu_us(published(), assembled(records=50)) == pytest.approx(5000 + 8000)
 
 
 def test_a_planes_row_is_made_of_medians() -> None:

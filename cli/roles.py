@@ -19,7 +19,7 @@ from dora_pipe.cli.output import complain
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
-from dora_pipe.errors import ConfigError, DoraError
+from dora_pipe.errors import ConfigError, DoraError, InvariantBroken, LogTruncated
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.role import Decode
 from dora_pipe.schemas.control import RunStarted
@@ -94,6 +94,9 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
     talk(name)
     try:
         start()
+    except LogTruncated as error:
+        complain(error)
+        return InvariantBroken.exit_code  # a role that starts again might not even notice it
     except DoraError as error:
         complain(error)
         return error.exit_code

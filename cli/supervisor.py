@@ -27,9 +27,10 @@ BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MAX_S: Final = 5.0
 LOG_TAIL_BYTES: Final = 4000
 
-FATAL_CODES: Final = frozenset({3, 5, 6, 9, 10, 11})
-"""Exit codes that starting again cannot mend: configuration, a broken promise, a diverged replay,
-an unusable policy or task, a step that is not finite."""
+FATAL_CODES: Final = frozenset({3, 5, 6, 8, 9, 10, 11})
+"""Exit codes that starting again cannot mend: configuration, a broken promise (or a log that was
+cut), a diverged replay, a decision that cannot be read, an unusable policy or task, a step that is
+not finite."""
 
 
 class RunFailed(DoraError):

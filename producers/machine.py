@@ -20,7 +20,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.errors import SchemaError
 from dora_pipe.producers.effects import (
     EncodeFailed,
     EngineExported,
@@ -63,7 +62,7 @@ from dora_pipe.schemas.rounds import (
     Place,
     PlacedRequest,
     StopRun,
-    decode_round,
+    Succession,
 )
 from dora_pipe.schemas.wire import encode
 from dora_pipe.waiting import Found, WaitBook
@@ -104,7 +103,7 @@ class WorkerMachine:
         self._waits = WaitBook(setup.worker, setup.limits)
         self._loading_ns = 0
         self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
-        self._role_epoch = -1
+        self._succession = Succession()
 
     @property
     def finished(self) -> bool:
@@ -151,18 +150,11 @@ class WorkerMachine:
     # Inputs
 
     def _on_record(self, record: Record, now: Now) -> None:
-        """A round. Raises SchemaError: what it decided must not be skipped."""
-        try:
-            round_ = decode_round(record.value)
-        except SchemaError as error:
-            raise SchemaError(
-                f"the round at offset {record.offset} of {record.topic}: {error.message}",
-                hint="was it written by a later version of dora-pipe?",
-            ) from None
-        if round_.role_epoch < self._role_epoch:
+        """A round. Raises SchemaError, InvariantBroken: what was decided must not be skipped."""
+        round_ = self._succession.read(record.offset, record.value)
+        if round_ is None:
             self.requests.counts["rounds of an older orchestrator"] += 1
             return
-        self._role_epoch = round_.role_epoch
         for decision in round_.decisions:
             obey = _DECISIONS.get(type(decision))
             if obey is not None and not self.finished:

@@ -119,8 +119,9 @@ class Driver:
     def decide(self, *decisions: AnyDecision) -> list[Any]:
         """A round from the log; the effects of reading it."""
         self.offset += 10
+        ordinal = self.offset // 10
         value = encode(
-            Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0, decisions=decisions)
+            Round(ordinal=ordinal, role_epoch=0, now_ns=0, control_next=0, decisions=decisions)
         )
         return self.react(
             Record(topic=TOPICS.decisions, partition=0, offset=self.offset, key=b"", value=value)

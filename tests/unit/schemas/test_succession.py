@@ -1,0 +1,48 @@
+"""Rounds are obeyed one after the other; a cut log and somebody else's round are found out."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora_pipe.errors import InvariantBroken, SchemaError
+from dora_pipe.schemas.rounds import Round, Succession
+from dora_pipe.schemas.wire import encode
+
+
+def value(ordinal: int, role_epoch: int = 0) -> bytes:
+    return encode(Round(ordinal=ordinal, role_epoch=role_epoch, now_ns=0, control_next=0))
+
+
+def reader_at(ordinal: int, role_epoch: int = 0) -> Succession:
+    """One that has read a round."""
+    succession = Succession()
+    assert succession.read(0, value(ordinal, role_epoch)) is not None
+    return succession
+
+
+def test_rounds_follow_one_another_from_any_first_one_through_role_epochs() -> None:
+    succession = reader_at(17, role_epoch=2)
+    for ordinal, role_epoch in ((18, 2), (19, 2), (20, 3), (21, 5)):
+        found = succession.read(ordinal, value(ordinal, role_epoch))
+        assert found is not None
+        assert (found.ordinal, found.role_epoch) == (ordinal, role_epoch)
+
+
+def test_a_round_of_an_older_orchestrator_is_not_obeyed_and_changes_nothing() -> None:
+    succession = reader_at(17, role_epoch=2)
+    assert succession.read(1, value(18, role_epoch=1)) is None
+    assert succession.read(2, value(3, role_epoch=0)) is None
+    assert succession.read(3, value(18, role_epoch=2)) is not None
+
+
+@pytest.mark.parametrize("ordinal", [15, 17, 19, 400])
+def test_a_round_that_is_missing_or_comes_twice_breaks_the_promise(ordinal: int) -> None:
+    with pytest.raises(InvariantBroken, match=f"decisions offset 40: round {ordinal} comes after"):
+        reader_at(17).read(40, value(ordinal, role_epoch=1))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\x00", b"[1, 2]", b'{"ordinal": 1}'])
+def test_what_is_no_round_is_named_with_its_offset(garbage: bytes) -> None:
+    with pytest.raises(SchemaError, match="decisions offset 40") as refused:
+        reader_at(17).read(40, garbage)
+    assert "somebody else" in (refused.value.hint or "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -12,12 +13,14 @@ from dora_pipe.bus.open import open_bus
 from dora_pipe.cli.rundir import opened
 from dora_pipe.history.helpers import Request, serve
 
+OUT_BYTES = 1 << 20
 
-def main(kind: str, where: str) -> None:
-    """Serve the log of ``run DIRECTORY`` or ``url ADDRESS``."""
+
+def main(kind: str, where: str, archive: str = "") -> None:
+    """Serve the log of ``run DIRECTORY [ARCHIVE]`` or ``url ADDRESS``."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     gc.freeze()
-    with open(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20) as out:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=OUT_BYTES) as out:
         if kind == "url":
             bus = open_bus(where)
             try:
@@ -25,7 +28,7 @@ def main(kind: str, where: str) -> None:
             finally:
                 bus.close()
             return
-        with opened(where) as run:
+        with opened(where, archive=Path(archive) if archive else None) as run:
             serve(run.bus, request, out)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from dora_pipe.cli import look, settings, start, think, trust
 from dora_pipe.cli.archive import archive
+from dora_pipe.cli.audit import audit
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
@@ -18,6 +19,7 @@ from dora_pipe.cli.init import init, sft
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.paper import paper
 from dora_pipe.cli.paradigms import paradigms
+from dora_pipe.cli.prune import prune
 from dora_pipe.cli.show import show
 from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
@@ -53,7 +55,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         doctor,
     ),
     "Look": (look.runs, look.topics, look.cat, show, why),
-    "Trust": (trust.audit, trust.replay, trust.export, archive),
+    "Trust": (audit, trust.replay, trust.export, archive, prune),
     "Think": (whatif,),
 }
 for _panel, _commands in _COMMANDS.items():
@@ -62,10 +64,12 @@ for _panel, _commands in _COMMANDS.items():
 _BENCHES = (
     think.engine,
     think.bus,
+    think.archive,
     think.codec,
     think.dataplane,
     think.move,
     think.plan,
+    think.restart,
     paradigms,
     faults,
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from dora_pipe.cli.audit_index import remembered_of
 from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
 from dora_pipe.cli.rundir import RUNS, opened
@@ -29,8 +30,15 @@ def show(
     root: RunsOption = RUNS,
 ) -> None:
     """Show where a trajectory, group or step came from, and what became of it."""
-    with opened(run, root, archive) as open_run:
-        story = tell(open_run.bus, open_run.topics, open_run.policies, wanted, decoder=_decoder)
+    with opened(run, root, archive) as open_run, remembered_of(open_run) as known:
+        story = tell(
+            open_run.bus,
+            open_run.topics,
+            open_run.policies,
+            wanted,
+            decoder=_decoder,
+            known=known,
+        )
     if as_json:
         emit_json(story)
         return

@@ -1,4 +1,4 @@
-"""Commands that prove and reproduce a run: `audit`, `replay`, `export`."""
+"""Commands that reproduce a run, and hand it on: `replay`, `export`."""
 
 from __future__ import annotations
 
@@ -7,37 +7,13 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.audit_tables import print_report
 from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, say
+from dora_pipe.cli.output import say
 from dora_pipe.cli.replay_lines import rebuilder, replay_steps, replay_trajectories
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.errors import UsageError
-from dora_pipe.history.audit import audit as audit_log
-from dora_pipe.history.audit import raise_if_broken
 from dora_pipe.history.export import export_parquet, export_policy
-from dora_pipe.history.report import plain
 from dora_pipe.policies.model_dir import refuse_used
-
-
-def audit(
-    run: RunArgument,
-    store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Also look at policy files.")
-    ] = True,
-    as_json: JsonOption = False,
-    archive: ArchiveOption = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
-    with opened(run, root, archive) as open_run:
-        looked_at = open_run.store if store and open_run.has_policies else None
-        found = audit_log(open_run.bus, open_run.topics, looked_at)
-    if as_json:
-        emit_json(plain(found))
-    else:
-        print_report(found)
-    raise_if_broken(found)
 
 
 def export(

@@ -35,6 +35,7 @@ __all__ = [
     "apply_control",
     "apply_decision",
     "apply_observation",
+    "check_digest",
     "close_round",
     "fold_decisions",
     "fold_inputs",
@@ -99,6 +100,11 @@ def fold_decisions(state: State, round_: Round) -> None:
         except InvariantBroken as error:
             raise InvariantBroken(f"round {round_.ordinal}: {error.message}") from None
     close_round(state, round_)
+    check_digest(state, round_)
+
+
+def check_digest(state: State, round_: Round) -> None:
+    """A round that led to `state` carries its digest when that is due. Raises InvariantBroken."""
     if round_.state_digest is not None and round_.state_digest != state.digest():
         raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
     if round_.state_digest is None and is_digest_due(state, round_.ordinal):

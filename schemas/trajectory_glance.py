@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,12 @@ import zstandard
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas import wire
-from dora_pipe.schemas.arrow_frame import RAW_BYTES_MAX, WINDOW_BYTES_MAX
+from dora_pipe.schemas.arrow_frame import (
+    COLUMN_BYTES_MAX,
+    ENTRIES_MAX,
+    RAW_BYTES_MAX,
+    WINDOW_BYTES_MAX,
+)
 from dora_pipe.schemas.trajectory import (
     Arrays,
     Meta,
@@ -102,6 +108,8 @@ class _Batch:
         for offset, length in zip(buffers[::2], buffers[1::2], strict=True):
             if offset % 8 or not 0 <= offset <= offset + length <= body_bytes or length < 0:
                 raise _Unusual
+        if sum(buffers[1::2]) > COLUMN_BYTES_MAX or max(self._nodes) > ENTRIES_MAX:
+            raise _Unusual
         self._starts = [body + offset for offset in buffers[::2]]
         self._sizes = buffers[1::2]
         self._node = self._buffer = 0
@@ -290,7 +298,7 @@ class _Batch:
         ends = struct.unpack_from(f"<{count + 1}i", self._raw, start)
         if ends[0] or ends[-1] > data_bytes or list(ends) != sorted(ends):
             raise _Unusual
-        pairs = zip(ends, ends[1:], strict=False)
+        pairs = pairwise(ends)
         return [self._raw[data + first : data + last].decode() for first, last in pairs]
 
 
@@ -369,4 +377,3 @@ def _is_bitmap(bitmap: bytes, sampled: np.ndarray[Any, Any]) -> bool:
         return packed == bitmap
     used = (1 << spare) - 1  # What the last byte says beyond the end is nobody's business.
     return packed[:-1] == bitmap[:-1] and packed[-1] == bitmap[-1] & used
-

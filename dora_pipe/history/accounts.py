@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from dora_pipe.history.entries import (
     Departure,
@@ -36,11 +37,24 @@ from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest
 
 
+class GroupStorage(Storage[str, GroupEntry], Protocol):
+    """Where groups that have ended are kept."""
+
+    def of_version(self, version: int) -> set[str]:
+        """Ids of the groups that are kept and were dispatched under a version."""
+        ...
+
+
 class Accounts:
     """Groups with their requests, and the incarnations of workers.
 
     `sibling_ended` is called with a group whenever one of its siblings ended.
     """
+
+    TRANSIENT = ("_storage",)
+    """Not kept when this is frozen."""
+
+    _storage: GroupStorage | None = None
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -89,9 +103,16 @@ class Accounts:
             for logged in group.records:
                 del self.logged[logged.place]
 
-    def attach(self, storage: Storage[str, GroupEntry]) -> None:
+    def attach(self, storage: GroupStorage) -> None:
         """Let groups that have ended be put away there."""
-        self.groups.storage = storage
+        self.groups.storage = self._storage = storage
+
+    def sampled_from(self, version: int) -> int:
+        """How many groups were dispatched under a version."""
+        names = {name for name, group in self.groups.items() if group.spec.version == version}
+        if self._storage is not None:
+            names |= self._storage.of_version(version)
+        return len(names)
 
     def fetched(self, group: GroupEntry) -> None:
         """A group that was put away is spoken of again."""

@@ -42,15 +42,17 @@ VERSIONS_KEPT: Final = 8
 class Books:
     """Everything an audit remembers of the log that it has read."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, *, whole: bool = True) -> None:
         self.findings = Findings()
         self.ledger = Ledger(run, self.findings)
-        self.fold = FoldCheck(self.findings)
+        self.fold = FoldCheck(self.findings, plans=whole)
         self.records = RecordCheck(self.ledger)
         self.policies = PolicyCheck(self.ledger)
         self.footing = Footing()
         self.gathering = Gathering()
-        self.whole = True
+        self.shorter: list[str] = []
+        """Partitions that were found shorter than they had been."""
+        self.whole = whole
         """Values were opened and plans made again."""
         self.files = False
         """Policy files were looked at."""
@@ -70,7 +72,8 @@ class Progress:
 class Auditor:
     """See the head of this file. Example: ``auditor.advance(); auditor.finish().holds``.
 
-    `source` opens what reads the trajectories topic, at positions by partition.
+    `source` opens what reads the trajectories topic, from positions to ends by partition; without
+    one, or where it gives None, this process reads it.
     """
 
     def __init__(
@@ -81,13 +84,13 @@ class Auditor:
         *,
         books: Books | None = None,
         whole: bool = True,
-        source: Callable[[dict[int, int], dict[int, int]], Source] | None = None,
+        source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
         on_piece: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus, self._topics = bus, topics
         self._store = None if store is None else as_store(store)
-        self.books = books or Books(topics.run)
-        self.books.whole, self.books.files = whole, store is not None
+        self.books = books or Books(topics.run, whole=whole)
+        self.books.files = self.books.files or store is not None
         self._source = source
         self._on_piece = on_piece
         self._horizon: Horizon | None = None
@@ -117,6 +120,7 @@ class Auditor:
         books.records.buried = buried = read_buried(self._bus, self._topics)
         ends = {tp.partition: end for tp, end in horizon.trajectories.items()}
         books.gathering.begin(ends, lambda behind: self._open(behind, ends))
+        self._compare(ends)
         self.close_walk()
         walk = self._walk = Walk(
             self._bus,
@@ -168,8 +172,9 @@ class Auditor:
         self.books.gathering.close()
 
     def _open(self, positions: dict[int, int], ends: dict[int, int]) -> Source:
-        if self._source is not None:
-            return self._source(positions, ends)
+        found = None if self._source is None else self._source(positions, ends)
+        if found is not None:
+            return found
         topic, whole = self._topics.trajectories, self.books.whole
         return OwnReader(self._bus, topic, positions, opened=whole)
 
@@ -191,6 +196,22 @@ class Auditor:
             message = f"were cut: step {fact.step} was committed after more of them"
             expected = f"end >= {fact.decisions_next}"
             books.findings.add("rounds", "decisions", message, expected=expected, found=end)
+
+    def _compare(self, ends: dict[int, int]) -> None:
+        """What was read once cannot be gone: partitions only become longer."""
+        assert self._horizon is not None
+        books, found = self.books, []
+        read = [("decisions", self._horizon.decisions, books.footing.decisions_next)]
+        positions = books.gathering.positions
+        read += [(f"trajectories:{one}", end, positions.get(one, 0)) for one, end in ends.items()]
+        for name, end, position in read:
+            if end < position and name not in books.shorter:
+                books.shorter.append(name)
+                found.append((name, end, position))
+        for name, end, position in found:
+            message = "was cut: it is shorter than when audit has read it"
+            expected = f"end >= {position}"
+            books.findings.add("records", name, message, expected=expected, found=end)
 
     def _settle(self) -> None:
         """Look at what has ended, and let go of it."""

@@ -3,9 +3,10 @@
 The chain is checked where rounds are walked (`walk`), link by link; here it is taken as it stands,
 so that a log whose chain was mended is still held against its states and its plans.
 
-Plans are made again on a state of their own, that is folded beside the first: a plan changes the
-state it is made on, and after one that differs the recorded decisions hold, not the ones that would
-have been right. Then the state is taken from the first, and every later plan is still compared.
+A plan changes the state it is made on. One that is the recorded one has led where the record leads;
+after one that differs the recorded decisions hold, not the ones that would have been right: the
+state is folded again, from a copy that is kept from some rounds before, and every later plan is
+still compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import msgspec
 from dora_pipe.errors import InvariantBroken
 from dora_pipe.history.findings import Findings
 from dora_pipe.history.walk import Turn
-from dora_pipe.orchestrator.fold import close_round, fold_decisions, fold_inputs
+from dora_pipe.orchestrator.fold import (
+    check_digest,
+    close_round,
+    fold_decisions,
+    fold_inputs,
+)
 from dora_pipe.orchestrator.planner import PLANNER, decide
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import RunStarted
@@ -28,13 +34,26 @@ from dora_pipe.schemas.rounds import AnyDecision, Round
 REMADE_WRONG_MAX: Final = 100
 """After so many plans that differ no more are made: each costs a copy of the state."""
 
+ANCHOR_BYTES: Final = 8 * 1024 * 1024
+"""Of rounds and facts that are kept beside the copy of the state."""
+
+DECISION_BYTES: Final = 500
+
+Control = Sequence[tuple[int, bytes]]
+"""Offset and bytes of the control records that a round folds."""
+
 NOTHING: Final = "nothing"
 
 
 class FoldCheck:
     """Follows the rounds for as long as they can be folded; the first that cannot ends it."""
 
-    def __init__(self, findings: Findings) -> None:
+    TRANSIENT = ("_anchor", "_since")
+    """Not kept when this is frozen."""
+
+    _anchor: State | None = None
+
+    def __init__(self, findings: Findings, *, plans: bool = True) -> None:
         self._findings = findings
         self.state: State | None = State()
         """After the last round; None once a round could not be folded."""
@@ -44,13 +63,23 @@ class FoldCheck:
         """Plans that were made again, and were the same."""
         self.planner = ""
         """Who made them, as `run started` says."""
-        self._planning: State | None = State()
+        self._plans = plans
+        """Plans are made again."""
         self._wrong = 0
+        if not plans:
+            findings.notes.append("plans were not made again: --quick")
+        self.rewire()
+
+    def rewire(self) -> None:
+        """Go on from the present state, also after this was frozen."""
+        self._anchor = copy.deepcopy(self.state) if self._plans else None
+        self._since: list[tuple[Round, Control]] = []
+        self._since_bytes = 0
 
     def take(self, turn: Turn) -> None:
         """Fold one round."""
-        round_ = turn.round
-        if self.state is None or round_ is None:
+        round_, state = turn.round, self.state
+        if state is None or round_ is None:
             return
         self._findings.looked["rounds"] += 1
         for fact in turn.facts:
@@ -58,50 +87,66 @@ class FoldCheck:
                 self._started(fact.record.planner)
         control = [(fact.offset, fact.value) for fact in turn.facts]
         try:
-            fold_inputs(self.state, round_, control)
-            same = self._plan_again(round_, control)
-            fold_decisions(self.state, round_)
+            fold_inputs(state, round_, control)
+            if self._plans:
+                self._plan_again(state, round_, control)
+            else:
+                fold_decisions(state, round_)
         except InvariantBroken as error:
             who = f"round {round_.ordinal}"
             why = error.message.removeprefix(f"{who}: ")
             self._findings.add("rounds", who, f"cannot be folded: {why}")
-            self.state = None
+            self.state = self._anchor = None
             return
         self.digests += round_.state_digest is not None
+        assert self.state is not None
         self.state.chain = round_.chain
-        if not same:
-            self._planning = copy.deepcopy(self.state) if self._planning is not None else None
+        if self._since_bytes > ANCHOR_BYTES:
+            self.rewire()
 
     def _started(self, planner: str) -> None:
         self.planner = planner
-        if planner != PLANNER:
-            self._planning = None
+        if planner != PLANNER and self._plans:
+            self._stop_planning()
             note = f"plans were made by {planner or 'a planner without a name'}; this is {PLANNER}"
             self._findings.notes.append(f"{note}: they were not made again")
 
-    def _plan_again(self, round_: Round, control: Sequence[tuple[int, bytes]]) -> bool:
+    def _stop_planning(self) -> None:
+        self._plans, self._anchor, self._since = False, None, []
+
+    def _plan_again(self, state: State, round_: Round, control: Control) -> None:
         """Whether the plan of a round is what its planner decides on the state of the log."""
-        state = self._planning
-        if state is None:
-            return True
-        fold_inputs(state, round_, control)
+        self._since.append((round_, control))
+        size_bytes = sum(len(value) for _, value in control)
+        self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
         again = decide(state) if round_.planned else []
         if tuple(again) == round_.decisions:
             self.plans += round_.planned
             self._findings.looked["decisions"] += 1
             close_round(state, round_)
-            state.chain = round_.chain
-            return True
+            check_digest(state, round_)
+            return
         expected, found = _first_difference(again, round_.decisions)
         message = "its plan is not what its planner decides on what stood in the log"
         self._findings.add(
             "decisions", f"round {round_.ordinal}", message, expected=expected, found=found
         )
+        self._fold_again()
         self._wrong += 1
         if self._wrong >= REMADE_WRONG_MAX:
-            self._planning = None
+            self._stop_planning()
             self._findings.notes.append("after so many plans that differ no more were made again")
-        return False
+
+    def _fold_again(self) -> None:
+        """The state by the recorded decisions alone. Raises InvariantBroken."""
+        state = self._anchor
+        assert state is not None
+        for round_, control in self._since:
+            fold_inputs(state, round_, control)
+            fold_decisions(state, round_)
+            state.chain = round_.chain
+        self.state = state
+        self.rewire()
 
 
 def _first_difference(

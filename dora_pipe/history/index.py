@@ -59,6 +59,8 @@ class Remembered(msgspec.Struct, frozen=True, kw_only=True):
     """Which log the books are of, and how far they go."""
 
     run: str
+    mark: str
+    """Of the log's file, where it is one: a copy has another."""
     code: str
     whole: bool
     files: bool
@@ -78,16 +80,20 @@ class AuditIndex:
     Raises sqlite3.Error when the file cannot be used: by `open_index` in most cases.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, write: bool = True) -> None:
         self.path = path
         where = "" if path is None else str(path)  # An empty name is a file that SQLite removes.
         self._connection = sqlite3.connect(where, isolation_level=None, timeout=1.0)
+        self._encode = msgspec.msgpack.Encoder().encode
+        if not write:
+            if self.schema != SCHEMA:
+                raise sqlite3.DatabaseError("not an index of this version")
+            return
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.execute("BEGIN IMMEDIATE")
-        self._encode = msgspec.msgpack.Encoder().encode
-        if self._schema() != SCHEMA:
+        if self.schema != SCHEMA:
             self.clear()
 
     def clear(self) -> None:
@@ -109,11 +115,11 @@ class AuditIndex:
         books.gathering.attic = _Waiting(self)
         return books
 
-    def remember(self, books: Books, bus: Bus, topics: Topics) -> None:
+    def remember(self, books: Books, bus: Bus, topics: Topics, mark: str = "") -> None:
         """Keep the books as they are, with everything that was put away; only if all holds."""
         self._set("books", b"")
         self._set("remembered", b"")
-        made = None if books.findings.total else _remembered(books, bus, topics)
+        made = None if books.findings.total else _remembered(books, bus, topics, mark)
         if made is not None:
             self._set("books", _squeeze(freeze(books)))
             self._set("remembered", self._encode(made))
@@ -138,17 +144,9 @@ class AuditIndex:
             books = thaw(zstandard.decompress(data))
             if isinstance(books, Books):
                 books.ledger.rewire()
+                books.fold.rewire()
                 return books
         return None
-
-    def group(self, name: str) -> GroupEntry | None:
-        """A group that has ended, by its id."""
-        return _Groups(self).fetch(name)
-
-    def groups_of(self, version: int) -> int:
-        """How many groups that have ended were sampled from a version."""
-        sql = "SELECT count(*) FROM groups WHERE version = ?"
-        return int(self.row(sql, version)[0])
 
     def close(self) -> None:
         """Let go of the file; what was put away since the books were kept is forgotten."""
@@ -158,15 +156,17 @@ class AuditIndex:
         """The first row of a query."""
         return self._connection.execute(sql, values).fetchone()
 
-    def rows(self, sql: str) -> Iterator[Any]:
+    def rows(self, sql: str, *values: Any) -> Iterator[Any]:
         """All rows of a query."""
-        return iter(self._connection.execute(sql))
+        return iter(self._connection.execute(sql, values))
 
     def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """One statement with many rows."""
         self._connection.executemany(sql, rows)
 
-    def _schema(self) -> int:
+    @property
+    def schema(self) -> int:
+        """Version of what the file holds; 0 for a new one."""
         return int(self.row("PRAGMA user_version")[0])
 
     def _get(self, name: str) -> bytes:
@@ -183,13 +183,20 @@ class Opened:
 
     index: AuditIndex
     books: Books
-    again: bool
-    """The books go on from where they were."""
+    again: Remembered | None
+    """What the books go on from; None at the beginning."""
     said: str = ""
 
 
 def open_index(
-    path: Path | None, bus: Bus, topics: Topics, *, whole: bool, files: bool, fresh: bool = False
+    path: Path | None,
+    bus: Bus,
+    topics: Topics,
+    *,
+    whole: bool,
+    files: bool,
+    fresh: bool = False,
+    mark: str = "",
 ) -> Opened:
     """The index at `path` and the books that it remembers, if the log is the one they are of.
 
@@ -208,27 +215,48 @@ def open_index(
     remembered = None if fresh else index.remembered()
     doubt, cut = "", ""
     if remembered is not None:
-        doubt = _unlike(remembered, topics, whole, files)
+        doubt = _unlike(remembered, topics, whole, files, mark)
         if not doubt:
             doubt, cut = _compare(remembered, bus, topics)
         books = None if doubt or cut else index.books()
         if books is not None:
-            return Opened(index=index, books=index.attach(books), again=True, said=said)
+            return Opened(index=index, books=index.attach(books), again=remembered, said=said)
         said = said or (f"begins at the beginning: {doubt}" if doubt else said)
     if cut:  # What it remembers stays, so that the next look says the same.
         index.close()
         index = AuditIndex(None)
     index.clear()
-    books = index.attach(Books(topics.run))
+    books = index.attach(Books(topics.run, whole=whole))
     if cut:
         books.findings.add("records", "log", cut)
-    return Opened(index=index, books=books, again=False, said=said)
+    return Opened(index=index, books=books, again=None, said=said)
 
 
-def _unlike(one: Remembered, topics: Topics, whole: bool, files: bool) -> str:
+def look_up(path: Path, bus: Bus, topics: Topics, mark: str = "") -> Opened | None:
+    """The books in a file as they were remembered, to be read; None if there are none of this log.
+
+    Close the index when they are not needed any more.
+    """
+    if not path.is_file():
+        return None
+    with suppress(sqlite3.Error):
+        index = AuditIndex(path, write=False)
+        remembered = index.remembered()
+        if remembered is not None and not _unlike(remembered, topics, False, False, mark):
+            same = _compare(remembered, bus, topics) == ("", "")
+            books = index.books() if same else None
+            if books is not None:
+                return Opened(index=index, books=index.attach(books), again=remembered)
+        index.close()
+    return None
+
+
+def _unlike(one: Remembered, topics: Topics, whole: bool, files: bool, mark: str) -> str:
     """Why what is remembered is of no use here; empty if it may be."""
     if one.run != topics.run:
         return f"the index is of run {one.run}"
+    if one.mark != mark:
+        return "the log is another file than the one that was looked at"
     if one.code != fingerprint():
         return "the index was written by another version"
     if (whole and not one.whole) or (files and not one.files):
@@ -258,7 +286,7 @@ def _compare(one: Remembered, bus: Bus, topics: Topics) -> tuple[str, str]:
     return "", ""
 
 
-def _remembered(books: Books, bus: Bus, topics: Topics) -> Remembered | None:
+def _remembered(books: Books, bus: Bus, topics: Topics, mark: str) -> Remembered | None:
     """What the log has where the books end; None before the first round."""
     decisions = TopicPartition(topics.decisions, 0)
     started = _first(bus, TopicPartition(topics.control, 0))
@@ -267,6 +295,7 @@ def _remembered(books: Books, bus: Bus, topics: Topics) -> Remembered | None:
         return None
     return Remembered(
         run=topics.run,
+        mark=mark,
         code=fingerprint(),
         whole=books.whole,
         files=books.files,
@@ -347,6 +376,11 @@ class _Groups:
             if entry.bound is not None:
                 entry.bound = places[entry.bound.place]
         return group
+
+    def of_version(self, version: int) -> set[str]:
+        """Ids of the groups that were sampled from a version."""
+        rows = self._index.rows("SELECT number FROM groups WHERE version = ?", version)
+        return {group_id("eval" if number & 1 else "train", number >> 1) for (number,) in rows}
 
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
         """Many groups."""

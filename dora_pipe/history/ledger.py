@@ -38,6 +38,7 @@ from dora_pipe.schemas.control import (
     RunStarted,
     StepCommitted,
     TrajectoriesLogged,
+    VersionsDropped,
     WeightsAdopted,
     WorkerJoined,
     WorkerLeft,
@@ -181,6 +182,9 @@ class Ledger:
                 self.legality.command(record)
             case WeightsAdopted():
                 self.adopted.append(record)
+            case VersionsDropped():
+                if self.stopped is not None:
+                    self.dropped.update(record.versions)
 
     def _wrong(self, at: Moment, message: str, expected: object = "", found: object = "") -> None:
         where = f"control:{at.offset}"

@@ -8,44 +8,50 @@ import os
 import platform
 import shutil
 import sqlite3
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from dora_pipe.bus.open import open_bus
+from dora_pipe.cli.doctor_log import log_findings
+from dora_pipe.cli.finding import Finding, State
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.cli.rundir import FREE_BYTES_MIN
-from dora_pipe.errors import DoraError
+from dora_pipe.cli.settings import OverrideOption
+from dora_pipe.config.load import load_config
 
-State = Literal["ok", "note", "fail"]
+_SLOW = "Kafka would be 88 times slower"
+_CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
 
 PYTHON_MIN = (3, 11)
 WAL_SQLITE_MIN = (3, 37)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing looked at. `note` is no fault: something optional is not there."""
-
-    what: str
-    state: State
-    detail: str
-
-
 def doctor(
     bus: Annotated[str, typer.Option(help="Also try this log, e.g. kafka://host:9092.")] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Try the log of this TOML file or run directory, with its user."),
+    ] = None,
+    override: OverrideOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Check this machine: versions, extras, disk, threads, and a log if one is named."""
     findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads(), _cores(), _java()]
-    if bus:
-        findings.append(_bus(bus))
+    wanted = load_config(_config_file(config), override or ()) if config else None
+    url = bus or (wanted.bus.url if wanted else "")
+    if url:
+        findings += log_findings(url, wanted)
     rows = [{"state": one.state, "what": one.what, "detail": one.detail} for one in findings]
     emit_rows(("state", "what", "detail"), rows, as_json=as_json)
     if any(one.state == "fail" for one in findings):
         raise typer.Exit(1)
+
+
+def _config_file(path: Path) -> Path:
+    """A run's directory means the configuration in it."""
+    inside = path / "config.toml"
+    return inside if inside.is_file() else path
 
 
 def _python() -> Finding:
@@ -64,10 +70,17 @@ def _sqlite() -> Finding:
 def _crc32c() -> Finding:
     """Without the C extension kafka-python computes checksums in Python, 88 times slower."""
     if importlib.util.find_spec("crc32c") is None:
-        return Finding(
-            what="crc32c", state="fail", detail="not installed: Kafka would be 88 times slower"
-        )
-    return Finding(what="crc32c", state="ok", detail=importlib.metadata.version("crc32c"))
+        detail = f"not installed: {_SLOW}; pip install crc32c"
+        return Finding(what="crc32c", state="fail", detail=detail)
+    try:
+        from crc32c import crc32c, hardware_based
+    except ImportError as error:
+        return Finding(what="crc32c", state="fail", detail=f"cannot be used ({error}): {_SLOW}")
+    if crc32c(_CRC_INPUT) != _CRC_RESULT:
+        return Finding(what="crc32c", state="fail", detail="computes wrong checksums")
+    version = importlib.metadata.version("crc32c")
+    how = "by the processor" if hardware_based else "in C"
+    return Finding(what="crc32c", state="ok", detail=f"{version}, {how}")
 
 
 def _extras() -> list[Finding]:
@@ -104,14 +117,3 @@ def _java() -> Finding:
     java = shutil.which("java")
     detail = java or "not found; only for a Kafka broker on this machine without Docker"
     return Finding(what="java", state="ok" if java else "note", detail=detail)
-
-
-def _bus(url: str) -> Finding:
-    try:
-        bus = open_bus(url)
-        try:
-            return Finding(what="log", state="ok", detail=f"{url}: {len(bus.topics())} topics")
-        finally:
-            bus.close()
-    except DoraError as error:
-        return Finding(what="log", state="fail", detail=f"{url}: {error.message}")

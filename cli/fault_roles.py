@@ -20,7 +20,7 @@ from dora_pipe import __version__
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
 from dora_pipe.bench.faults.order import WORKERS
-from dora_pipe.bus.claims import ClaimBus, ClaimFiles
+from dora_pipe.bus.claims import ClaimBus
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
@@ -84,7 +84,7 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
 def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
     """As `RunDir.open_bus`, with the log itself wrapped: what is booked is what lies there."""
     log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
-    return ClaimBus(FaultBus(log, injector), ClaimFiles(directory.store(config) / "claims"))
+    return ClaimBus(FaultBus(log, injector), directory.claims(config))
 
 
 def _orchestrator(directory: RunDir) -> None:

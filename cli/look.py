@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from dora_pipe.bus.claims import claimed_bytes, lost_claim
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.cli.output import emit_json, emit_rows, emit_table
 from dora_pipe.cli.rundir import RUNS, OpenRun, opened
@@ -143,6 +144,8 @@ def _print_record(record: Record, content: dict[str, Any], *, as_json: bool) -> 
 
 def readable(topic: str, record: Record) -> dict[str, Any]:
     """A record's content as plain values; one that cannot be read says why."""
+    if lost := lost_claim(record):
+        return {"kind": "unreadable", "why": lost, "bytes": claimed_bytes(record)}
     try:
         plain = msgspec.to_builtins(_decoded(topic, record))
     except SchemaError as error:

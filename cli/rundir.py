@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_pipe.bus.archive_format import CLAIMS, MANIFEST
+from dora_pipe.bus.claims import ClaimFiles, ClaimStore
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
@@ -29,6 +30,7 @@ from dora_pipe.bus.splice import spliced
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.policies.claims import SharedClaims
 from dora_pipe.policies.open import open_store
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.topics import Topics
@@ -92,9 +94,21 @@ class RunDir:
         The only way from a configuration to its log. Raises BusError, ConfigError.
         """
         if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
-            return open_bus(self.bus_url(config), claims=self.path / CLAIMS)
+            return open_bus(self.bus_url(config), claims=ClaimFiles(self.path / CLAIMS))
         security = KafkaSecurity.of(config.bus)
-        return open_bus(self.bus_url(config), security, claims=self.store(config) / "claims")
+        return open_bus(self.bus_url(config), security, claims=self.claims(config))
+
+    def claims(self, config: Config) -> ClaimStore:
+        """Where values too large for the log lie: with the policies, so that all machines see them.
+
+        Raises ConfigError for a `store.url` that cannot be used.
+        """
+        here = self.store(config) / CLAIMS
+        if not config.store.url:
+            return ClaimFiles(here)
+        from dora_pipe.policies.arrow_files import open_files
+
+        return SharedClaims(open_files(config.store.url, folder=config.run.name), here)
 
     def store(self, config: Config) -> Path:
         """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""

@@ -82,20 +82,28 @@ def plan_new(config: Config, root: Path, *, parent: str = "") -> Plan:
     """Everything a new run needs; its directory and topics exist afterwards."""
     if run_dir(config, root).exists():
         create(config, root)  # raises: what is there is never overwritten
-    lineage, policy = None, None
-    store = run_dir(config, root).policies(config)
-    if parent:
-        lineage, policy = _inherit(parent, root, store)
-    first = prepare.run_started(config, store, policy=policy, lineage=lineage)
-    directory = create(config, root)
-    with _bus(directory, config) as bus:
-        topics = prepare.create_topics(bus, config)
-        if prepare.started(bus, topics) is not None:
-            raise ConfigError(
-                f"the log already holds a run {config.run.name!r}",
-                hint="go on with --resume, or choose another run.name (-o run.name=...)",
-            )
+    with _bus(run_dir(config, root), config) as bus:  # refused there, nothing is made here
+        lineage, policy = None, None
+        store = run_dir(config, root).policies(config)
+        if parent:
+            lineage, policy = _inherit(parent, root, store)
+        first = prepare.run_started(config, store, policy=policy, lineage=lineage)
+        if config.bus.url:
+            _make_topics(bus, config)
+        directory = create(config, root)
+        if not config.bus.url:
+            _make_topics(bus, config)
     return Plan(directory=directory, config=config, first=first)
+
+
+def _make_topics(bus: Bus, config: Config) -> None:
+    """The topics of a new run, in a log that holds no such run. Raises ConfigError, BusError."""
+    topics = prepare.create_topics(bus, config)
+    if prepare.started(bus, topics) is not None:
+        raise ConfigError(
+            f"the log already holds a run {config.run.name!r}",
+            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+        )
 
 
 def plan_resume(wanted: Config, root: Path) -> Plan:

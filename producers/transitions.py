@@ -55,8 +55,8 @@ from dora_pipe.schemas.control import FinishReason, Resume
 EPISODE_RESTARTS_MAX: Final = 3
 """Times a request starts again here because its environment died; then it fails."""
 
-VALUE_BYTES_MAX: Final = 9 * 1024 * 1024
-"""A larger record would not fit into its topic beside its headers."""
+VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
 
 TRAJECTORY_TAG: Final = "t:"
 PROGRESS_TAG: Final = "p:"

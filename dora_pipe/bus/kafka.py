@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
+_Answer = TypeVar("_Answer")
 
 
 class _Unreachable(BusError):
@@ -140,9 +141,7 @@ class KafkaBus:
 
     def topics(self) -> list[str]:
         """Names of all topics, sorted, without Kafka's own."""
-        self._here.check()
-        with self.errors(), self._lock:
-            return sorted(t for t in self._admin.list_topics() if not t.startswith("__"))
+        return sorted(t for t in self.ask(KafkaAdminClient.list_topics) if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
         """How many partitions a topic has."""
@@ -192,12 +191,16 @@ class KafkaBus:
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
         """The topics as the cluster describes them now. Raises TopicMissing."""
-        self._here.check()
         names = ", ".join(topics)
-        with self.errors(needs=f"DESCRIBE on topic {names}"), self._lock:
-            found = described(self._admin, topics)
-        with self.errors(needs=f"DESCRIBE_CONFIGS on topic {names}"), self._lock:
-            return with_settings(self._admin, found)
+        found = self.ask(lambda at: described(at, topics), needs=f"DESCRIBE on topic {names}")
+        needs = f"DESCRIBE_CONFIGS on topic {names}"
+        return self.ask(lambda at: with_settings(at, found), needs=needs)
+
+    def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
+        """What the cluster answers an administrator, one question at a time."""
+        self._here.check()
+        with self.errors(needs=needs), self._lock:
+            return call(self._admin)
 
     def close(self) -> None:
         """Close the bus with its readers and writers."""

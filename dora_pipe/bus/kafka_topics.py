@@ -170,6 +170,19 @@ def _weak(topic: TopicFacts) -> Iterator[Complaint]:
         )
 
 
+def brokers_of(admin: KafkaAdminClient) -> list[int]:
+    """The numbers of the brokers that are there."""
+    return sorted(int(one["broker_id"]) for one in admin.describe_cluster()["brokers"])
+
+
+def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
+    """The smallest `replica.fetch.max.bytes` of the brokers; None where the cluster tells none."""
+    wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
+    told = admin.describe_configs(wanted, config_filter="all").get("broker", {})
+    sizes = [one["replica.fetch.max.bytes"]["value"] for one in told.values() if one]
+    return min(map(int, sizes), default=None)
+
+
 def fetch_complaint(topic: TopicFacts, replica_fetch_bytes: int) -> Complaint | None:
     """A follower that fetches less than one batch still gets it whole, but one at a time."""
     limit = int(topic.settings["max.message.bytes"])

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_pipe.bus.claims import ClaimBus, ClaimFiles
+from dora_pipe.bus.claims import ClaimBus, ClaimStore
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.errors import UsageError
 
 
-def open_bus(url: str, security: KafkaSecurity | None = None, *, claims: Path | None = None) -> Bus:
+def open_bus(
+    url: str, security: KafkaSecurity | None = None, *, claims: ClaimStore | None = None
+) -> Bus:
     """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]`` or ``archive:PATH``.
 
     Nothing is created; an archive can only be read.
 
-    `security` is for Kafka; `claims` is the folder of values too large for the log, without which
+    `security` is for Kafka; `claims` keeps the values that are too large for the log; without it
     such a record is refused, and read as empty. Raises UsageError for any other address,
     ConfigError for a missing secret, BusError when the log cannot be reached.
     """
     bus = _open(url, security)
-    return bus if claims is None else ClaimBus(bus, ClaimFiles(claims))
+    return bus if claims is None else ClaimBus(bus, claims)
 
 
 def _open(url: str, security: KafkaSecurity | None) -> Bus:

@@ -11,6 +11,7 @@ Its listeners, each on its own port, are doors to the same log:
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from kafka.admin import (
 )
 
 from dora_pipe.bus.kafka_security import KafkaSecurity
-from tests.support.kafka_broker import KafkaBroker, Listener
+from tests.support.kafka_broker import ROOT, KafkaBroker, Listener
 
 ROLES = ("orchestrator", "worker", "trainer", "auditor")
 USERS = ("admin", *ROLES, "stranger")
@@ -184,3 +185,24 @@ def _acl(right: Mapping[str, str]) -> ACL:
             ResourceType[right["kind"]], right["name"], _PREFIXED[right["pattern"]]
         ),
     )
+
+
+def documented_rights(run: str) -> list[dict[str, str]]:
+    """What docs/kafka.md says that each role needs, for `allow`."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "kafka.md").read_text().splitlines()
+        if line.startswith(tuple(f"| {role} |" for role in ROLES))
+    ]
+    return [
+        {
+            "user": user,
+            "operation": re.sub("(?<=[a-z])(?=[A-Z])", "_", operation).upper(),
+            "kind": kind.upper().replace("-", "_"),
+            "name": f"{run}{name.strip('`').removeprefix('run').removesuffix('*')}",
+            "pattern": "prefixed" if name.endswith("*`") else "literal",
+        }
+        for user, operations, kind, names in rows
+        for operation in operations.split(", ")
+        for name in names.split(", ")
+    ]

@@ -249,7 +249,7 @@ def test_two_writers_of_one_value_do_not_disturb_each_other(tmp_path: Path) -> N
 
 
 def test_the_log_of_a_file_claims_by_its_address(tmp_path: Path) -> None:
-    url, claims = f"sqlite:{tmp_path / 'log'}", tmp_path / "claims"
+    url, claims = f"sqlite:{tmp_path / 'log'}", ClaimFiles(tmp_path / "claims")
     bus = open_bus(url, claims=claims)
     bus.create([TopicSpec(name=TOPIC, record_bytes_max=LIMIT_BYTES)])
     bus.writer().append([large()])

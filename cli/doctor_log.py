@@ -1,0 +1,51 @@
+"""What `dora-pipe doctor` says of a log: whether it is reached, and as whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus
+from dora_pipe.cli.finding import Finding, failed
+from dora_pipe.config.model import Config
+from dora_pipe.errors import DoraError
+from dora_pipe.schemas.topics import Topics
+
+
+def log_findings(url: str, config: Config | None) -> Iterator[Finding]:
+    """Rows about the log at an address, and about the topics of a configuration's run."""
+    security = KafkaSecurity.of(config.bus) if config else KafkaSecurity()
+    try:
+        with closing(open_bus(url, security)) as bus:
+            yield from _of(bus, url, config, security)
+    except DoraError as error:
+        yield failed("log", error)
+
+
+def _of(bus: Bus, url: str, config: Config | None, security: KafkaSecurity) -> Iterator[Finding]:
+    kafka = url.startswith("kafka:")
+    names = bus.topics()
+    who = f", as {security.principal} by {security.protocol}" if kafka else ""
+    yield Finding(what="log", state="ok", detail=f"{url}: {len(names)} topics{who}")
+    there: list[str] = []
+    if config is not None:
+        wanted = Topics(config.run.name).all()
+        there = [name for name in wanted if name in names]
+        yield _found(config.run.name, len(there), len(wanted))
+    if kafka:
+        from dora_pipe.cli.doctor_kafka import cluster_findings
+
+        yield from cluster_findings(bus, config, there)
+
+
+def _found(run: str, there: int, wanted: int) -> Finding:
+    if there == wanted:
+        return Finding(what="topics", state="ok", detail=f"all {there} of run {run!r}")
+    detail = f"{there} of {wanted} of run {run!r}; a new run makes them"
+    if there:
+        detail = (
+            f"{there} of {wanted} of run {run!r}: the others are gone, or hidden from this user"
+        )
+    return Finding(what="topics", state="note", detail=detail)

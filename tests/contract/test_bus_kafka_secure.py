@@ -1,0 +1,320 @@
+"""A cluster that asks who comes: the contract over SASL_SSL, and every refusal in one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kafka import KafkaAdminClient
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.errors import AccessRefused, BusError
+from tests.support.bus_contract import CHECKS
+from tests.support.bus_harness import KafkaHarness
+from tests.support.bus_steps import Check, read, topic_on
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.kafka_secure import (
+    Certificates,
+    allow,
+    password_of,
+    secure_broker,
+    security_of,
+)
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+AT_ONCE_S = 8.0
+"""The client alone would only time out, after 10 s."""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def broker(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[KafkaBroker]:
+    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
+        yield broker
+
+
+@pytest.fixture
+def admin(certificates: Certificates, tmp_path: Path) -> KafkaSecurity:
+    """May do everything."""
+    return security_of("admin", certificates, tmp_path)
+
+
+@pytest.fixture
+def stranger(certificates: Certificates, tmp_path: Path) -> KafkaSecurity:
+    """Is known, and may do nothing that the test has not allowed."""
+    return security_of("stranger", certificates, tmp_path)
+
+
+class SecureHarness(KafkaHarness):
+    """Every bus by SASL_SSL."""
+
+    def __init__(self, address: str, security: KafkaSecurity) -> None:
+        super().__init__(address)
+        self.security = security
+
+    def open(self) -> Bus:
+        """One more bus on the broker."""
+        return self.keep(KafkaBus([self.bootstrap], security=self.security))
+
+
+@pytest.fixture
+def harness(broker: KafkaBroker, admin: KafkaSecurity) -> Iterator[SecureHarness]:
+    made = SecureHarness(broker.address("SECURE"), admin)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_bus_over_sasl_ssl(harness: SecureHarness, check: Check) -> None:
+    check(harness)
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512", "PLAIN"])
+def test_a_record_passes_under_every_mechanism(
+    broker: KafkaBroker, admin: KafkaSecurity, mechanism: str
+) -> None:
+    harness = SecureHarness(broker.address("SECURE"), replace(admin, mechanism=mechanism))
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    bus.writer(exclusive=harness.topic("w")).append([Append(topic=topic, value=b"x")])
+    assert [one.value for one in read(bus.reader({TopicPartition(topic, 0): 0}), 1)] == [b"x"]
+    harness.close()
+
+
+def test_a_password_without_tls_and_a_certificate_without_password_are_taken(
+    broker: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
+) -> None:
+    clear = replace(admin, protocol="SASL_PLAINTEXT")
+    KafkaBus([broker.address("CLEAR")], security=clear).close()
+    mutual = KafkaSecurity(
+        protocol="SSL",
+        ca_file=certificates.path("ca.pem"),
+        cert_file=certificates.path("client.crt"),
+        key_file=certificates.path("client.key"),
+    )
+    KafkaBus([broker.address("MUTUAL")], security=mutual).close()
+
+
+def refused(broker: KafkaBroker, listener: str, security: KafkaSecurity) -> AccessRefused:
+    """The refusal, which must come at once, be one line, and hold no secret."""
+    began_s = time.monotonic()
+    with pytest.raises(AccessRefused) as raised:
+        KafkaBus([broker.address(listener)], security=security)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    error = raised.value
+    assert error.exit_code == 4 and "\n" not in error.message and error.hint
+    assert password_of("admin") not in f"{error.message} {error.hint} {security!r}"
+    return error
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512", "PLAIN"])
+@pytest.mark.parametrize("wrong", ["password", "name"])
+def test_a_wrong_name_or_password(
+    broker: KafkaBroker, admin: KafkaSecurity, tmp_path: Path, mechanism: str, wrong: str
+) -> None:
+    (tmp_path / "wrong").write_text("not-it")
+    other = {"password": {"password_file": str(tmp_path / "wrong")}, "name": {"username": "nobody"}}
+    error = refused(broker, "SECURE", replace(admin, mechanism=mechanism, **other[wrong]))
+    assert "wrong name or password" in error.message and mechanism in error.message
+    assert "not-it" not in f"{error.message} {error.hint}"
+    assert "bus.password_file" in (error.hint or "")
+
+
+def test_an_expired_certificate(broker: KafkaBroker, admin: KafkaSecurity) -> None:
+    error = refused(broker, "EXPIRED", admin)
+    assert error.message == "the Kafka broker's certificate has expired"
+
+
+def test_a_certificate_of_another_host(broker: KafkaBroker, admin: KafkaSecurity) -> None:
+    error = refused(broker, "ELSEWHERE", admin)
+    assert "another host" in error.message and "check_hostname" in (error.hint or "")
+    lax = replace(admin, check_hostname=False)
+    KafkaBus([broker.address("ELSEWHERE")], security=lax).close()
+
+
+def test_an_authority_that_nobody_knows(
+    broker: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
+) -> None:
+    ca_file = certificates.path("stranger-ca.pem")
+    error = refused(broker, "SECURE", replace(admin, ca_file=ca_file))
+    assert ca_file in error.message and "bus.ca_file" in (error.hint or "")
+    error = refused(broker, "SECURE", replace(admin, ca_file=""))
+    assert "this machine's certificates" in error.message
+
+
+@pytest.mark.parametrize("file", ["", "stranger.pem"])
+def test_a_client_s_certificate_that_the_broker_does_not_take(
+    broker: KafkaBroker, certificates: Certificates, file: str
+) -> None:
+    cert_file = certificates.path(file) if file else ""
+    security = KafkaSecurity(
+        protocol="SSL", ca_file=certificates.path("ca.pem"), cert_file=cert_file
+    )
+    error = refused(broker, "MUTUAL", security)
+    assert "certificate" in error.message and "bus.cert_file" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("listener", "protocol", "said"),
+    [
+        ("SECURE", "PLAINTEXT", "speaks TLS"),
+        ("SECURE", "SASL_PLAINTEXT", "speaks TLS"),
+        ("SECURE", "SSL", "asks for a user"),
+        ("CLEAR", "PLAINTEXT", "asks for a user"),
+        ("PLAINTEXT", "SASL_PLAINTEXT", "asks for no password"),
+        ("PLAINTEXT", "SASL_SSL", "no TLS"),
+        ("CLEAR", "SSL", "no TLS"),
+    ],
+)
+def test_the_wrong_listener(
+    broker: KafkaBroker, admin: KafkaSecurity, listener: str, protocol: str, said: str
+) -> None:
+    security = replace(admin, protocol=protocol)
+    if not security.sasl:
+        security = replace(security, username="", password_file="")
+    error = refused(broker, listener, security)
+    assert said in error.message and "bus.protocol" in f"{error.message} {error.hint}"
+
+
+def test_one_broker_that_lets_in_is_enough(broker: KafkaBroker, admin: KafkaSecurity) -> None:
+    servers = ["127.0.0.1:1", broker.address("EXPIRED"), broker.address("SECURE")]
+    bus = KafkaBus(servers, security=admin)
+    assert isinstance(bus.topics(), list)
+    bus.close()
+
+
+def test_each_missing_right_is_named_and_the_hint_grants_it(
+    broker: KafkaBroker, admin: KafkaSecurity, stranger: KafkaSecurity
+) -> None:
+    """Goes from no right at all to all that a writer needs, by nothing but the hints."""
+    address = broker.address("SECURE")
+    harness = SecureHarness(address, admin)
+    topic, name = topic_on(harness, harness.open()), harness.topic("w")
+    at, granted = TopicPartition(topic, 0), []
+    with_rights = SecureHarness(address, stranger)
+
+    def work() -> None:
+        bus = with_rights.open()
+        bus.end(at)
+        bus.reader({at: 0}).poll(timeout_s=2)
+        bus.writer().append([Append(topic=topic, value=b"plain")])
+        bus.writer(exclusive=name).append([Append(topic=topic, value=b"exclusive")])
+
+    for _ in range(10):
+        try:
+            work()
+            break
+        except AccessRefused as error:
+            assert "User:stranger lacks " in error.message, error.message
+            granted.append(grant(broker, error.hint or ""))
+    assert granted == ["Describe", "DescribeConfigs", "Read", "Write", "Write"]
+    reader = harness.open().reader({at: 0})
+    assert [one.value for one in read(reader, 2)][-1] == b"exclusive"
+    harness.close()
+    with_rights.close()
+
+
+def grant(broker: KafkaBroker, hint: str) -> str:
+    """Do what a hint says; returns the operation."""
+    words = hint.partition(";")[0].split()
+    said = dict(zip(words[2::2], words[3::2], strict=True))
+    kind = "TOPIC" if "--topic" in said else "TRANSACTIONAL_ID"
+    operation = said["--operation"]
+    right = {
+        "user": said["--allow-principal"].removeprefix("User:"),
+        "operation": "DESCRIBE_CONFIGS" if operation == "DescribeConfigs" else operation.upper(),
+        "kind": kind,
+        "name": said.get("--topic") or said["--transactional-id"],
+        "pattern": "literal",
+    }
+    allow(broker, [right])
+    return operation
+
+
+def test_creating_without_the_right_names_it(broker: KafkaBroker, stranger: KafkaSecurity) -> None:
+    bus = KafkaBus([broker.address("SECURE")], security=stranger)
+    with pytest.raises(AccessRefused, match=r"User:stranger lacks CREATE on topic no\.such"):
+        bus.create([TopicSpec(name="no.such")])
+    bus.close()
+
+
+def test_what_the_client_library_logs_holds_no_secret(
+    broker: KafkaBroker,
+    admin: KafkaSecurity,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", logger="kafka"):
+        bus = KafkaBus([broker.address("SECURE")], security=replace(admin, mechanism="PLAIN"))
+        bus.topics()
+        bus.close()
+    assert caplog.records, "the library logs something at this level"
+    assert password_of("admin") not in caplog.text
+    assert password_of("admin") not in broker.log()
+
+
+SETTINGS = [
+    ({"cleanup.policy": "compact"}, True, "compacted"),
+    ({"min.insync.replicas": "2"}, True, "can ever be acknowledged"),
+    ({"retention.ms": "3600000"}, False, "forgets records"),
+    ({"unclean.leader.election.enable": "true"}, False, "lacks records"),
+]
+
+
+@pytest.mark.parametrize(("settings", "fatal", "said"), SETTINGS)
+def test_somebody_else_s_topic_is_looked_at(
+    broker: KafkaBroker,
+    settings: dict[str, str],
+    fatal: bool,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"theirs.{said.replace(' ', '-')}"
+    theirs = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    limit = {"max.message.bytes": str(16 * 1024 * 1024)}
+    configs = {**limit, "retention.ms": "-1", **settings}
+    theirs.create_topics(
+        {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}},
+        wait_for_metadata=True,
+    )
+    theirs.close()
+    bus = KafkaBus([broker.bootstrap], security=PLAINTEXT)
+    if fatal:
+        with pytest.raises(BusError, match=said) as raised:
+            bus.create([TopicSpec(name=name)])
+        assert raised.value.hint
+    else:
+        bus.create([TopicSpec(name=name)])
+        assert said in caplog.text
+    bus.close()
+
+
+def test_partitions_and_sizes_of_somebody_else_s_topic_are_refused_with_what_to_set(
+    broker: KafkaBroker,
+) -> None:
+    theirs = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    theirs.create_topics(
+        {"theirs.small": {"num_partitions": 2, "replication_factor": 1, "configs": {}}},
+        wait_for_metadata=True,
+    )
+    theirs.close()
+    bus = KafkaBus([broker.bootstrap])
+    with pytest.raises(BusError, match="2 partitions, not 3") as raised:
+        bus.create([TopicSpec(name="theirs.small", partitions=3)])
+    assert "bus.partitions = 2" in (raised.value.hint or "")
+    with pytest.raises(BusError, match="records of at most") as raised:
+        bus.create([TopicSpec(name="theirs.small", partitions=2)])
+    assert "max.message.bytes" in (raised.value.hint or "")
+    bus.create([TopicSpec(name="theirs.small", partitions=2, record_bytes_max=1024 * 1024)])
+    bus.close()

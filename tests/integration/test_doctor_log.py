@@ -1,0 +1,119 @@
+"""What `doctor` says of a log: reached or not, as whom, and what is wrong with a run's topics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kafka import KafkaAdminClient
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.cli.doctor import _crc32c
+from dora_pipe.cli.doctor_log import log_findings
+from dora_pipe.cli.finding import Finding
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.topics import Topics
+from tests.support.kafka_broker import KafkaBroker
+
+
+def config(name: str, **bus: object) -> Config:
+    return from_plain(
+        {
+            "run": {"name": name, "steps": 1},
+            "model": {"path": "m"},
+            "task": {"kind": "arithmetic"},
+            "bus": bus,
+        }
+    )
+
+
+def rows(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(one.state, one.what) for one in found]
+
+
+def test_the_checksum_is_computed_in_c_and_right() -> None:
+    found = _crc32c()
+    assert found.state == "ok" and "by" in found.detail or "in C" in found.detail
+
+
+def test_a_wrong_checksum_and_a_missing_extension_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crc32c.crc32c", lambda data: 0)
+    assert (_crc32c().state, _crc32c().detail) == ("fail", "computes wrong checksums")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _crc32c().state == "fail" and "88 times slower" in _crc32c().detail
+
+
+def test_the_log_of_a_file_is_looked_at(tmp_path: Path) -> None:
+    url = f"sqlite:{tmp_path / 'log'}"
+    wanted = config("demo", url=url)
+    assert rows(list(log_findings(url, wanted))) == [("ok", "log"), ("note", "topics")]
+    bus = open_bus(url)
+    bus.create([TopicSpec(name=name) for name in Topics("demo").all()])
+    bus.close()
+    (_, topics) = log_findings(url, wanted)
+    assert (topics.state, topics.detail) == ("ok", "all 6 of run 'demo'")
+
+
+def test_a_log_that_is_none_is_one_row_with_its_hint() -> None:
+    (row,) = log_findings("redis://x", None)
+    assert row.state == "fail" and "is not a log; sqlite:PATH" in row.detail
+
+
+def test_a_password_that_is_not_there_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DORA_PIPE_KAFKA_PASSWORD", raising=False)
+    url = "kafka://127.0.0.1:1"
+    wanted = config("demo", url=url, protocol="SASL_SSL", username="w0")
+    (row,) = log_findings(url, wanted)
+    assert row.state == "fail" and "no password for the Kafka user `w0`" in row.detail
+
+
+@pytest.fixture
+def described(kafka_broker: KafkaBroker) -> Callable[[Config], list[Finding]]:
+    return lambda wanted: list(log_findings(f"kafka://{kafka_broker.bootstrap}", wanted))
+
+
+@pytest.mark.kafka
+def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
+    kafka_broker: KafkaBroker, described: Callable[[Config], list[Finding]]
+) -> None:
+    wanted = config("looked-at", url=f"kafka://{kafka_broker.bootstrap}")
+    found = described(wanted)
+    assert rows(found) == [("ok", "log"), ("note", "topics"), ("note", "brokers")]
+    assert "as User:ANONYMOUS by PLAINTEXT" in found[0].detail
+    bus = KafkaBus([kafka_broker.bootstrap])
+    names = Topics("looked-at")
+    many = {names.trajectories: 4, names.progress: 4}
+    bus.create([TopicSpec(name=one, partitions=many.get(one, 1)) for one in names.all()])
+    bus.close()
+    found = described(wanted)
+    assert rows(found)[-1] == ("ok", "settings")
+    others = config("looked-at", partitions=2, record_bytes_max=20 * 1024 * 1024)
+    failed = [one.detail for one in described(others) if one.state == "fail"]
+    assert any("4 partitions, not 2" in one for one in failed)
+    assert any("max.message.bytes" in one for one in failed)
+
+
+@pytest.mark.kafka
+def test_settings_that_were_changed_later_are_found(
+    kafka_broker: KafkaBroker, described: Callable[[Config], list[Finding]]
+) -> None:
+    wanted = config("changed-later", url=f"kafka://{kafka_broker.bootstrap}")
+    topic = Topics("changed-later").control
+    theirs = KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)
+    configs = {
+        "cleanup.policy": "compact",
+        "max.message.bytes": "20971520",
+        "retention.ms": "86400000",
+    }
+    theirs.create_topics(
+        {topic: {"num_partitions": 1, "replication_factor": 1, "configs": configs}},
+        wait_for_metadata=True,
+    )
+    theirs.close()
+    details = {one.state: one.detail for one in described(wanted) if one.what == "settings"}
+    assert "is compacted" in details["fail"] and "cleanup.policy=delete" in details["fail"]
+    assert "forgets records beyond 1 days" in details["note"]

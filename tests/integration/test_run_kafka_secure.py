@@ -1,0 +1,214 @@
+"""A run on a cluster that asks who comes: every role with exactly the rights the docs give it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE
+from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.errors import AccessRefused
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.kafka_secure import (
+    ROLES,
+    USERS,
+    Certificates,
+    allow,
+    documented_rights,
+    password_of,
+    secure_broker,
+    security_of,
+)
+from tests.support.user_run import WAIT_S, call, furnish, start, steps, until
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def broker(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[KafkaBroker]:
+    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
+        yield broker
+
+
+@pytest.fixture
+def place(tmp_path: Path, broker: KafkaBroker, certificates: Certificates) -> Path:
+    """A user's folder whose runs log to the broker; who enters is said on the command line."""
+    place = furnish(tmp_path / "place")
+    (tmp_path / "secrets").mkdir()
+    for user in USERS:
+        (tmp_path / "secrets" / user).write_text(password_of(user))
+    with (place / "config.toml").open("a") as config:
+        config.write(
+            f"""[bus]
+url = "kafka://{broker.address("SECURE")}"
+protocol = "SASL_SSL"
+username = "nobody"
+ca_file = "{certificates.path("ca.pem")}"
+"""
+        )
+    return place
+
+
+def enters(place: Path, user: str) -> list[str]:
+    """Words of the command line."""
+    file = place.parent / "secrets" / user
+    return ["-o", f"bus.username={user}", "-o", f'bus.password_file="{file}"']
+
+
+def said(place: Path) -> str:
+    """All that the commands printed so far."""
+    path = place / "said"
+    return path.read_text() if path.exists() else ""
+
+
+def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
+    place: Path, broker: KafkaBroker, certificates: Certificates
+) -> None:
+    allow(broker, documented_rights("tiny"))
+    orchestrator = start(place, "orchestrator", "config.toml", *enters(place, "orchestrator"))
+    until(lambda: (place / "runs" / "tiny" / "config.toml").exists() or orchestrator.poll())
+    assert orchestrator.poll() is None, said(place)
+    roles = [
+        start(place, "worker", "config.toml", "--name", name, *enters(place, "worker"))
+        for name in ("w0", "w1")
+    ]
+    roles.append(start(place, "trainer", "config.toml", *enters(place, "trainer")))
+    ended = [role.wait(WAIT_S) for role in (orchestrator, *roles)]
+    assert ended == [0, 0, 0, 0], said(place)
+    assert "lacks" not in said(place)
+
+    auditor = as_auditor(place)
+    assert steps(auditor, "tiny") == list(range(STEPS))
+    for command in (("audit", "tiny"), ("topics", "tiny"), ("cat", "tiny", "decisions")):
+        assert call(auditor, *command) == 0, said(auditor)
+    assert call(auditor, "doctor", "--config", "runs/tiny") == 0, said(auditor)
+    assert "as User:auditor by SASL_SSL" in said(auditor)
+    assert "all 6 of run 'tiny'" in said(auditor)
+    nobody_may_do_more(broker, certificates, place)
+    no_secret_is_anywhere(place, auditor, broker)
+
+
+def as_auditor(place: Path) -> Path:
+    """The same run seen by somebody else, who got a copy of its directory."""
+    auditor = place.parent / "auditor"
+    shutil.copytree(place, auditor, ignore=shutil.ignore_patterns("said"))
+    config = auditor / "runs" / "tiny" / "config.toml"
+    secrets = place.parent / "secrets"
+    text = config.read_text().replace('username = "orchestrator"', 'username = "auditor"')
+    text = text.replace(str(secrets / "orchestrator"), str(secrets / "auditor"))
+    config.write_text(text.replace(f'"{place}', f'"{auditor}'))
+    return auditor
+
+
+FORBIDDEN = {
+    "worker": ("decisions", "dead-letters"),
+    "trainer": ("decisions", "trajectories", "progress"),
+    "orchestrator": ("trajectories", "progress"),
+    "auditor": ("control", "metrics", "decisions", "trajectories", "progress", "dead-letters"),
+}
+
+
+def nobody_may_do_more(broker: KafkaBroker, certificates: Certificates, place: Path) -> None:
+    """A worker cannot write decisions, and so on; nor be another role's exclusive writer."""
+    for user in ROLES:
+        security = security_of(user, certificates, place.parent)
+        bus = KafkaBus([broker.address("SECURE")], security=security)
+        for name in FORBIDDEN[user]:
+            topic = f"tiny.{name}"
+            before = bus.end(TopicPartition(topic, 0))
+            writer = bus.writer()
+            with pytest.raises(AccessRefused, match=f"User:{user} lacks WRITE on topic {topic}"):
+                writer.append([Append(topic=topic, value=b"{}")])
+            assert bus.end(TopicPartition(topic, 0)) == before
+        for other in {"orchestrator", "trainer"} - {user}:
+            with pytest.raises(AccessRefused, match=f"transactional id tiny.{other}"):
+                bus.writer(exclusive=f"tiny.{other}")
+        bus.close()
+
+
+def no_secret_is_anywhere(place: Path, auditor: Path, broker: KafkaBroker) -> None:
+    """Neither in what was printed, nor in the run's directory, nor in the log on the broker."""
+    secrets = [password_of(user).encode() for user in USERS]
+    segments = broker.data.glob("tiny.*/*.log")
+    files = [path for root in (place, auditor) for path in root.rglob("*") if path.is_file()]
+    looked = [*files, *segments]
+    assert any(path.name == "said" for path in looked)
+    assert any("tiny.control" in str(path) for path in looked)
+    for path in looked:
+        content = path.read_bytes()
+        assert not any(secret in content for secret in secrets), path
+
+
+def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowhere(
+    place: Path, broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PASSWORD_VARIABLE, password_of("admin"))
+    words = ("-o", "bus.username=admin", "-o", 'run.name="whole"', "-o", "run.steps=1")
+    assert call(place, "config", "show", "config.toml", *words) == 0
+    assert 'username = "admin"' in said(place)
+    assert call(place, "run", "config.toml", *words) == 0, said(place)
+    assert call(place, "audit", "whole") == 0, said(place)
+    for path in [*place.rglob("*"), *broker.data.glob("whole.*/*.log")]:
+        assert path.is_dir() or password_of("admin").encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("case", "line", "hint"),
+    [
+        ("password", "refuses user `admin` by SCRAM-SHA-512", "bus.password_file"),
+        ("certificate", "certificate has expired", "new certificate"),
+        ("authority", "signed by an authority", "bus.ca_file"),
+        ("right", "User:stranger lacks CREATE on topic", "kafka-acls --add"),
+    ],
+)
+def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
+    place: Path,
+    broker: KafkaBroker,
+    certificates: Certificates,
+    case: str,
+    line: str,
+    hint: str,
+) -> None:
+    words = {
+        "password": ["-o", "bus.username=admin", *enters(place, "worker")[2:]],
+        "certificate": [
+            *enters(place, "admin"),
+            *("-o", f"bus.url=kafka://{broker.address('EXPIRED')}"),
+        ],
+        "authority": [
+            *enters(place, "admin"),
+            *("-o", f'bus.ca_file="{certificates.path("stranger-ca.pem")}"'),
+        ],
+        "right": enters(place, "stranger"),
+    }
+    code = call(place, "run", "config.toml", "-o", f'run.name="no-{case}"', *words[case])
+    lines = said(place).splitlines()
+    assert code == 4, said(place)
+    (error,) = [one for one in lines if one.startswith("error: ")]
+    assert line in error
+    assert hint in lines[lines.index(error) + 1]
+    assert "Traceback" not in said(place)
+    assert not (place / "runs" / f"no-{case}" / "config.toml").exists(), "nothing is made"
+    assert not any(password_of(user) in said(place) for user in USERS)
+    if case != "right":
+        assert call(place, "doctor", "--config", "config.toml", *words[case]) == 1
+        assert line in said(place).split(error)[1].replace("\n", " ")
+
+
+def test_the_environment_of_these_tests_holds_no_password_itself() -> None:
+    assert PASSWORD_VARIABLE not in os.environ

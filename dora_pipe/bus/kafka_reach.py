@@ -122,14 +122,16 @@ def _enter(line: _Line, server: str, security: KafkaSecurity, settings: dict[str
 
 def _log_in(line: _Line, security: KafkaSecurity, settings: dict[str, object]) -> None:
     mechanism = get_sasl_mechanism(security.mechanism)(**settings)
-    for _ in range(_LOGIN_ROUNDS_MAX):
-        try:
+    try:
+        for _ in range(_LOGIN_ROUNDS_MAX):
             mechanism.receive(line.sasl_authenticate(mechanism.auth_bytes()))
-        except (_Refused, ValueError, KeyError) as error:
-            refused = kafka_errors.SaslAuthenticationFailedError(str(error))
-            raise not_known(refused, security) from None
-        if mechanism.is_done():
-            return
+            if mechanism.is_done():
+                break
+        if not mechanism.is_authenticated():
+            raise _Refused
+    except (_Refused, ValueError, KeyError) as error:
+        refused = kafka_errors.SaslAuthenticationFailedError(str(error))
+        raise not_known(refused, security) from None
 
 
 class _Refused(Exception):

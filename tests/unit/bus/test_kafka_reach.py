@@ -1,0 +1,179 @@
+"""A knock on doors that are no Kafka, or another one than was thought; each ends, with one line."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import pytest
+
+from dora_pipe.bus import kafka_reach
+from dora_pipe.bus.kafka_reach import knock, split, unreachable
+from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE, PLAINTEXT, KafkaSecurity
+from dora_pipe.errors import AccessRefused, BusError
+
+SECRET = "s3cret-42"
+WAIT_S = 10.0
+CLEAR = KafkaSecurity(protocol="SASL_PLAINTEXT", mechanism="PLAIN", username="w0")
+
+Door = Callable[[Callable[[socket.socket], None]], str]
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """Opens a port whose every visitor is handled by a function; returns its address."""
+    monkeypatch.setattr(kafka_reach, "KNOCK_LIMIT_S", 0.2)
+    monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
+    opened: list[tuple[socket.socket, threading.Thread]] = []
+
+    def open_door(visit: Callable[[socket.socket], None]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def serve() -> None:
+            while True:
+                try:
+                    visitor, _ = listener.accept()
+                except OSError:
+                    return
+                with visitor:
+                    visit(visitor)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        opened.append((listener, thread))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield open_door
+    for listener, thread in opened:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(WAIT_S)
+
+
+def answer(visitor: socket.socket, body: bytes) -> bytes:
+    """Read one request and answer it; returns the request."""
+    (size,) = struct.unpack(">i", visitor.recv(4))
+    request = visitor.recv(size)
+    visitor.sendall(struct.pack(">ii", len(body) + 4, 0) + body)
+    return request
+
+
+def offers(*mechanisms: bytes) -> bytes:
+    """A SASL handshake's answer."""
+    names = b"".join(struct.pack(">h", len(one)) + one for one in mechanisms)
+    return struct.pack(">hi", 0, len(mechanisms)) + names
+
+
+NO_SASL = struct.pack(">hi", 34, 0)
+REFUSED = struct.pack(">hh", 58, -1) + struct.pack(">i", 0)
+WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
+
+
+def test_a_door_that_closes_at_once_is_said_to(door: Door) -> None:
+    with pytest.raises(AccessRefused, match="ends the connection") as refused:
+        knock([door(lambda visitor: None)], PLAINTEXT)
+    assert "bus.protocol" in (refused.value.hint or "")
+
+
+def test_a_web_server_is_no_kafka(door: Door) -> None:
+    address = door(lambda visitor: visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"))
+    with pytest.raises(AccessRefused, match="ends the connection"):
+        knock([address], PLAINTEXT)
+    tls = KafkaSecurity(protocol="SSL")
+    with pytest.raises(AccessRefused, match="no TLS with") as refused:
+        knock([address], tls)
+    assert "TLS listener" in (refused.value.hint or "")
+
+
+def test_a_door_that_says_nothing_is_left_to_the_client_s_patience(door: Door) -> None:
+    release = threading.Event()
+    address = door(lambda visitor: release.wait(WAIT_S) and None)
+    knock([address], PLAINTEXT)
+    release.set()
+
+
+def test_nobody_at_all_is_left_to_the_client_too() -> None:
+    knock(["127.0.0.1:1"], PLAINTEXT)
+
+
+def test_a_listener_without_sasl_is_entered_without(door: Door) -> None:
+    address = door(lambda visitor: answer(visitor, NO_SASL) and None)
+    knock([address], PLAINTEXT)
+    with pytest.raises(AccessRefused, match="asks for no password"):
+        knock([address], CLEAR)
+
+
+def test_no_password_leaves_before_the_listener_takes_its_kind(door: Door) -> None:
+    heard: Queue[bytes] = Queue()
+
+    def listen(visitor: socket.socket) -> None:
+        heard.put(answer(visitor, offers(b"SCRAM-SHA-512", b"GSSAPI")))
+        visitor.settimeout(WAIT_S)
+        heard.put(visitor.recv(1000))
+
+    with pytest.raises(AccessRefused, match="offers SCRAM-SHA-512, GSSAPI, not PLAIN") as refused:
+        knock([door(listen)], CLEAR)
+    assert "bus.mechanism" in (refused.value.hint or "")
+    assert b"PLAIN" in heard.get(timeout=WAIT_S)
+    assert heard.get(timeout=WAIT_S) == b"", "and then it hangs up"
+
+
+@pytest.mark.parametrize(("end", "lets_in"), [(WELCOME, True), (REFUSED, False)])
+def test_a_login_is_taken_or_refused(door: Door, end: bytes, lets_in: bool) -> None:
+    heard: Queue[bytes] = Queue()
+
+    def listen(visitor: socket.socket) -> None:
+        heard.put(answer(visitor, offers(b"PLAIN")))
+        heard.put(answer(visitor, end))
+
+    address = door(listen)
+    if lets_in:
+        knock([address], CLEAR)
+    else:
+        with pytest.raises(AccessRefused, match="wrong name or password") as refused:
+            knock([address], CLEAR)
+        assert SECRET not in f"{refused.value.message}{refused.value.hint}"
+    assert b"PLAIN" in heard.get(timeout=WAIT_S)
+    login = heard.get(timeout=WAIT_S)
+    assert f"\0w0\0{SECRET}".encode() in login, "the test hears what a broker hears"
+
+
+def test_a_broker_that_cannot_prove_that_it_knows_the_password_is_refused(door: Door) -> None:
+    """SCRAM proves both sides; this one makes its first message up."""
+    scram = KafkaSecurity(protocol="SASL_PLAINTEXT", username="w0")
+
+    def listen(visitor: socket.socket) -> None:
+        answer(visitor, offers(b"SCRAM-SHA-512"))
+        token = b"r=somebody-else,s=c2FsdA==,i=4096"
+        answer(visitor, struct.pack(">hhi", 0, -1, len(token)) + token)
+
+    with pytest.raises(AccessRefused):
+        knock([door(listen)], scram)
+
+
+def test_one_that_lets_in_is_enough(door: Door) -> None:
+    bad = door(lambda visitor: None)
+    good = door(lambda visitor: answer(visitor, NO_SASL) and None)
+    knock(["127.0.0.1:1", bad, good], PLAINTEXT)
+
+
+def test_what_listens_and_does_not_answer_is_told_from_what_does_not_listen(door: Door) -> None:
+    silent = unreachable(["127.0.0.1:1"], PLAINTEXT, "timed out")
+    assert "is it running" in (silent.hint or "") and "127.0.0.1:1" in silent.message
+    there = unreachable([door(lambda visitor: None)], PLAINTEXT, "timed out")
+    assert "something listens there" in (there.hint or "")
+
+
+@pytest.mark.parametrize("server", ["host", "host:", ":9092", "host:x", "host:99999"])
+def test_an_address_needs_a_host_and_a_port(server: str) -> None:
+    with pytest.raises(BusError, match="no address"):
+        split(server)
+    with pytest.raises(BusError, match="no address"):
+        knock([server], PLAINTEXT)
+
+
+def test_an_address_may_be_one_of_version_six() -> None:
+    assert split("[::1]:9092") == ("::1", 9092)

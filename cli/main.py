@@ -9,7 +9,7 @@ from typing import cast
 
 import typer
 
-from dora_pipe.cli import look, settings, start, think, trust
+from dora_pipe.cli import bench_audit, look, settings, start, think, trust
 from dora_pipe.cli.archive import archive
 from dora_pipe.cli.audit import audit
 from dora_pipe.cli.demo import demo
@@ -65,6 +65,7 @@ _BENCHES = (
     think.engine,
     think.bus,
     think.archive,
+    bench_audit.audit,
     think.codec,
     think.dataplane,
     think.move,

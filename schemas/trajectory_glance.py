@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from dora_pipe.schemas.arrow_frame import (
     ENTRIES_MAX,
     RAW_BYTES_MAX,
     WINDOW_BYTES_MAX,
+    decompress,
 )
 from dora_pipe.schemas.trajectory import (
     Arrays,
@@ -36,9 +38,11 @@ from dora_pipe.schemas.trajectory_codec import META, TRAJECTORY, view_trajectory
 
 _HEAD: Final = TRAJECTORY.head
 _PREFIX: Final = struct.Struct("<iI")  # a message: continuation mark, bytes of its metadata
-_CONTINUES: Final = -1
-_RECORD_BATCH: Final = 3  # of the union MessageHeader
-_METADATA_BYTES_MAX: Final = 16 * 1024
+_HEADER_SLOT: Final = 2  # of the flatbuffers table Message
+_BODY_BYTES_SLOT: Final = 3
+_NODES_SLOT: Final = 1  # of the table RecordBatch
+_BUFFERS_SLOT: Final = 2
+_NUMBER: Final = struct.Struct("<q")
 _NODES: Final = 26
 _BUFFERS: Final = 56
 _NODE_NUMBERS: Final = struct.Struct(f"<{2 * _NODES}q")
@@ -63,6 +67,7 @@ class Glancer:
 
     def __init__(self) -> None:
         self._decompress = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompress
+        self._frame = _metadata()
 
     def glance(self, value: bytes) -> Trajectory:
         """As `view_trajectory`, but log-probs, which are checked, are left empty.
@@ -82,29 +87,23 @@ class Glancer:
         raw = self._decompress(value, allow_extra_data=False)
         if not raw.startswith(_HEAD):
             raise _Unusual
-        return _Batch(raw).trajectory()
+        return _Batch(raw, self._frame).trajectory()
 
 
 class _Batch:
     """The record batch of a stream: nodes (length, nulls) and buffers (start, bytes)."""
 
-    def __init__(self, raw: bytes) -> None:
-        continues, size = _PREFIX.unpack_from(raw, len(_HEAD))
-        start = len(_HEAD) + _PREFIX.size
-        if continues != _CONTINUES or size % 8 or not 0 < size <= _METADATA_BYTES_MAX:
+    def __init__(self, raw: bytes, frame: _Metadata) -> None:
+        start = len(_HEAD)
+        body = start + frame.size
+        if not frame.fits(raw, start):
             raise _Unusual
-        body, table = start + size, _Table(raw, start, start)
-        if table.number(1, "B") != _RECORD_BATCH:
-            raise _Unusual
-        body_bytes = table.number(3, "q")
+        (body_bytes,) = _NUMBER.unpack_from(raw, start + frame.body_bytes)
         if not 0 <= body_bytes <= len(raw) - body:
             raise _Unusual
-        batch = _Table(raw, start, table.place(2))
-        if batch.number(0, "q") != 1 or batch.has(3) or batch.has(4):
-            raise _Unusual
         self._raw = raw
-        self._nodes = _NODE_NUMBERS.unpack_from(raw, batch.vector(1, _NODES))
-        buffers = _BUFFER_NUMBERS.unpack_from(raw, batch.vector(2, _BUFFERS))
+        self._nodes = _NODE_NUMBERS.unpack_from(raw, start + frame.nodes)
+        buffers = _BUFFER_NUMBERS.unpack_from(raw, start + frame.buffers)
         for offset, length in zip(buffers[::2], buffers[1::2], strict=True):
             if offset % 8 or not 0 <= offset <= offset + length <= body_bytes or length < 0:
                 raise _Unusual
@@ -302,46 +301,65 @@ class _Batch:
         return [self._raw[data + first : data + last].decode() for first, last in pairs]
 
 
-class _Table:
-    """A flatbuffers table; every place is looked at before it is believed."""
+class _Metadata:
+    """The metadata of a record batch as this version writes it: the same, but for its numbers."""
 
-    def __init__(self, raw: bytes, low: int, reference: int) -> None:
-        self._raw = raw
-        self._at = reference + struct.unpack_from("<I", raw, reference)[0]
-        self._slots = self._at - struct.unpack_from("<i", raw, self._at)[0]
-        if self._slots < low:
-            raise _Unusual
-        self._slots_bytes = struct.unpack_from("<H", raw, self._slots)[0]
+    def __init__(self, raw: bytes) -> None:
+        start = len(_HEAD)
+        self.size = _PREFIX.size + _PREFIX.unpack_from(raw, start)[1]
+        whole = raw[start : start + self.size]
+        message = _PREFIX.size + _place(whole, _PREFIX.size)
+        self.body_bytes = _field(whole, message, _BODY_BYTES_SLOT)
+        header = _field(whole, message, _HEADER_SLOT)
+        batch = header + _place(whole, header)
+        self.nodes = _vector(whole, _field(whole, batch, _NODES_SLOT), _NODES)
+        self.buffers = _vector(whole, _field(whole, batch, _BUFFERS_SLOT), _BUFFERS)
+        numbers = [
+            (self.body_bytes, _NUMBER.size),
+            (self.nodes, _NODE_NUMBERS.size),
+            (self.buffers, _BUFFER_NUMBERS.size),
+        ]
+        self._same: list[tuple[int, bytes]] = []
+        at = 0
+        for place, length in [*sorted(numbers), (self.size, 0)]:
+            self._same.append((at, whole[at:place]))
+            at = place + length
 
-    def has(self, slot: int) -> bool:
-        """Whether a field is there."""
-        return self._offset(slot) != 0
+    def fits(self, raw: bytes, start: int) -> bool:
+        """Whether everything but the numbers is the same there."""
+        return all(raw.startswith(piece, start + at) for at, piece in self._same)
 
-    def place(self, slot: int) -> int:
-        """Where a field lies."""
-        offset = self._offset(slot)
-        if not offset:
-            raise _Unusual
-        return self._at + offset
 
-    def number(self, slot: int, code: str) -> int:
-        """A number; 0 where it is left out."""
-        offset = self._offset(slot)
-        return int(struct.unpack_from(f"<{code}", self._raw, self._at + offset)[0]) if offset else 0
+@cache
+def _metadata() -> _Metadata:
+    values: dict[str, Any] = {
+        "trajectory": "",
+        "version": 0,
+        "weights_digest": bytes(32),
+        "reward": 0.0,
+        "meta_json": "",
+    }
+    columns = [TRAJECTORY.column(name, values.get(name, [])) for name in TRAJECTORY.schema.names]
+    return _Metadata(decompress(TRAJECTORY.seal(columns)))
 
-    def vector(self, slot: int, count: int) -> int:
-        """Where the entries of a vector of so many begin."""
-        place = self.place(slot)
-        place += struct.unpack_from("<I", self._raw, place)[0]
-        if struct.unpack_from("<I", self._raw, place)[0] != count:
-            raise _Unusual
-        return int(place + 4)
 
-    def _offset(self, slot: int) -> int:
-        entry = 4 + 2 * slot
-        if entry + 2 > self._slots_bytes:
-            return 0
-        return int(struct.unpack_from("<H", self._raw, self._slots + entry)[0])
+def _place(data: bytes, at: int) -> int:
+    return int(struct.unpack_from("<I", data, at)[0])
+
+
+def _field(data: bytes, table: int, slot: int) -> int:
+    """Where a flatbuffers table of our own making keeps a field."""
+    slots = table - struct.unpack_from("<i", data, table)[0]
+    offset = struct.unpack_from("<H", data, slots + 4 + 2 * slot)[0]
+    assert offset, "a record batch always says this"
+    return int(table + offset)
+
+
+def _vector(data: bytes, at: int, count: int) -> int:
+    """Where the entries of a vector of so many begin."""
+    vector = at + _place(data, at)
+    assert _place(data, vector) == count, "the layout has other columns"
+    return vector + 4
 
 
 def _check(

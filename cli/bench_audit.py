@@ -1,0 +1,43 @@
+"""`bench audit`: what an audit costs beside reading the log and throwing it away."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.look import JsonOption
+from dora_pipe.cli.output import emit_rows
+
+TOKENS = (2_048, 16_384)
+
+
+def audit(
+    bus: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside SQLite: kafka://HOST:PORT.")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
+    memory: Annotated[
+        int, typer.Option(min=0, help="Also compare memory: so many trajectories, and ten times.")
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
+    from dora_pipe.bench.audit import AuditFigure, MemoryFigure, bench_audit, bench_memory
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        urls = [f"sqlite:{folder}/bench.sqlite", *(bus or ())]
+        figures = bench_audit(
+            urls, tokens=tokens or TOKENS, trajectories=trajectories, repeats=repeats
+        )
+        names = [one.name for one in fields(AuditFigure)]
+        emit_rows(names, [asdict(one) for one in figures], as_json=as_json)
+        if memory:
+            found = bench_memory(Path(folder), trajectories=memory)
+            names = [one.name for one in fields(MemoryFigure)]
+            emit_rows(names, [asdict(found)], as_json=as_json)

@@ -1,0 +1,230 @@
+"""Measures what an audit costs beside reading the same log and throwing it away; decides nothing.
+
+A run is written that never happened and holds (`audit_log`). Its log is read by the bus and thrown
+away, audited for the first time (whole, then quick), and audited again from the index, in turns: a
+first audit is compared with the readings before and after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+from uuid import uuid4
+
+from dora_pipe.bench.audit_log import LogPlan, Written, write_log
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import Bus
+from dora_pipe.errors import InvariantBroken
+from dora_pipe.history.auditor import Auditor
+from dora_pipe.history.gathering import Source
+from dora_pipe.history.helpers import Helpers, command_of, helpers_for
+from dora_pipe.history.index import open_index
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.topics import Topics
+
+MEMORY_TIMES: Final = 10
+"""The longer of the two logs whose audits' memory is compared."""
+
+MILLIONS: Final = 10_000_000
+"""Trajectories to which memory is extrapolated."""
+
+Way = Literal["raw consumption", "first audit", "first audit --quick", "audit again"]
+
+_FIRST: Final[dict[Way, bool]] = {"first audit": True, "first audit --quick": False}
+"""Whether values are opened and plans made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFigure:
+    """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
+
+    `cpu_us` is CPU time per trajectory of this process and its helpers; `of_raw` how fast it is
+    beside raw consumption.
+    """
+
+    bus: str
+    tokens: int
+    way: Way
+    trajectories: int
+    trajectories_per_s: float
+    mb_per_s: float
+    cpu_us: float
+    of_raw: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigure:
+    """The largest resident memory of the processes that audited two runs, MB of 10^6 bytes."""
+
+    trajectories: int
+    mb: float
+    more_trajectories: int
+    more_mb: float
+    ratio: float
+    bytes_per_trajectory: float
+    ten_million_mb: float
+    """Extrapolated from the two, not measured."""
+
+
+def bench_audit(
+    urls: Sequence[str], *, tokens: Sequence[int], trajectories: int, repeats: int
+) -> list[AuditFigure]:
+    """Figures of every log and length. `urls` are addresses; topics get fresh names and stay.
+
+    Raises BusError, InvariantBroken when an audit finds anything.
+    """
+    figures = []
+    for url in urls:
+        with closing(open_bus(url)) as bus:
+            for length in tokens:
+                run = f"audit-{uuid4().hex[:12]}"
+                written = write_log(bus, LogPlan(trajectories=trajectories, tokens=length, run=run))
+                figures += _Bench(url, bus, run, length, written).figures(repeats)
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    seconds: float
+    cpu_s: float
+
+
+class _Bench:
+    def __init__(self, url: str, bus: Bus, run: str, tokens: int, written: Written) -> None:
+        self._url, self._bus, self._topics = url, bus, Topics(run)
+        self._tokens, self._written = tokens, written
+
+    def figures(self, repeats: int) -> list[AuditFigure]:
+        spent: dict[Way, list[_Spent]] = {}
+        self._raw()  # What the machine reads for the first time is nobody's to measure.
+        with tempfile.TemporaryDirectory() as folder:
+            for turn in range(repeats):
+                index = Path(folder) / f"{turn}.sqlite"
+                spent.setdefault("raw consumption", []).append(_timed(self._raw))
+                for way, whole in _FIRST.items():
+                    index.unlink(missing_ok=True)
+                    audit = partial(self._audit, index, whole)
+                    spent.setdefault(way, []).append(_timed(audit))
+                    spent.setdefault("audit again", []).append(_timed(audit))
+                    spent["raw consumption"].append(_timed(self._raw))
+        raw_s = statistics.median(one.seconds for one in spent["raw consumption"])
+        return [self._figure(way, found, raw_s) for way, found in spent.items()]
+
+    def _figure(self, way: Way, found: Sequence[_Spent], raw_s: float) -> AuditFigure:
+        seconds = statistics.median(one.seconds for one in found)
+        count = self._written.trajectories
+        return AuditFigure(
+            bus=self._url.partition(":")[0],
+            tokens=self._tokens,
+            way=way,
+            trajectories=count,
+            trajectories_per_s=count / seconds,
+            mb_per_s=self._written.trajectory_bytes / 1e6 / seconds,
+            cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
+            of_raw=raw_s / seconds,
+        )
+
+    def _raw(self) -> None:
+        for topic in self._topics.all():
+            for _ in records_of(self._bus, ends_of(self._bus, topic)):
+                pass
+
+    def _audit(self, path: Path, whole: bool) -> None:
+        audit_log(self._bus, self._topics, path, whole=whole, source=self._source(whole))
+
+    def _source(self, whole: bool) -> Callable[[dict[int, int], dict[int, int]], Source | None]:
+        def source(positions: dict[int, int], ends: dict[int, int]) -> Source | None:
+            way = sum(ends[one] - position for one, position in positions.items())
+            count = helpers_for(way, len(positions))
+            if not count:
+                return None
+            command = command_of("dora_pipe.cli.audit_helper", "url", self._url)
+            topic = self._topics.trajectories
+            return Helpers(command, topic, positions, ends, count=count, opened=whole)
+
+        return source
+
+
+def audit_log(
+    bus: Bus,
+    topics: Topics,
+    path: Path | None,
+    *,
+    whole: bool = True,
+    source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
+) -> None:
+    """Audit a log with its index, as the command does. Raises InvariantBroken."""
+    opened = open_index(path, bus, topics, whole=whole, files=False)
+    auditor = Auditor(bus, topics, None, books=opened.books, whole=whole, source=source)
+    try:
+        auditor.advance()
+        opened.index.remember(auditor.books, bus, topics)
+        report = auditor.finish()
+    finally:
+        auditor.close()
+        opened.index.close()
+    if not report.holds:
+        raise InvariantBroken(report.violations[0].line)
+
+
+def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
+    """Audit a run and one of ten times its length, each in a process of its own."""
+    found = []
+    for count in (trajectories, MEMORY_TIMES * trajectories):
+        path = folder / f"memory-{count}.sqlite"
+        with closing(open_bus(f"sqlite:{path}")) as bus:
+            written = write_log(bus, LogPlan(trajectories=count, tokens=32, run="memory"))
+        found.append((written.trajectories, _peak_bytes(path)))
+    (few, few_bytes), (many, many_bytes) = found
+    slope = (many_bytes - few_bytes) / (many - few)
+    return MemoryFigure(
+        trajectories=few,
+        mb=few_bytes / 1e6,
+        more_trajectories=many,
+        more_mb=many_bytes / 1e6,
+        ratio=many_bytes / few_bytes,
+        bytes_per_trajectory=slope,
+        ten_million_mb=(many_bytes + slope * (MILLIONS - many)) / 1e6,
+    )
+
+
+def _peak_bytes(path: Path) -> int:
+    command = [sys.executable, "-m", "dora_pipe.bench.audit", str(path)]
+    done = subprocess.run(command, check=True, capture_output=True)
+    return int(json.loads(done.stdout)["peak_bytes"])
+
+
+def _timed(work: Callable[[], None]) -> _Spent:
+    cpu_s, start = _cpu_s(), time.perf_counter()
+    work()
+    return _Spent(time.perf_counter() - start, _cpu_s() - cpu_s)
+
+
+def _cpu_s() -> float:
+    now = os.times()
+    return now.user + now.system + now.children_user + now.children_system
+
+
+def _main(path: str) -> None:
+    """Audit the log of the run `memory`, and say how much memory that took at most."""
+    index = Path(f"{path}.index")
+    with closing(open_bus(f"sqlite:{path}")) as bus:
+        audit_log(bus, Topics("memory"), index)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    sys.stdout.write(json.dumps({"peak_bytes": int(peak) * 1024}))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -179,13 +179,17 @@ def _facts(record: Record) -> int:
 
 
 def recovered_s(files: Files, hit: Hit, names: tuple[str, ...]) -> float | None:
-    """From a strike to the first record of the role's next incarnation; for a broker, to the end
-    of the first append that began afterwards and went to a partition that it had led."""
-    if hit.role == BROKER:
-        acks = (ack for name in names for ack in files.acks(name) if ack.began_ns > hit.at_ns)
-        ours = (ack.at_ns for ack in acks if not hit.led or (ack.topic, ack.partition) in hit.led)
-        first_ns = min(ours, default=None)
-    else:
+    """From a strike to the first record of the role's next incarnation.
+
+    For a broker: until every role that still appends has had an append acknowledged that began
+    afterwards, and one of them went to a partition that the broker had led.
+    """
+    if hit.role != BROKER:
         later = (ack for ack in files.acks(hit.role) if ack.at_ns > hit.at_ns)
         first_ns = next((ack.at_ns for ack in later if ack.pid != hit.pid), None)
-    return None if first_ns is None else (first_ns - hit.at_ns) / 1e9
+        return None if first_ns is None else (first_ns - hit.at_ns) / 1e9
+    after = {name: [ack for ack in files.acks(name) if ack.began_ns > hit.at_ns] for name in names}
+    firsts = [min(ack.at_ns for ack in acks) for acks in after.values() if acks]
+    led = (ack for acks in after.values() for ack in acks if (ack.topic, ack.partition) in hit.led)
+    led_ns = min((ack.at_ns for ack in led), default=0)
+    return (max(*firsts, led_ns) - hit.at_ns) / 1e9 if firsts else None

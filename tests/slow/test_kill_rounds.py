@@ -1,4 +1,4 @@
-"""Thirty kill rounds: every role at random moments and at each moment that matters."""
+"""Kill rounds: every role and every broker, at random moments and at each that matters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.support.faults import kill_rounds
 pytestmark = pytest.mark.slow
 
 ROUNDS = 30
+KAFKA_ROUNDS = 12
+LEADER_ROUNDS = 3
 LIMIT_S = 3000.0
 
 
@@ -37,3 +39,28 @@ def test_thirty_kill_rounds_are_clean(tmp_path: Path) -> None:
         assert any(phase.startswith(moment) for phase in phases), moment
     assert f"{ROUNDS} of {ROUNDS} rounds clean" in done.talk
     assert "time to recover: median" in done.talk
+
+
+@pytest.mark.kafka
+def test_kill_rounds_on_a_real_broker_are_clean_the_broker_among_the_killed(tmp_path: Path) -> None:
+    words = ("--bus", "kafka", "--rounds", str(KAFKA_ROUNDS), "--seed", "3")
+    done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
+    assert done.code == 0, done.talk
+    roles = Counter(row["role"].rstrip("01") for row in done.rows)
+    assert roles == {"w": 3, "trainer": 3, "orchestrator": 3, "broker": 3}
+    phases = [row["phase"] for row in done.rows]
+    assert any(phase.startswith("in the middle of the append of") for phase in phases)
+    assert all(row["lost"] == row["trained_twice"] == 0 for row in done.rows)
+    assert all(row["trajectories"] > 0 for row in done.rows)
+    assert "time to recover, broker: median" in done.talk
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.kafka
+def test_rounds_in_which_a_leader_of_three_brokers_is_killed_are_clean(tmp_path: Path) -> None:
+    words = ("--bus", "kafka", "--brokers", "3", "--rounds", str(LEADER_ROUNDS), "--seed", "3")
+    done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
+    assert done.code == 0, done.talk
+    assert [row["role"] for row in done.rows] == ["broker"] * LEADER_ROUNDS
+    assert all(row["phase"].startswith("broker led ") for row in done.rows)
+    assert all(row["recovered_s"] > 0 for row in done.rows)

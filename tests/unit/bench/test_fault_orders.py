@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from dora_pipe.bench.faults.order import (
     AGAIN_S_MAX,
     AIMED,
+    BROKER,
+    BROKER_AGAIN_S_MAX,
     COMMIT_DELAY_S_MAX,
+    DOWN_S_MAX,
+    KINDS,
+    PARTITIONS,
     RANDOM_DELAY_S_MAX,
     ROLE_KINDS,
     WORKERS,
@@ -96,6 +101,23 @@ def test_a_round_comes_out_again_alone_and_another_seed_gives_another_series() -
     again = order_of(3, 17, control_facts=RECORDS, again=1)
     assert again.role in {"trainer", "orchestrator", *WORKERS}
     assert again.seed != _series(3)[17].seed
+
+
+def test_on_kafka_the_broker_is_struck_in_turn_with_the_roles_at_random_moments() -> None:
+    orders = [order_of(0, at, control_facts=RECORDS, kinds=KINDS) for at in range(100)]
+    assert Counter(map(_kind, orders)) == dict.fromkeys(KINDS, 25)
+    brokers = [one for one in orders if one.role == BROKER]
+    moments = [one.at for one in brokers if isinstance(one.at, Chance)]
+    assert len(moments) == 25
+    assert sum(at.again_s is not None for at in moments) == 5
+    assert all(0 <= (at.again_s or 0.0) <= BROKER_AGAIN_S_MAX for at in moments)
+    assert all(1 <= at.control <= RECORDS * 4 // 5 for at in moments)
+    assert all(0 <= one.down_s <= DOWN_S_MAX for one in brokers)
+    topics = {one.leads[0] for one in brokers}
+    assert {"trajectories", "progress"} <= topics
+    assert topics <= {"trajectories", "progress", "control", "decisions", "metrics"}
+    assert all(0 <= one.leads[1] < PARTITIONS for one in brokers)
+    assert order_of(0, 3, control_facts=RECORDS, kinds=KINDS) == orders[3]
 
 
 def test_a_point_knows_its_records() -> None:

@@ -1,0 +1,54 @@
+"""When a struck role or broker counts as back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bench.faults.inject import Ack, Files, Hit
+from dora_pipe.cli.fault_hunt import recovered_s
+
+NAMES = ("w0", "trainer")
+S = 10**9
+
+
+def book(files: Files, role: str, *acks: tuple[int, int, str, int]) -> None:
+    """(began, acknowledged, topic, process), in seconds."""
+    lines = (
+        Ack(at * S, pid, topic, 0, number, "0" * 64, began * S)
+        for number, (began, at, topic, pid) in enumerate(acks)
+    )
+    files.book(role).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+
+
+def hit(role: str, *led: tuple[str, int]) -> Hit:
+    return Hit(role=role, pid=7, phase="", at_ns=10 * S, led=led)
+
+
+def test_a_role_is_back_with_the_first_record_of_its_next_process(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    book(files, "w0", (8, 9, "t", 7), (9, 11, "t", 7), (12, 13, "t", 8), (14, 15, "t", 8))
+    assert recovered_s(files, hit("w0"), NAMES) == 3.0
+    assert recovered_s(files, hit("trainer"), NAMES) is None
+
+
+def test_a_broker_is_back_when_every_role_has_appended_again(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    book(files, "w0", (9, 12, "t", 1), (12, 13, "t", 1), (13, 14, "t", 1))
+    book(files, "trainer", (8, 9, "c", 2), (15, 17, "c", 2))
+    assert recovered_s(files, hit("broker"), NAMES) == 7.0, "what began before says nothing"
+    assert recovered_s(files, hit("broker", ("t", 0)), NAMES) == 7.0
+    assert recovered_s(files, hit("broker"), ("w0",)) == 3.0
+
+
+def test_a_leader_is_back_when_one_of_its_partitions_takes_records(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    book(files, "w0", (11, 12, "m", 1), (12, 13, "m", 1), (18, 19, "t", 1))
+    assert recovered_s(files, hit("broker", ("t", 0)), NAMES) == 9.0
+
+
+def test_a_broker_after_which_nobody_appends_is_not_back(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    book(files, "w0", (8, 9, "t", 1))
+    assert recovered_s(files, hit("broker"), NAMES) is None

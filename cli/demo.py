@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.init import example_config, make_model, sft
+from dora_pipe.cli.audit import audit
+from dora_pipe.cli.init import example_config, example_file, make_model, sft
 from dora_pipe.cli.output import emit_table, say
 from dora_pipe.cli.report import report_costs
 from dora_pipe.cli.rundir import RUNS, RunDir, opened
 from dora_pipe.cli.start import plan_new, supervise
 from dora_pipe.cli.supervisor import RunFailed, Supervisor
-from dora_pipe.cli.trust import audit, replay
+from dora_pipe.cli.trust import replay
 from dora_pipe.cli.zygote import Ended, Zygote
 from dora_pipe.config.load import load_config
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.views.progress import Progress
 
 TASK: Final = "arithmetic"
@@ -37,7 +40,7 @@ def demo(
 ) -> None:
     """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
     began_s = time.monotonic()
-    name = _free_name(root)
+    name = _free_name(root, _in_log(root, override or ()))
     directory = RunDir(root / name)
     start = directory.path / "start"
     start.mkdir(parents=True)
@@ -119,9 +122,18 @@ def in_child(work: Callable[[], None]) -> None:
         zygote.close()
 
 
-def _free_name(root: Path) -> str:
+def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:
+    """The topics of a log that holds other runs too; it must be there before anything is made."""
+    config = load_config(example_file(TASK), override)
+    if not config.bus.url.startswith("kafka:"):
+        return frozenset()
+    with closing(RunDir(root).open_bus(config)) as bus:
+        return frozenset(bus.topics())
+
+
+def _free_name(root: Path, topics: frozenset[str]) -> str:
     number = 1
-    while (root / _name(number)).exists():
+    while (root / _name(number)).exists() or Topics(_name(number)).control in topics:
         number += 1
     return _name(number)
 

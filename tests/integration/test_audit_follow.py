@@ -1,0 +1,166 @@
+"""`audit` on the command line: from its index, quick, fresh, and following a run that goes on."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dora_pipe.cli import audit as audit_module
+from dora_pipe.cli.main import app
+from dora_pipe.errors import DoraError
+from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
+from dora_pipe.schemas.rounds import decode_round
+from tests.support.recorded_run import RecordedRun, recorded_in
+
+OFFSETS = (1 << 40) - 1
+"""Bits of a row's number that are the offset."""
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's eventful run."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call() -> Call:
+    """Run a command: exit code, stdout, stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        found = CliRunner().invoke(app, words)
+        if isinstance(found.exception, DoraError):
+            return found.exception.exit_code, found.stdout, found.exception.message
+        return found.exit_code, found.stdout, found.stderr
+
+    return run
+
+
+def test_second_audit_goes_on_and_says_so(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    code, first, _ = call("audit", str(copy.directory))
+    assert code == 0
+    assert (copy.directory / "audit.sqlite").is_file()
+    code, again, _ = call("audit", str(copy.directory))
+    assert code == 0
+    assert "were not looked at again (--fresh does)" in again
+    assert "were not looked at again" not in first
+    code, fresh, _ = call("audit", str(copy.directory), "--fresh")
+    assert fresh == first
+
+
+def test_copied_run_is_not_taken_for_the_one_that_was_audited(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    first, second = recorded.copy(tmp_path / "first"), tmp_path / "second"
+    call("audit", str(first.directory))
+    shutil.copytree(first.directory, second)
+    with sqlite3.connect(second / "log.sqlite") as log:
+        log.execute("UPDATE records SET value = zeroblob(9) WHERE at >> 52 = 4")
+    log.close()
+    code, _, said = call("audit", str(second))
+    assert code == 5
+    assert said
+
+
+def test_quick_audit_is_told_from_a_whole_one(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    index = tmp_path / "index"
+    code, out, _ = call("audit", str(recorded.directory), "--quick", "--index", str(index))
+    assert code == 0
+    assert "plans were not made again: --quick" in out
+    assert index.is_file()
+
+
+def test_follow_and_json_exclude_each_other(call: Call, recorded: RecordedRun) -> None:
+    code, _, said = call("audit", str(recorded.directory), "--follow", "--json")
+    assert code == 2
+    assert "--follow" in said
+
+
+def _grown(recorded: RecordedRun, directory: Path, share: float) -> Path:
+    """A copy of a run whose log ends where the first part of its rounds does."""
+    shutil.copytree(recorded.directory, directory)
+    log = directory / "log.sqlite"
+    with sqlite3.connect(log) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT * FROM records")
+        _keep(connection, recorded, share)
+    connection.close()
+    return log
+
+
+def _keep(connection: sqlite3.Connection, recorded: RecordedRun, share: float) -> None:
+    """Leave the first part of the rounds, the facts that they fold, and the records of those."""
+    topics = recorded.topics
+    ids = dict(connection.execute("SELECT name, id FROM topics"))
+    connection.execute("DELETE FROM records")
+    connection.execute("INSERT INTO records SELECT * FROM kept")
+
+    def rows(topic: str) -> list[tuple[int, bytes]]:
+        sql = "SELECT at, value FROM records WHERE at >> 52 = ? ORDER BY at"
+        return connection.execute(sql, (ids[topic],)).fetchall()
+
+    rounds = rows(topics.decisions)
+    kept = rounds[: int(share * len(rounds))]
+    gone = [at for at, _ in rounds[len(kept) :]]
+    if gone:
+        control_next, named = decode_round(kept[-1][1]).control_next, set()
+        for at, value in rows(topics.control):
+            fact = decode_control(value)
+            if at & OFFSETS >= control_next:
+                gone.append(at)
+            elif isinstance(fact, TrajectoriesLogged):
+                named |= {one.partition << 40 | one.offset for one in fact.trajectories}
+        records = [at for at, _ in rows(topics.trajectories)]
+        gone += [at for at in records if at & (1 << 52) - 1 not in named]
+    connection.executemany("DELETE FROM records WHERE at = ?", [(at,) for at in gone])
+
+
+def test_following_audit_ends_with_the_run_and_says_what_it_finds_at_once(
+    call: Call,
+    recorded: RecordedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = tmp_path / "growing"
+    log = _grown(recorded, directory, 0.3)
+    shares = iter([0.6, 0.9, 1.0])
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        with sqlite3.connect(log) as connection:
+            _keep(connection, recorded, next(shares))
+        connection.close()
+
+    monkeypatch.setattr(audit_module.time, "sleep", sleep)
+    monkeypatch.setattr(audit_module, "LINE_S", 0.0)
+    code, out, said = call("audit", str(directory), "--follow")
+    assert code == 0, out + said
+    assert len(slept) == 3
+    assert "finished" in out
+    assert "violations" in said
+
+
+def test_following_audit_that_is_interrupted_reports_what_it_has_seen(
+    call: Call, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "growing"
+    _grown(recorded, directory, 0.5)
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit_module.time, "sleep", sleep)
+    code, out, _ = call("audit", str(directory), "--follow")
+    assert code == 0
+    assert "the run is not finished" in out

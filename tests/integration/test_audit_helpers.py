@@ -1,0 +1,105 @@
+"""Other processes gather the evidence: what they bring is what this process would have read."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bench.audit_log import LogPlan, write_log
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.errors import BusError
+from dora_pipe.history.audit import audit
+from dora_pipe.history.auditor import Auditor
+from dora_pipe.history.gathering import OwnReader
+from dora_pipe.history.helpers import Helpers, Request, command_of, helpers_for, serve
+from dora_pipe.history.reading import ends_of
+from dora_pipe.history.report import plain
+from dora_pipe.schemas.topics import Topics
+
+TOPICS = Topics("synthetic")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that never happened."""
+    path = tmp_path_factory.mktemp("log") / "log.sqlite"
+    bus = SqliteBus(path)
+    written = write_log(bus, LogPlan(trajectories=200, tokens=24, group_size=4, per_step=5))
+    bus.close()
+    assert written.steps == 10
+    assert written.trajectories >= 200
+    return path
+
+
+def _helpers(log: Path, positions: dict[int, int], ends: dict[int, int], count: int) -> Helpers:
+    command = command_of("dora_pipe.cli.audit_helper", "url", f"sqlite:{log}")
+    return Helpers(command, TOPICS.trajectories, positions, ends, count=count)
+
+
+def test_run_that_never_happened_holds(log: Path) -> None:
+    bus = SqliteBus(log)
+    found = audit(bus, TOPICS, None)
+    bus.close()
+    assert found.holds
+    assert found.finished
+    assert found.plans == found.rounds
+    assert found.one_version_share == 1.0
+
+
+def test_audit_with_helpers_says_what_one_without_says(log: Path) -> None:
+    bus = SqliteBus(log)
+    expected = plain(audit(bus, TOPICS, None))
+    used = []
+
+    def source(positions: dict[int, int], ends: dict[int, int]) -> Helpers:
+        used.append(_helpers(log, positions, ends, 2))
+        return used[-1]
+
+    auditor = Auditor(bus, TOPICS, None, source=source)
+    auditor.advance()
+    found = plain(auditor.finish())
+    auditor.close()
+    bus.close()
+    assert len(used) == 1
+    assert found == expected
+
+
+def test_helper_writes_what_it_has_read_and_where_it_is(log: Path) -> None:
+    bus, out = SqliteBus(log), io.BytesIO()
+    ends = {tp.partition: end for tp, end in ends_of(bus, TOPICS.trajectories).items()}
+    request = Request(
+        topic=TOPICS.trajectories, positions=dict.fromkeys(ends, 0), ends=ends, opened=True
+    )
+    serve(bus, request, out)
+    reader = OwnReader(bus, TOPICS.trajectories, dict.fromkeys(ends, 0))
+    while reader.poll(0, 0.0):
+        pass
+    reader.close()
+    bus.close()
+    assert len(out.getvalue()) > 200 * 500
+    assert out.getvalue().count(b"synthetic") >= 200
+
+
+def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path) -> None:
+    helpers = _helpers(tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
+    with pytest.raises(BusError, match="helps audit ended with exit code"):
+        helpers.poll(0, 20.0)
+    helpers.close()
+
+
+@pytest.mark.parametrize("words", ["x" * 100, "\\xff\\xff\\xff\\xff", ""])
+def test_helper_that_writes_nonsense_or_nothing_is_one_line(words: str) -> None:
+    command = [sys.executable, "-c", f"print('{words}')"]
+    request = {0: 0}
+    helpers = Helpers(command, TOPICS.trajectories, request, {0: 5}, count=1)
+    with pytest.raises(BusError, match="helps audit"):
+        helpers.poll(0, 20.0)
+    helpers.close()
+
+
+def test_short_log_is_read_without_help() -> None:
+    assert helpers_for(10, 4) == 0
+    assert helpers_for(1_000_000, 1) in (0, 1)

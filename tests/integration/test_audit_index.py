@@ -1,0 +1,290 @@
+"""An audit goes on where the last one was, and says what one from the beginning says."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.history import auditor as auditor_module
+from dora_pipe.history import gathering as gathering_module
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.auditor import Auditor
+from dora_pipe.history.index import SCHEMA, AuditIndex, Opened, look_up, open_index
+from dora_pipe.history.report import AuditReport, plain
+from dora_pipe.history.story import tell
+from dora_pipe.schemas.topics import Topics
+from tests.support.cluster import Cluster, make_config
+from tests.support.recorded_run import RecordedRun, recorded_in
+
+
+def _look(
+    path: Path | None, bus: Bus, topics: Topics, store: Path | None, *, whole: bool = True
+) -> tuple[AuditReport, Opened]:
+    """An audit with its index, as the command makes it."""
+    opened = open_index(path, bus, topics, whole=whole, files=store is not None)
+    auditor = Auditor(bus, topics, store, books=opened.books, whole=whole)
+    try:
+        auditor.advance()
+        opened.index.remember(auditor.books, bus, topics)
+        return auditor.finish(), opened
+    finally:
+        auditor.close()
+        opened.index.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's eventful run."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are small, and little waits in memory, as in a long run."""
+    monkeypatch.setattr(auditor_module, "PIECE_ROUNDS", 3)
+    monkeypatch.setattr(auditor_module, "VERSIONS_KEPT", 1)
+    monkeypatch.setattr(gathering_module, "WAITING_MAX", 4)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_audit_that_puts_everything_away_says_what_one_in_memory_says(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    with_index = tmp_path / "audit.sqlite"
+    bus = recorded.open()
+    expected = plain(audit(bus, recorded.topics, recorded.store))
+    first, opened = _look(with_index, bus, recorded.topics, recorded.store)
+    assert opened.again is None
+    assert plain(first) == expected
+    again, opened = _look(with_index, bus, recorded.topics, recorded.store)
+    assert opened.again is not None
+    assert plain(again) == expected
+    temporary, _ = _look(None, bus, recorded.topics, recorded.store)
+    assert plain(temporary) == expected
+    bus.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_every_look_at_a_living_run_goes_on_from_the_last_and_says_the_same(tmp_path: Path) -> None:
+    path, goings_on = tmp_path / "audit.sqlite", 0
+    with Cluster(tmp_path / "run", make_config(run__steps=10), on_disk=False) as cluster:
+        while cluster.roles:
+            cluster.ticks(61)
+            found, opened = _look(path, cluster.bus, cluster.topics, cluster.store.root)
+            fresh = audit(cluster.bus, cluster.topics, cluster.store.root)
+            assert plain(found) == plain(fresh)
+            assert found.holds
+            goings_on += opened.again is not None
+    assert found.finished
+    assert goings_on > 5
+
+
+def test_quick_audit_opens_no_value_and_is_not_gone_on_with_by_a_whole_one(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    quick, _ = _look(path, bus, recorded.topics, None, whole=False)
+    assert quick.holds
+    assert quick.plans == 0
+    assert any("--quick" in note for note in quick.notes)
+    assert quick.versions_each == {}
+    whole, opened = _look(path, bus, recorded.topics, recorded.store)
+    assert opened.again is None
+    assert "looked at less" in opened.said
+    assert whole.plans > 0
+    after, opened = _look(path, bus, recorded.topics, None, whole=False)
+    assert opened.again is not None
+    assert after.plans == whole.plans
+    bus.close()
+
+
+def test_index_of_another_run_or_file_or_version_is_not_believed(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, bus, topics = tmp_path / "audit.sqlite", recorded.open(), recorded.topics
+    _look(path, bus, topics, recorded.store)
+
+    def said(**changes: object) -> str:
+        wanted: dict[str, object] = {"whole": True, "files": True} | changes
+        opened = open_index(path, bus, topics, **wanted)  # type: ignore[arg-type]
+        opened.index.close()
+        assert opened.again is None
+        return opened.said
+
+    assert "another file" in said(mark="1:2")
+    assert said(fresh=True) == ""
+    monkeypatch.setattr("dora_pipe.history.index.fingerprint", lambda: "other code")
+    assert "another version" in said()
+    bus.close()
+
+
+def test_index_beside_a_log_that_was_rewritten_is_not_believed(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    _look(path, bus, recorded.topics, recorded.store)
+    bus.close()
+    with Cluster(tmp_path / "other", make_config(run__name="recorded", run__steps=3)) as cluster:
+        cluster.run()
+        found, opened = _look(path, cluster.bus, cluster.topics, cluster.store.root)
+    assert opened.again is None
+    assert "another log" in opened.said
+    assert found.holds
+
+
+def test_log_that_became_shorter_is_one_line_and_stays_one(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
+    bus = copy.open()
+    _look(path, bus, copy.topics, copy.store)
+    bus.close()
+    _cut(copy.log, f"{copy.run}.decisions", 40)
+    for _ in range(2):
+        bus = SqliteBus(copy.log)
+        found, opened = _look(path, bus, copy.topics, copy.store)
+        bus.close()
+        lines = [one.line for one in found.violations if one.subject == "log"]
+        assert len(lines) == 1
+        assert "decisions:0 ends at" in lines[0]
+        assert opened.again is None
+
+
+def test_record_that_is_another_one_than_audit_has_seen_is_one_line(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
+    bus = copy.open()
+    _look(path, bus, copy.topics, copy.store)
+    bus.close()
+    with sqlite3.connect(copy.log) as log:
+        rows = log.execute(
+            "SELECT max(at) FROM records WHERE at >> 52 = (SELECT id FROM topics WHERE name = ?)",
+            (f"{copy.run}.decisions",),
+        )
+        (last,) = rows.fetchone()
+        log.execute("UPDATE records SET value = CAST(value || ' ' AS BLOB) WHERE at = ?", (last,))
+    log.close()
+    bus = SqliteBus(copy.log)
+    found, _ = _look(path, bus, copy.topics, copy.store)
+    bus.close()
+    assert any("has another record at offset" in one.line for one in found.violations)
+
+
+def test_trajectories_behind_the_end_of_their_partition_are_one_line(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    _cut(copy.log, f"{copy.run}.trajectories", 5)
+    bus = copy.open()
+    found = audit(bus, copy.topics, copy.store)
+    bus.close()
+    lines = [one.line for one in found.violations if "was cut" in one.line]
+    assert lines
+    assert len(lines) <= 3
+    assert "records that were logged lie behind its end" in lines[0]
+
+
+def test_nothing_is_remembered_of_a_log_that_does_not_hold(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
+    _cut(copy.log, f"{copy.run}.trajectories", 5)
+    bus = copy.open()
+    first, _ = _look(path, bus, copy.topics, copy.store)
+    again, opened = _look(path, bus, copy.topics, copy.store)
+    bus.close()
+    assert not first.holds
+    assert opened.again is None
+    assert plain(again) == plain(first)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "schema", "books"])
+def test_index_that_cannot_be_read_is_begun_anew(
+    recorded: RecordedRun, tmp_path: Path, damage: str
+) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    expected, _ = _look(path, bus, recorded.topics, recorded.store)
+    if damage == "garbage":
+        path.write_bytes(b"no database" * 1000)
+    else:
+        with sqlite3.connect(path) as index:
+            if damage == "schema":
+                index.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+            else:
+                index.execute("UPDATE meta SET value = ? WHERE name = 'books'", (b"\0" * 50,))
+        index.close()
+    found, opened = _look(path, bus, recorded.topics, recorded.store)
+    bus.close()
+    assert opened.again is None
+    assert plain(found) == plain(expected)
+
+
+def test_index_that_somebody_else_writes_is_left_alone(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    other = AuditIndex(path)
+    found, opened = _look(path, bus, recorded.topics, None)
+    other.close()
+    bus.close()
+    assert found.holds
+    assert "cannot be used" in opened.said
+
+
+def test_stories_from_the_index_are_those_from_the_log(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    ids = ["g0000000010-001", "g0000000010", "e0000000001", "3", "13"]
+    expected = [tell(bus, recorded.topics, recorded.store, one) for one in ids]
+    monkeypatch.setattr(auditor_module, "VERSIONS_KEPT", 1)
+    _look(path, bus, recorded.topics, recorded.store)
+    found = look_up(path, bus, recorded.topics)
+    assert found is not None
+    monkeypatch.setattr("dora_pipe.history.story.build_ledger", None)
+    stories = [
+        tell(bus, recorded.topics, recorded.store, one, known=found.books.ledger) for one in ids
+    ]
+    found.index.close()
+    bus.close()
+    assert stories == expected
+
+
+def test_books_come_back_from_bytes_as_they_were(recorded: RecordedRun, tmp_path: Path) -> None:
+    path, bus = tmp_path / "audit.sqlite", recorded.open()
+    _look(path, bus, recorded.topics, None)
+    index = AuditIndex(path)
+    books = index.books()
+    assert books is not None
+    index.attach(books)
+    ledger = build_ledger(bus, recorded.topics)
+    for name, group in ledger.accounts.groups.items():
+        kept = books.ledger.accounts.groups[name]
+        for trajectory, entry in group.requests.items():  # What the steps' check has noted.
+            entry.trained = kept.requests[trajectory].trained
+        assert msgspec.to_builtins(kept) == msgspec.to_builtins(group)
+    assert books.fold.state is not None
+    assert books.fold.state.done
+    index.close()
+    bus.close()
+
+
+def _cut(log: Path, topic: str, records: int) -> None:
+    """The last records of every partition of a topic are gone, as after an unclean election."""
+    with sqlite3.connect(log) as connection:
+        (number,) = connection.execute("SELECT id FROM topics WHERE name = ?", (topic,)).fetchone()
+        rows = connection.execute(
+            "SELECT at, at >> 40 FROM records WHERE at >> 52 = ? ORDER BY at DESC", (number,)
+        ).fetchall()
+        left: dict[int, int] = {}
+        for at, partition in rows:
+            if left.setdefault(partition, records) > 0:
+                left[partition] -= 1
+                connection.execute("DELETE FROM records WHERE at = ?", (at,))
+    connection.close()

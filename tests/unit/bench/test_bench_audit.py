@@ -1,0 +1,62 @@
+"""bench audit: its log holds, its figures are of what they say, memory does not grow with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bench.audit import bench_audit, bench_memory
+from dora_pipe.bench.audit_log import LogPlan, write_log
+from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.history.audit import audit
+from dora_pipe.schemas.topics import Topics
+
+GROWTH_MAX = 1.1
+"""How much more memory an audit may take for ten times as many trajectories."""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        LogPlan(trajectories=60, tokens=1),
+        LogPlan(trajectories=60, tokens=300, group_size=3, per_step=5, partitions=1, workers=1),
+        LogPlan(trajectories=100, tokens=9, max_staleness=0, turn_share=0.1),
+    ],
+)
+def test_synthetic_run_holds_from_the_first_record_to_the_last(plan: LogPlan) -> None:
+    bus = MemoryBus()
+    written = write_log(bus, plan)
+    found = audit(bus, Topics(plan.run), None)
+    assert [one.line for one in found.violations] == []
+    assert found.finished
+    assert found.steps == written.steps == plan.steps
+    assert found.records == written.trajectories
+    assert found.record_bytes == written.trajectory_bytes
+    assert found.plans == found.rounds == written.rounds
+
+
+def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
+    figures = bench_audit(
+        [f"sqlite:{tmp_path / 'log.sqlite'}"], tokens=[64], trajectories=128, repeats=1
+    )
+    ways = {one.way: one for one in figures}
+    assert list(ways) == [
+        "raw consumption",
+        "first audit",
+        "audit again",
+        "first audit --quick",
+    ]
+    raw = ways["raw consumption"]
+    assert raw.of_raw == 1.0
+    for one in figures:
+        assert one.trajectories == 128
+        assert one.of_raw == pytest.approx(one.trajectories_per_s / raw.trajectories_per_s)
+    assert ways["audit again"].trajectories_per_s > ways["first audit"].trajectories_per_s
+
+
+@pytest.mark.slow
+def test_memory_of_an_audit_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    found = bench_memory(tmp_path, trajectories=4000)
+    assert found.more_trajectories == 10 * found.trajectories
+    assert found.ratio <= GROWTH_MAX, found

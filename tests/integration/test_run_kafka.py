@@ -1,4 +1,4 @@
-"""`dora-pipe run` on a real broker: a worker dies, another run is beside it, both are proved."""
+"""`dora-pipe run` on a real broker: a worker dies, a run beside it has a name that begins alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def said(place: Path) -> str:
 
 def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Path) -> None:
     tiny = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}")
-    words = ("-o", 'run.name="other"', "-o", f"run.steps={OTHER_STEPS}")
+    words = ("-o", 'run.name="tiny-control"', "-o", f"run.steps={OTHER_STEPS}")
     other = start(place, "run", "config.toml", *words)
     until(lambda: said(place).count(" joined (") >= 4)
     until(lambda: len(steps(place, "tiny")) >= 2)
@@ -53,9 +53,9 @@ def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Pa
     assert (tiny.wait(WAIT_S), other.wait(WAIT_S)) == (0, 0), said(place)
 
     assert steps(place, "tiny") == list(range(STEPS))
-    assert steps(place, "other") == list(range(OTHER_STEPS))
+    assert steps(place, "tiny-control") == list(range(OTHER_STEPS))
     assert [fact.worker for fact in workers(place, "tiny")].count(killed.worker) >= 2
-    for run in ("tiny", "other"):
+    for run in ("tiny", "tiny-control"):
         assert runs_named_in(place, run) == {run}
         assert call(place, "audit", run) == 0, said(place)
     assert call(place, "replay", "tiny") == 0, said(place)

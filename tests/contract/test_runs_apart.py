@@ -1,0 +1,90 @@
+"""Runs whose names begin alike share a log and do not see each other, on every bus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.errors import Fenced
+from dora_pipe.schemas.topics import Topics
+from tests.support.bus_harness import KafkaHarness, MemoryHarness, SqliteHarness
+from tests.support.bus_steps import Harness, catch_up, values
+
+BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
+
+
+@pytest.fixture(params=BUSES)
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """One fresh log of each kind."""
+    made: Any
+    if request.param == "memory":
+        made = MemoryHarness()
+    elif request.param == "sqlite":
+        made = SqliteHarness(tmp_path)
+    else:
+        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield made
+    made.close()
+
+
+def runs() -> list[Topics]:
+    """Names that begin alike, look like another's topic, or differ in a sign or a case."""
+    stem = f"a{uuid4().hex[:8]}"
+    return [Topics(f"{stem}{end}") for end in ("", "-control", "_control", "0", "-", "B", "b")]
+
+
+def made(bus: Bus) -> list[Topics]:
+    """Those runs, with their topics."""
+    found = runs()
+    for run in found:
+        bus.create([TopicSpec(name=name) for name in run.all()])
+    return found
+
+
+def test_records_of_a_run_are_in_its_topics_alone(harness: Harness) -> None:
+    bus = harness.open()
+    found = made(bus)
+    writer = bus.writer()
+    for run in found:
+        writer.append([Append(topic=name, value=name.encode()) for name in run.all()])
+    for run in found:
+        for name in run.all():
+            at = TopicPartition(name, 0)
+            assert values(catch_up(bus, bus.reader({at: 0}), at)) == [name.encode()]
+
+
+def test_topics_of_a_run_are_found_among_those_of_all(harness: Harness) -> None:
+    bus = harness.open()
+    found = made(bus)
+    there = set(bus.topics())
+    for run in found:
+        mine = {name for name in there if name.rpartition(".")[0] == run.run}
+        assert mine == set(run.all())
+
+
+def test_exclusive_writer_of_a_run_fences_nobody_else_s(harness: Harness) -> None:
+    bus, other = harness.open(), harness.open()
+    found = made(bus)
+    roles = ("orchestrator", "trainer")
+    writers = {
+        (run, role): bus.writer(exclusive=f"{run.run}.{role}") for run in found for role in roles
+    }
+    first = found[0]
+    heir = other.writer(exclusive=f"{first.run}.orchestrator")
+    heir.append([Append(topic=first.decisions, value=b"heir")])
+    for (run, role), writer in writers.items():
+        record = Append(topic=run.decisions, value=role.encode())
+        if (run, role) == (first, "orchestrator"):
+            with pytest.raises(Fenced):
+                writer.append([record])
+        else:
+            writer.append([record])
+    for run in found:
+        at = TopicPartition(run.decisions, 0)
+        mine = [b"heir", b"trainer"] if run is first else [b"orchestrator", b"trainer"]
+        assert values(catch_up(bus, bus.reader({at: 0}), at)) == mine

@@ -1,0 +1,168 @@
+"""Two whole runs in one log, one name the beginning of the other: neither sees the other.
+
+What one writes into the other's topics by mistake becomes a dead letter or counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, Record
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.headers import parse_headers
+from tests.support.brisk_bus import BriskBus, Ears
+from tests.support.cluster import ORCHESTRATOR, TICKS_MAX, Cluster, make_config
+
+STEPS = 4
+
+
+@dataclass
+class Beside(Cluster):
+    """A cluster on a log that others use too."""
+
+    log: MemoryLog | Path = field(default_factory=MemoryLog)
+
+    def open_bus(self, ears: Ears | None = None) -> Bus:
+        """A bus of its own on the log of all."""
+        bus = SqliteBus(self.log) if isinstance(self.log, Path) else MemoryBus(self.log)
+        self._buses.append(bus)
+        return BriskBus(bus, ears or Ears())
+
+
+Pair = tuple[Beside, Beside]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Runs `a` and `a-control` with other seeds, each with workers of the same names."""
+    log = MemoryLog() if request.param == "memory" else tmp_path / "log.sqlite"
+    made = [
+        Beside(
+            tmp_path / name,
+            make_config(run__name=name, run__steps=STEPS, run__seed=seed),
+            workers=("w0", "w1"),
+            log=log,
+        )
+        for name, seed in (("a", 1), ("a-control", 2))
+    ]
+    yield made[0], made[1]
+    for one in made:
+        one.close()
+
+
+def play(pair: Pair, until_step: int | None = None) -> None:
+    """Turns of both until both are over, or have got as far."""
+    for _ in range(TICKS_MAX):
+        living = [one for one in pair if one.roles]
+        if not living or (until_step is not None and all(got(one, until_step) for one in living)):
+            return
+        for one in living:
+            one.tick()
+            revive(one)
+    raise AssertionError("they do not end")
+
+
+def revive(cluster: Beside) -> None:
+    """What the supervisor does: a worker that was fenced starts again."""
+    for name in () if got(cluster, STEPS) else cluster.workers:
+        if name not in cluster.roles:
+            cluster.start(name)
+
+
+def got(cluster: Beside, step: int) -> bool:
+    """Whether a run is so far, or ends."""
+    return ORCHESTRATOR not in cluster.roles or cluster.version >= step
+
+
+def records(cluster: Beside, topic: str) -> list[Record]:
+    """What a topic holds."""
+    return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
+
+
+def steps(cluster: Beside) -> list[int]:
+    """What was committed."""
+    found = (decode_control(one.value) for one in records(cluster, cluster.topics.control))
+    return [one.step for one in found if isinstance(one, StepCommitted)]
+
+
+def runs_of_trajectories(cluster: Beside) -> set[str]:
+    """What the records of a run's topic say of themselves."""
+    return {parse_headers(one.headers).run for one in records(cluster, cluster.topics.trajectories)}
+
+
+def copy(source: Beside, target: Beside, kind: str) -> int:
+    """Everything of one topic, into the other run's topic of this kind, as it is."""
+    found = records(source, getattr(source.topics, kind))
+    topic = getattr(target.topics, kind)
+    partitions = target.bus.partitions(topic)
+    writer = target.bus.writer()
+    for one in found:
+        writer.append(
+            [
+                Append(
+                    topic=topic,
+                    partition=one.partition % partitions,
+                    key=one.key,
+                    value=one.value,
+                    headers=one.headers,
+                )
+            ]
+        )
+    writer.close()
+    return len(found)
+
+
+def test_two_runs_in_one_log_end_proved_and_apart(pair: Pair) -> None:
+    play(pair)
+    for one in pair:
+        assert steps(one) == list(range(STEPS))
+        assert runs_of_trajectories(one) == {one.config.run.name}
+        assert records(one, one.topics.dead_letters) == []
+        report = audit(one.bus, one.topics, one.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        assert report.finished
+
+
+def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pair: Pair) -> None:
+    a, other = pair
+    play(pair, until_step=1)
+    strangers = copy(other, a, "trajectories")
+    assert strangers
+    play(pair)
+    letters = [
+        decode_dead_letter(one.value, one.headers) for one in records(a, a.topics.dead_letters)
+    ]
+    assert 0 < len(letters) <= strangers
+    assert {one.why for one in letters} == {"a record of run a-control (at $.headers.run)"}
+    assert {one.topic for one in letters} == {a.topics.trajectories}
+    assert steps(a) == steps(other) == list(range(STEPS))
+    assert records(other, other.topics.dead_letters) == []
+    assert audit(other.bus, other.topics, other.store.root).holds
+    named = [violation.line for violation in audit(a.bus, a.topics, a.store.root).violations]
+    assert all("is of another run" in line for line in named)
+    assert len(named) == strangers
+
+
+def test_facts_of_another_run_stop_nothing_and_audit_names_them(pair: Pair) -> None:
+    """Facts do not say of which run they are: a stranger's `joined` fences its namesake, as any
+    second worker of that name does."""
+    a, other = pair
+    play(pair, until_step=1)
+    assert copy(other, a, "control") > 5
+    assert copy(other, a, "metrics") > 5
+    play(pair)
+    assert steps(other) == list(range(STEPS))
+    assert audit(other.bus, other.topics, other.store.root).holds
+    assert sorted(set(steps(a))) == list(range(STEPS))
+    lines = [one.line for one in audit(a.bus, a.topics, a.store.root).violations]
+    assert any("starts another run" in line and "a-control" in line for line in lines), lines
+    assert any("step 0: is committed twice" in line for line in lines), lines

@@ -1,0 +1,66 @@
+"""A run's name makes topics that Kafka takes and that no other run's name makes."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.errors import ConfigError
+from dora_pipe.schemas.topics import Topics
+
+KAFKA_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+"""Kafka's own rule (org.apache.kafka.common.internals.Topic), beside `.` and `..`."""
+
+NAMES = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=100).filter(
+    lambda name: name[0] not in "-_"
+)
+LIKE_TOPICS = st.lists(
+    st.sampled_from(["a", "control", "dead", "letters", "_", "-", "-control", "_control", "0"]),
+    min_size=1,
+    max_size=6,
+).map("".join)
+
+
+def metric_name(topic: str) -> str:
+    """What Kafka names a topic's metrics; topics that share it are said to collide."""
+    return topic.replace(".", "_")
+
+
+@given(NAMES)
+def test_topics_are_names_that_kafka_takes(name: str) -> None:
+    for topic in Topics(name).all():
+        assert KAFKA_NAME.fullmatch(topic)
+        assert topic not in (".", "..")
+
+
+@given(NAMES | LIKE_TOPICS.filter(lambda name: name[0] not in "-_"))
+def test_topic_tells_its_run(name: str) -> None:
+    for topic in Topics(name).all():
+        assert topic.rpartition(".")[0] == name
+        assert topic.count(".") == 1
+
+
+@given(LIKE_TOPICS, LIKE_TOPICS)
+def test_topics_of_two_runs_never_collide_not_even_as_kafkas_metrics(a: str, b: str) -> None:
+    names = {name for name in (a, b) if name[0] not in "-_"}
+    topics = [topic for name in names for topic in Topics(name).all()]
+    assert len({metric_name(topic) for topic in topics}) == len(topics) == 6 * len(names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a.b", "a.control", "_a", "-a", "a b", "ä", "a/b", "a\n", "a\0", "x" * 101],
+)
+def test_name_that_would_not_do_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a run name") as refused:
+        Topics(name)
+    assert "\n" not in refused.value.message
+    assert "letters, digits" in str(refused.value.hint)
+
+
+def test_longest_name_leaves_room_for_the_longest_topic() -> None:
+    assert max(map(len, Topics("x" * 100).all())) == 113 <= 249

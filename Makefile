@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types bench sim kafka kafka-cluster demo-kafka lock clean
+.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster demo-kafka lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -53,6 +53,10 @@ lint: setup ## Style, format, floors and house rules
 types: setup ## mypy, strict
 	@$(BIN)/mypy
 
+fuzz: setup ## Every reader of foreign bytes under a coverage-guided fuzzer (Linux on x86-64)
+	@$(UV) pip install -q -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/fuzz.txt
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
 bench: setup ## Measure engine, bus and codec on this machine
 	@for part in engine bus codec; do $(BIN)/dora-pipe bench $$part $(ARGS); done
 
@@ -75,6 +79,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
 	$(LOCK) pyproject.toml --extra torch --group dev -c requirements/constraints.in -o requirements/dev.txt
+	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 
 clean: ## Remove caches and build outputs; runs and .venv stay

@@ -45,6 +45,9 @@ PATH_KEYS: Final = (
 """Relative to the configuration file; in an override, to where the command is started."""
 
 _SQLITE = "sqlite:"
+_NOT_TOML: Final = (ValueError, RecursionError)
+"""How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
+
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
 
@@ -63,7 +66,7 @@ def load_config(path: Path, overrides: Sequence[str], *, paradigm: str = "") -> 
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except _NOT_TOML as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     folder = path.resolve().parent
     _resolve_paths(table, folder)
@@ -83,10 +86,13 @@ def from_plain(table: Mapping[str, Any]) -> Config:
     _check_keys(table, Config, "")
     try:
         config = msgspec.convert(table, Config)
+        plain = {key: _is_plain(value) for key, value in leaves(config).items()}
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error))) from error
-    for key, value in leaves(config).items():
-        if not _is_plain(value):
+    except RecursionError:
+        raise ConfigError("a value is nested too deeply") from None
+    for key, is_plain in plain.items():
+        if not is_plain:
             raise ConfigError(f"{key}: a number is not finite, or a value is no plain one")
     for check in _CHECKS:
         for problem in check(config):
@@ -126,13 +132,13 @@ def _parse_override(text: str) -> Table:
         raise ConfigError(f"-o {text!r}: not of the form key=value")
     try:
         return tomllib.loads(f"{key} = {value}")
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         bare = value.strip()
         if bare[:1] in ("'", '"', "[", "{"):
             raise ConfigError(f"-o {text}: {error}") from error
     try:
         return tomllib.loads(f"{key} = {json.dumps(bare)}")
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         raise ConfigError(f"-o {text}: {error}") from error
 
 
@@ -161,7 +167,10 @@ def _resolve_paths(table: Table, folder: Path) -> None:
 
 
 def _resolved(path: str, folder: Path) -> str:
-    return str((folder / Path(path).expanduser()).resolve())
+    try:
+        return str((folder / Path(path).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a NUL, somebody without a home
+        raise ConfigError(f"{path!r} is no path: {error}") from error
 
 
 def _fill_in(table: Table, folder: Path) -> None:

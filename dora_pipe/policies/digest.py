@@ -24,6 +24,9 @@ from dora_pipe.schemas.policy import Manifest, Tensor, weights_digest
 HEADER_BYTES_MAX = 100_000_000
 """Longer headers are refused; the reference implementation draws the same line."""
 
+DIMENSIONS_MAX = 32
+"""A product of as many sizes as a header has room for would take for ever."""
+
 LENGTH_BYTES = 8
 
 DTYPE_BYTES = {
@@ -148,7 +151,7 @@ def _placed(path: Path, declared: dict[str, _Declared], base: int) -> list[Entry
     at = 0
     for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
         start, end = one.data_offsets
-        if start != at or any(size < 0 for size in one.shape):
+        if start != at or _odd(one.shape):
             raise _garbage(path, f"tensor {name!r} does not lie where the one before it ends")
         if one.dtype not in DTYPE_BYTES:
             raise _garbage(path, f"tensor {name!r} has the unknown type {one.dtype!r}")
@@ -159,6 +162,10 @@ def _placed(path: Path, declared: dict[str, _Declared], base: int) -> list[Entry
         )
         at = end
     return entries
+
+
+def _odd(shape: tuple[int, ...]) -> bool:
+    return len(shape) > DIMENSIONS_MAX or any(not 0 <= size < 2**63 for size in shape)
 
 
 def _sha256(data: memoryview, start: int, end: int) -> str:

@@ -1,0 +1,137 @@
+"""``make fuzz``: every target for some seconds, each in a process of its own; a line for each.
+
+What a finding is says `targets`. The input of one is kept in the folder that is printed; to keep
+it for ever, fix what it found and put it under tests/fuzz/corpus/TARGET/ with a name that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.fuzz.targets import CORPUS, MEMORY_BYTES_MAX, ROOT, TARGETS, Target
+
+INPUT_BYTES_MAX: Final = 16 * 1024
+HANG_S: Final = 10
+"""An input that takes so long is a finding."""
+
+SPARE_S: Final = 120
+"""For a process to start and to end."""
+
+HEAD: Final = (
+    "target        inputs  inputs_per_s  branches_first  branches  kept  peak_mib  findings"
+)
+_BRANCHES: Final = re.compile(r"(INITED|DONE)\s+cov: (\d+) ft: \d+ corp: (\d+)")
+_FINAL: Final = re.compile(r"stat::(number_of_executed_units|peak_rss_mb):\s+(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fuzzed:
+    """What some seconds of a target came to."""
+
+    inputs: int
+    branches_first: int
+    """Of our Python, and wordings of refusals, that the seeds reach."""
+    branches: int
+    kept: int
+    """Inputs that reached something new, seeds included."""
+    peak_mib: int
+    """Of the whole process."""
+    findings: tuple[Path, ...]
+
+    def line(self, name: str, seconds: int) -> str:
+        """A line of the table."""
+        return (
+            f"{name:<12}{self.inputs:>8}{self.inputs // seconds:>14}{self.branches_first:>16}"
+            f"{self.branches:>10}{self.kept:>6}{self.peak_mib:>10}{len(self.findings):>10}"
+        )
+
+
+def fuzz(target: Target, *, seconds: int, seed: int, folder: Path) -> Fuzzed:
+    """Fuzz a target; `folder` gets its corpus, its log and what was found."""
+    seeds, found = folder / "corpus", folder / "found"
+    for one in (seeds, found):
+        one.mkdir(parents=True)
+    for place, data in enumerate(target.seeds()):
+        (seeds / f"seed-{place}").write_bytes(data)
+    kept = CORPUS / target.name
+    command = [
+        *(sys.executable, "-m", "tests.fuzz.child", target.name),
+        *(f"-max_total_time={seconds}", f"-seed={seed}", f"-timeout={HANG_S}"),
+        *(f"-max_len={INPUT_BYTES_MAX}", f"-rss_limit_mb={MEMORY_BYTES_MAX >> 20}"),
+        *("-print_final_stats=1", "-reload=0", f"-artifact_prefix={found}/"),
+        *(str(one) for one in (seeds, kept) if one.is_dir()),
+    ]
+    log = folder / "log.txt"
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=seconds + SPARE_S,
+            check=False,
+        )
+    findings = tuple(sorted(found.iterdir()))
+    if done.returncode and not findings:
+        findings = (log,)
+    return parse(log.read_text(encoding="utf-8", errors="replace"), findings)
+
+
+def parse(log: str, findings: tuple[Path, ...]) -> Fuzzed:
+    """What libFuzzer's log says."""
+    final = {name: int(number) for name, number in _FINAL.findall(log)}
+    reached = {when: (int(branches), int(kept)) for when, branches, kept in _BRANCHES.findall(log)}
+    first = reached.get("INITED", (0, 0))
+    last = reached.get("DONE", first)
+    return Fuzzed(
+        inputs=final.get("number_of_executed_units", 0),
+        branches_first=first[0],
+        branches=last[0],
+        kept=last[1],
+        peak_mib=final.get("peak_rss_mb", 0),
+        findings=findings,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The number of targets with a finding, as exit code."""
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument("--seconds", type=int, default=20, help="for each target")
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.targets if name not in TARGETS]
+    if unknown:
+        parser.error(f"no target {unknown[0]}; there are {', '.join(TARGETS)}")
+    if importlib.util.find_spec("atheris") is None:
+        parser.error("atheris is not installed: it has wheels for Linux on x86-64 alone")
+    folder = Path(tempfile.mkdtemp(prefix="dora-pipe-fuzz-"))
+    _say(HEAD)
+    broken = 0
+    for name in chosen.targets or TARGETS:
+        fuzzed = fuzz(TARGETS[name], seconds=chosen.seconds, seed=chosen.seed, folder=folder / name)
+        _say(fuzzed.line(name, chosen.seconds))
+        for path in fuzzed.findings:
+            _say(f"found: {path} (log: {folder / name / 'log.txt'})")
+        broken += bool(fuzzed.findings)
+    return broken
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,374 @@
+"""Decides what is fuzzed: every reader of bytes that others wrote, as a function of one input.
+
+A target refuses an input with an error of ours, of one line, or it accepts it; then what it has
+read can be written, and read again as the same. Anything else (another exception, a crash, a hang,
+more memory than `MEMORY_BYTES_MAX`) is a finding.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import zstandard
+
+from dora_pipe.bus.archive_format import (
+    SEGMENT_BYTES_MAX,
+    Entry,
+    Manifest,
+    chain_of,
+    decode_manifest,
+    file_name,
+    genesis,
+    problems_of,
+)
+from dora_pipe.bus.archive_segment import decode_segment, records_of, write_segment
+from dora_pipe.bus.checks import PARTITIONS_MAX
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.config.describe import dump_toml
+from dora_pipe.config.load import load_config
+from dora_pipe.errors import MESSAGE_CHARACTERS_MAX, DoraError, InvariantBroken, SchemaError
+from dora_pipe.policies.digest import read_manifest
+from dora_pipe.schemas.control import decode_control
+from dora_pipe.schemas.dead_letter import HEADER, decode_dead_letter, encode_dead_letter
+from dora_pipe.schemas.headers import header_pairs, parse_headers
+from dora_pipe.schemas.metrics import decode_metrics
+from dora_pipe.schemas.policy import Manifest as Policy
+from dora_pipe.schemas.rounds import decode_round
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import (
+    decode_progress,
+    decode_trajectory,
+    encode_progress,
+    encode_trajectory,
+    view_trajectory,
+)
+from dora_pipe.schemas.trajectory_glance import Glancer
+from dora_pipe.schemas.wire import Unknown, decode, encode
+from tests.golden import make
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+CORPUS: Final = Path(__file__).parent / "corpus"
+MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
+"""Of the process that fuzzes, interpreter and libraries (150 MiB) included."""
+
+LETTER_BYTES_MAX: Final = 64 * 1024 * 1024
+
+Shape = Literal["json", "frame", "lines", "safetensors"]
+"""How mutations keep an input close to what is sound (see `mutations`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A reader. Example: ``TARGETS["control"].read(b"{}")`` raises a SchemaError."""
+
+    name: str
+    read: Callable[[bytes], object]
+    """What an input says, after it was written and read again. Raises DoraError."""
+    shape: Shape
+    seeds: Callable[[], list[bytes]]
+    """Sound inputs: golden bytes."""
+
+
+def check(target: Target, data: bytes) -> DoraError | None:
+    """Why an input was refused, None if it was accepted; any finding is an exception."""
+    try:
+        target.read(data)
+    except DoraError as error:
+        assert error.message, "an error without a message"
+        assert error.message.isprintable(), "an error of several lines, or none for a terminal"
+        assert len(error.message) <= 6 * MESSAGE_CHARACTERS_MAX, "an error without an end"
+        return error
+    return None
+
+
+def _again(read: Callable[[bytes], Any], write: Callable[[Any], bytes]) -> Callable[[bytes], Any]:
+    def whole(data: bytes) -> Any:
+        value = read(data)
+        try:
+            written = write(value)
+            again = read(written)
+        except DoraError as error:
+            raise AssertionError(f"was read and cannot be written: {error}") from error
+        assert again == value, "comes back as another value"
+        return value
+
+    return whole
+
+
+def _write_record(record: Any) -> bytes:
+    return record.raw if isinstance(record, Unknown) else encode(record)
+
+
+def _read_headers(data: bytes) -> Any:
+    return parse_headers([(name.decode("latin-1"), value) for name, value in _split(data)])
+
+
+def _split(data: bytes) -> list[tuple[bytes, bytes]]:
+    lines = (line.partition(b": ") for line in data.split(b"\n") if line)
+    return [(name, value) for name, _, value in lines]
+
+
+def _read_letter(data: bytes) -> Any:
+    header, _, value = data.partition(b"\n")
+    return decode_dead_letter(value, [(HEADER, header)])
+
+
+def _write_letter(letter: Any) -> bytes:
+    value, ((_, header),) = encode_dead_letter(letter, record_bytes_max=LETTER_BYTES_MAX)
+    return header + b"\n" + value
+
+
+@cache
+def _scratch() -> Path:
+    """A directory that lives as long as the process."""
+    folder = tempfile.TemporaryDirectory(prefix="dora-pipe-fuzz-")
+    _KEPT.append(folder)
+    return Path(folder.name)
+
+
+_KEPT: Final[list[tempfile.TemporaryDirectory[str]]] = []
+
+
+def _read_config(data: bytes) -> Any:
+    path = _scratch() / "dora.toml"
+    path.write_bytes(data)
+    return load_config(path, [])
+
+
+def _read_policy(data: bytes) -> Any:
+    path = _scratch() / "policy.safetensors"
+    path.write_bytes(data)
+    return read_manifest(path)
+
+
+_MANIFEST = msgspec.json.Decoder(Policy)
+
+
+def _read_policy_whole(data: bytes) -> Any:
+    """A file's manifest goes into the log, and comes back from there."""
+    manifest = _read_policy(data)
+    assert decode(encode(manifest), _MANIFEST) == manifest
+    return manifest
+
+
+def _golden(*names: str) -> list[bytes]:
+    made = make.files()
+    return [data for path, data in sorted(made.items()) if path.startswith(names)]
+
+
+def _policies() -> list[bytes]:
+    header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":'
+    header += b'[0,24]},"b":{"dtype":"BF16","shape":[],"data_offsets":[24,26]}}'
+    return [len(header).to_bytes(8, "little") + header + bytes(range(26))]
+
+
+def _configs() -> list[bytes]:
+    made = [path.read_bytes() for path in sorted((ROOT / "examples").glob("**/*.toml"))]
+    made += [path.read_bytes() for path in sorted((ROOT / "cli" / "templates").glob("*.toml"))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.toml"
+        path.write_text('[run]\nname="a"\nsteps=3\n[model]\npath="m"\n[task]\nkind="chars"\n')
+        made.append(dump_toml(load_config(path, [])).encode())
+    return made
+
+
+def _dead_letters() -> list[bytes]:
+    made = make.files()
+    header = dict(make.pairs_from_bytes(made["dead-letters/headers.txt"]))[HEADER]
+    return [header + b"\n" + made["dead-letters/value.bin"]]
+
+
+_GLANCER: Final = Glancer()
+
+
+def _glance(data: bytes) -> Any:
+    """All three readers of a trajectory agree about it."""
+    refused: SchemaError | None = None
+    whole: Trajectory | None = None
+    try:
+        whole = decode_trajectory(data)
+    except SchemaError as error:
+        refused = error
+    for reader in (view_trajectory, _GLANCER.glance):
+        try:
+            seen = reader(data)
+        except SchemaError as error:
+            assert refused is not None, f"one reader refuses what the others read: {error}"
+        else:
+            assert whole is not None, f"one reader reads what the others refuse: {refused}"
+            assert _plain(seen) == _plain(whole)
+    if refused is not None:
+        raise refused
+    return whole
+
+
+def _plain(one: Trajectory) -> tuple[Any, ...]:
+    tokens, mask = (tuple(int(entry) for entry in entries) for entries in _integers(one))
+    beside = (one.trajectory, one.version, one.digest, one.reward, one.meta)
+    return *beside, tokens, mask, tuple(one.segments)
+
+
+def _integers(one: Trajectory) -> tuple[Sequence[int], Sequence[int]]:
+    return one.token_ids, one.loss_mask
+
+
+def _read_archive(data: bytes) -> Any:
+    """A manifest under a chain that holds, so that what lies behind the chain is reached."""
+    manifest = decode_manifest(data)
+    if all(1 <= count <= PARTITIONS_MAX for count in manifest.topics.values()):
+        manifest = _chained(manifest)
+    for problem in problems_of(manifest):
+        raise InvariantBroken(problem)
+    return manifest
+
+
+def _chained(manifest: Manifest) -> Manifest:
+    chain, entries = genesis(manifest.run, manifest.topics), []
+    for entry in manifest.entries:
+        chain = chain_of(chain, entry)
+        entries.append(msgspec.structs.replace(entry, chain=chain))
+    return msgspec.structs.replace(manifest, entries=tuple(entries))
+
+
+_RECORDS: Final = tuple(
+    Record(
+        topic="a.control",
+        partition=0,
+        offset=offset,
+        key=b"k",
+        value=bytes(range(offset, offset + 9)),
+        headers=(("run", b"a"), ("x", b"")),
+    )
+    for offset in (3, 4, 9)
+)
+
+
+def _segment() -> tuple[Entry, bytes]:
+    """A segment with its entry."""
+    tp = TopicPartition("a.control", 0)
+    path = _scratch() / file_name(tp, 2)
+    made = write_segment(path, _RECORDS)
+    data = path.read_bytes()
+    return _entry(made.bytes), data
+
+
+def _entry(size: int) -> Entry:
+    tp = TopicPartition("a.control", 0)
+    return Entry(
+        topic=tp.topic,
+        partition=tp.partition,
+        start=2,
+        end=12,
+        records=len(_RECORDS),
+        bytes=size,
+        file=file_name(tp, 2),
+        file_bytes=0,
+        sha256="0" * 64,
+    )
+
+
+def _read_segment(data: bytes) -> Any:
+    """With an entry that speaks of this file: what follows is Arrow's."""
+    entry = _entry(_content_bytes(data))
+    return [records_of(batch, entry.at) for batch in decode_segment(data, entry)]
+
+
+def _content_bytes(data: bytes) -> int:
+    """What the frame says, or holds; 1 for what is none."""
+    try:
+        if (size := zstandard.frame_content_size(data)) >= 0:
+            return min(size, SEGMENT_BYTES_MAX)
+        with zstandard.ZstdDecompressor(max_window_size=1 << 23).stream_reader(data) as reader:
+            return len(reader.read(1 << 20))
+    except zstandard.ZstdError:
+        return 1
+
+
+def _manifests() -> list[bytes]:
+    entry = msgspec.structs.replace(
+        _segment()[0], start=0, file=file_name(TopicPartition("a.control", 0), 0)
+    )
+    empty = msgspec.structs.replace(entry, partition=1, records=0, file="", bytes=0, odd=(1,))
+    manifest = Manifest(
+        format=1,
+        run="a",
+        topics={"a.control": 2},
+        cut={"a.control": (12, 10)},
+        entries=(entry, empty),
+    )
+    return [msgspec.json.encode(_chained(manifest))]
+
+
+_ALL: Final = (
+    Target(
+        name="control",
+        read=_again(decode_control, _write_record),
+        shape="json",
+        seeds=lambda: _golden("control/"),
+    ),
+    Target(
+        name="decisions",
+        read=_again(decode_round, encode),
+        shape="json",
+        seeds=lambda: _golden("decisions/"),
+    ),
+    Target(
+        name="metrics",
+        read=_again(decode_metrics, _write_record),
+        shape="json",
+        seeds=lambda: _golden("metrics/"),
+    ),
+    Target(
+        name="trajectory",
+        read=_again(decode_trajectory, lambda one: encode_trajectory(one)[0]),
+        shape="frame",
+        seeds=lambda: [one for one in _golden("trajectories/") if one[:4] == b"\x28\xb5\x2f\xfd"],
+    ),
+    Target(
+        name="glance",
+        read=_glance,
+        shape="frame",
+        seeds=lambda: [one for one in _golden("trajectories/") if one[:4] == b"\x28\xb5\x2f\xfd"],
+    ),
+    Target(
+        name="archive",
+        read=_again(_read_archive, msgspec.json.encode),
+        shape="json",
+        seeds=_manifests,
+    ),
+    Target(
+        name="segment",
+        read=_read_segment,
+        shape="frame",
+        seeds=lambda: [_segment()[1]],
+    ),
+    Target(
+        name="progress",
+        read=_again(decode_progress, encode_progress),
+        shape="frame",
+        seeds=lambda: _golden("progress/"),
+    ),
+    Target(
+        name="headers",
+        read=_again(_read_headers, lambda one: make.pairs_to_bytes(header_pairs(one))),
+        shape="lines",
+        seeds=lambda: _golden("trajectories/headers.txt"),
+    ),
+    Target(
+        name="dead-letter",
+        read=_again(_read_letter, _write_letter),
+        shape="json",
+        seeds=_dead_letters,
+    ),
+    Target(name="config", read=_read_config, shape="lines", seeds=_configs),
+    Target(name="policy", read=_read_policy_whole, shape="safetensors", seeds=_policies),
+)
+
+TARGETS: Final = {one.name: one for one in _ALL}
+"""By name."""

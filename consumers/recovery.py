@@ -16,7 +16,13 @@ from dora_pipe.clock import Clock
 from dora_pipe.consumers.commits import CommitNote, History
 from dora_pipe.errors import BusError, InvariantBroken, LogTruncated, SchemaError
 from dora_pipe.patience import patiently
-from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, decode_control
+from dora_pipe.schemas.control import (
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    VersionsDropped,
+    decode_control,
+)
 from dora_pipe.schemas.topics import Topics
 
 __all__ = ["CommitNote", "History", "read_commits", "read_history"]
@@ -29,7 +35,7 @@ POLL_S: Final = 1.0
 EMPTY_POLLS_MAX: Final = 60
 """So many waits in vain, one after the other, and the log counts as unreachable."""
 
-_KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"')
+_KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"versions-dropped"')
 """Most control records are none of these and cost no decoding."""
 
 
@@ -42,6 +48,8 @@ def read_history(bus: Bus, topics: Topics, clock: Clock) -> History:
             history.run_started = history.run_started or decoded
         elif isinstance(decoded, RoleStarted) and decoded.role == "trainer":
             history.role_epoch = max(history.role_epoch, decoded.role_epoch)
+        elif isinstance(decoded, VersionsDropped):
+            history.kept.difference_update(decoded.versions)
         elif isinstance(decoded, StepCommitted) and not history.add(record.offset, decoded):
             LOG.warning(
                 "commit of step %d at offset %d does not count", decoded.step, record.offset

@@ -20,7 +20,12 @@ import msgspec
 from dora_pipe.config.model import Config
 from dora_pipe.errors import SchemaError
 from dora_pipe.orchestrator.rules_command import apply_command
-from dora_pipe.orchestrator.rules_training import adopted, batch_refused, step_committed
+from dora_pipe.orchestrator.rules_training import (
+    adopted,
+    batch_refused,
+    step_committed,
+    versions_dropped,
+)
 from dora_pipe.orchestrator.state import Facts, Request, Result, State, Worker
 from dora_pipe.orchestrator.transitions import (
     close_worker,
@@ -44,6 +49,7 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     TakenTrajectory,
     TrajectoriesLogged,
+    VersionsDropped,
     WeightsAdopted,
     WorkerJoined,
     WorkerLeft,
@@ -267,4 +273,5 @@ _APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {
     BatchRefused: batch_refused,
     Command: apply_command,
     WeightsAdopted: adopted,
+    VersionsDropped: versions_dropped,
 }

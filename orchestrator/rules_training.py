@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.specs import pinned
 from dora_pipe.orchestrator.state import State, Training, Verdict
 from dora_pipe.orchestrator.transitions import forget, new_version, return_to_u, set_ending
 from dora_pipe.schemas.batch import batch_digest, staleness_of
-from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
+from dora_pipe.schemas.control import BatchRefused, StepCommitted, VersionsDropped, WeightsAdopted
 
 
 def step_committed(state: State, offset: int, record: StepCommitted) -> str:
@@ -68,6 +69,12 @@ def adopted(state: State, offset: int, record: WeightsAdopted) -> str:
     if record.role_epoch != state.trainer_epoch:
         return f"role epoch {record.role_epoch} is not the trainer's"
     return ""
+
+
+def versions_dropped(state: State, offset: int, record: VersionsDropped) -> str:
+    """Changes nothing here; what is in use may not be dropped."""
+    used = sorted({state.version, *pinned(state)}.intersection(record.versions))
+    return f"version {used[0]} is in use" if used else ""
 
 
 def _not_of(state: State, step: int, attempt: int, role_epoch: int) -> str:

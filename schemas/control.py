@@ -311,6 +311,13 @@ class WeightsAdopted(Control, frozen=True, kw_only=True):
     why: str
 
 
+class VersionsDropped(Control, frozen=True, kw_only=True):
+    """`prune` deletes files of these versions of a finished run; replay makes them again."""
+
+    user: str
+    versions: tuple[int, ...]
+
+
 AnyControl = (
     RunStarted
     | RoleStarted
@@ -324,6 +331,7 @@ AnyControl = (
     | BatchRefused
     | Command
     | WeightsAdopted
+    | VersionsDropped
 )
 
 _DECODER = msgspec.json.Decoder(AnyControl)
@@ -340,6 +348,7 @@ KINDS = kinds_of(
     BatchRefused,
     Command,
     WeightsAdopted,
+    VersionsDropped,
 )
 
 

@@ -197,6 +197,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
         digest_replayed=OTHER_DIGEST,
         why="numerics differ: device",
     ),
+    control.VersionsDropped(at_ns=AT_NS, user="ada", versions=(1, 2, 4)),
 )
 
 COST = metrics.Cost(total_s=10.5, bus_s=1.25, control_s=0.5, codec_s=0.75, rss_bytes=123_456_789)
@@ -329,3 +330,26 @@ _BARE = rounds.Round(
     state_digest="39" * 32,
 )
 ROUND = msgspec.structs.replace(_BARE, chain=rounds.chain_of(rounds.GENESIS_CHAIN, FOLDED, _BARE))
+
+
+# Fields that came later; the bytes above stay what they were released as.
+
+COMMITTED_DROPPED = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.StepCommitted)), dropped=(1, 2)
+)
+ROUND_PINS = rounds.Round(
+    ordinal=1,
+    role_epoch=0,
+    now_ns=1,
+    control_next=1,
+    decisions=(
+        rounds.TakeBatch(
+            reason="B finished",
+            step=4,
+            attempt=1,
+            groups=GROUPS,
+            settings={"trainer.learning_rate": 3e-4},
+            pins=(3, 4),
+        ),
+    ),
+)

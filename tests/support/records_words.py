@@ -231,6 +231,8 @@ COMMON = {
     "Segment.start": "First token of the segment.",
     "waiting": "Requests that wait for a slot.",
     "why": "What is wrong with it.",
+    "VersionsDropped.user": "Who called `prune`.",
+    "VersionsDropped.versions": "Sorted; they are deleted after this record is durable.",
     "WeightsAdopted.why": "How the machines differ.",
     "worker": "Name of the worker.",
 }

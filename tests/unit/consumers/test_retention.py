@@ -1,4 +1,4 @@
-"""What the store keeps: pinned versions, checkpoints by number, the rest until a commit drops it."""
+"""What the store keeps: pinned versions, checkpoints by number, others until a commit drops them."""
 
 from __future__ import annotations
 

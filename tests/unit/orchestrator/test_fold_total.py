@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.errors import SchemaError
 from dora_pipe.orchestrator.fold import apply_control, read_control
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.control import KINDS, AnyControl, WeightsAdopted
+from dora_pipe.schemas.control import KINDS, AnyControl, VersionsDropped, WeightsAdopted
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged
@@ -50,6 +50,7 @@ def every_kind(stage: Stage) -> list[AnyControl]:
         records.refused(7, ["g0000000000"]),
         records.command("dance"),
         adopted,
+        VersionsDropped(at_ns=0, user="ada", versions=(0, 7)),
     ]
 
 

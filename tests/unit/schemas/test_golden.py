@@ -28,7 +28,9 @@ V1 = Path(make.__file__).parent / "v1"
 JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     *((f"control/{make.kind_of(one)}", control.decode_control, one) for one in values.CONTROL),
     *((f"metrics/{make.kind_of(one)}", metrics.decode_metrics, one) for one in values.METRICS),
+    ("control/step-committed-dropped", control.decode_control, values.COMMITTED_DROPPED),
     ("decisions/round", rounds.decode_round, values.ROUND),
+    ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
 ]
 
 
@@ -97,7 +99,8 @@ def test_golden_round_has_every_observation_and_decision() -> None:
 
 def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
     seen: dict[type[msgspec.Struct], set[str]] = {}
-    for record in (*values.CONTROL, *values.METRICS, values.ROUND):
+    later = (values.COMMITTED_DROPPED, values.ROUND_PINS)
+    for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
     trajectories = (
         arrow_values.TRAJECTORY,

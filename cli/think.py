@@ -15,7 +15,9 @@ from dora_pipe.cli.output import emit_rows, say
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
+ARCHIVED_BYTES = (1_000, 4_000, 64_000)
 TOKENS = (30, 256, 2_048, 16_384)
+RESTART = (20_000, 100_000)
 PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 
 
@@ -71,6 +73,20 @@ def dataplane(
             _emit(figures, as_json=as_json)
 
 
+def archive(
+    megabytes: Annotated[int, typer.Option(min=1, help="Of values, per size of record.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """How fast a log is archived and an archive read, beside reading SQLite."""
+    from dora_pipe.bench.archive import bench_archive
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        figures = bench_archive(
+            Path(folder), record_bytes=ARCHIVED_BYTES, total_bytes=megabytes * 1_000_000
+        )
+        _emit(figures, as_json=as_json)
+
+
 def codec(
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
     as_json: JsonOption = False,
@@ -104,6 +120,19 @@ def plan(
     growth = growth_of(figures)
     if growth:
         _emit(growth, as_json=as_json)
+
+
+def restart(
+    trajectories: Annotated[
+        list[int] | None, typer.Option(help="Lengths of the logs to start at the end of.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time of an orchestrator's restart: the whole log folded, and from its newest snapshot."""
+    from dora_pipe.bench.restart import bench_restart
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        _emit(list(bench_restart(Path(folder), trajectories or [*RESTART])), as_json=as_json)
 
 
 def _emit(figures: Sequence[Any], *, as_json: bool) -> None:

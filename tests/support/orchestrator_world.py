@@ -18,12 +18,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.orchestrator.snapshot_port import write
+from dora_pipe.orchestrator.snapshots import WriteSnapshot
 from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
@@ -106,6 +110,26 @@ class WorldClock:
         self.ns += int(seconds * 1e9)
 
 
+class SnapshotsAtOnce:
+    """Writes a snapshot when it is asked to, in the same thread."""
+
+    effects: tuple[type, ...] = (WriteSnapshot,)
+    busy = False
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self._folder = folder
+        self._world = world
+
+    def start(self, effect: WriteSnapshot) -> None:
+        write(self._folder, self._world.topics.run, effect)
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @dataclass
 class World:
     """See the head of this file. `workers` maps names to (slots, prefetch)."""
@@ -117,6 +141,8 @@ class World:
     rows: int = 50
     eval_rows: int = 3
     check_every_round: bool = False
+    snapshots: Path | None = None
+    """Where an orchestrator keeps its state, and begins."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -155,12 +181,13 @@ class World:
             instance=Instance(name="o", host="h", pid=1, package="0"),
             meter=self.meter,
             run_started=records.run_started(self.config, rows=self.rows, eval_rows=self.eval_rows),
+            snapshots=self.snapshots,
         )
         self.runtime = Runtime(
             self.machine,
             bus=bus,
             writer=writer,
-            ports=(),
+            ports=() if self.snapshots is None else [SnapshotsAtOnce(self.snapshots, self)],
             clock=self.clock,
             meter=self.meter,
             exclusive=True,

@@ -1,0 +1,254 @@
+"""A snapshot makes a restart shorter and never another one; any doubt, and it is not used."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.orchestrator import role, snapshots
+from dora_pipe.orchestrator.fold import close_round, fold_inputs, fold_round
+from dora_pipe.orchestrator.planner import decide
+from dora_pipe.orchestrator.recovery import read_rounds, recover
+from dora_pipe.orchestrator.snapshot_port import SnapshotPort, write
+from dora_pipe.orchestrator.snapshots import (
+    SNAPSHOT_EVERY,
+    SNAPSHOTS_KEPT,
+    WriteSnapshot,
+    body_of,
+    candidates,
+    snapshots_in,
+    state_of,
+)
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_world import Chances, World
+
+
+def world_of(seed: int = 5, *, folder: Path | None = None, restart: float = 0.0) -> World:
+    """A short eventful run, over."""
+    world = World(
+        seed=seed,
+        config=records.make_config(run__steps=12, evaluation__prompts=2),
+        workers={"w0": (3, 1), "w1": (2, 0)},
+        chances=Chances(crash=0.04, failure=0.05, invalid=0.05, refusal=0.1, restart=restart),
+        snapshots=folder,
+    )
+    world.run(seconds=3000)
+    assert world.machine.state.done
+    return world
+
+
+def snapshot_at(world: World, folder: Path, rounds: int) -> WriteSnapshot:
+    """Keep the state after so many rounds."""
+    state = State()
+    for at in read_rounds(world.bus, world.topics):
+        fold_round(state, at.round, at.folded())
+        if state.rounds == rounds:
+            effect = WriteSnapshot(offset=at.offset, digest=state.digest(), body=body_of(state))
+            write(folder, world.topics.run, effect)
+            return effect
+    raise AssertionError(f"there are {state.rounds} rounds")
+
+
+def test_state_comes_back_whole_after_every_round_and_plans_the_same() -> None:
+    """At every offset: the same digest and chain, and the plan of the next round, made on it."""
+    world, state, planned = world_of(), State(), 0
+    for at in read_rounds(world.bus, world.topics):
+        again = state_of(body_of(state))
+        assert (again.digest(), again.chain) == (state.digest(), state.chain)
+        fold_inputs(again, at.round, at.folded())
+        if at.round.planned:
+            assert tuple(decide(again)) == at.round.decisions
+            planned += 1
+        close_round(again, at.round)
+        fold_round(state, at.round, at.folded())
+        assert again.digest() == state.digest()
+    assert planned > 40
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
+    tmp_path: Path, share: float
+) -> None:
+    world = world_of(seed=6)
+    whole = recover(world.bus, world.topics)
+    snapshot_at(world, tmp_path, max(1, int(share * whole.state.rounds)))
+    found = recover(world.bus, world.topics, tmp_path)
+    assert found.state.digest() == whole.state.digest()
+    assert found.state.chain == whole.state.chain
+    assert (found.control_next, found.decisions_next, found.role_epoch, found.run_started) == (
+        whole.control_next,
+        whole.decisions_next,
+        whole.role_epoch,
+        whole.run_started,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_orchestrators_that_die_all_the_time_and_begin_at_snapshots_write_the_same_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    monkeypatch.setattr(role, "SNAPSHOT_EVERY", STATE_DIGEST_EVERY)
+    caplog.set_level(logging.INFO, "dora_pipe.orchestrator.recovery")
+    without = world_of(seed, restart=0.3)
+    with_ = world_of(seed, folder=tmp_path, restart=0.3)
+    assert with_.machine.state.chain == without.machine.state.chain
+    assert "from a snapshot" in caplog.text
+    assert 0 < len(snapshots_in(tmp_path)) <= SNAPSHOTS_KEPT
+
+
+def damaged(kind: str) -> Callable[[bytes], bytes]:
+    """What befalls a file."""
+    return {
+        "truncated": lambda data: data[:-7],
+        "empty": lambda data: b"",
+        "a byte of the header": lambda data: data.replace(b'"offset":', b'"offzet":', 1),
+        "a byte of the body": lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:],
+        "other code": lambda data: data.replace(b'"source":"', b'"source":"0', 1),
+        "other run": lambda data: data.replace(b'"run":"', b'"run":"x', 1),
+        "other format": lambda data: data.replace(b'"format":1', b'"format":2', 1),
+        "other digest": lambda data: data.replace(b'"digest":"', b'"digest":"0', 1),
+        "other size": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":1', 1),
+        "huge": lambda data: data.replace(b'"body_bytes":', b'"body_bytes":9999999', 1),
+        "garbage": lambda data: bytes(range(256)) * 8,
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "truncated",
+        "empty",
+        "a byte of the header",
+        "a byte of the body",
+        "other code",
+        "other run",
+        "other format",
+        "other digest",
+        "other size",
+        "huge",
+        "garbage",
+    ],
+)
+def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
+    world = world_of()
+    snapshot_at(world, tmp_path, 70)
+    (file,) = snapshots_in(tmp_path)
+    before = file.read_bytes()
+    file.write_bytes(damaged(kind)(before))
+    assert file.read_bytes() != before
+    found = recover(world.bus, world.topics, tmp_path)
+    assert found.state.digest() == world.machine.state.digest()
+    assert f"snapshot {file.name} is not used" in caplog.text
+    assert "folded from its beginning" in caplog.text
+
+
+def test_damaged_newest_leaves_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
+    world = world_of()
+    snapshot_at(world, tmp_path, 60)
+    snapshot_at(world, tmp_path, 90)
+    newest = snapshots_in(tmp_path)[0]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    found = recover(world.bus, world.topics, tmp_path)
+    assert found.state.digest() == world.machine.state.digest()
+    assert "state after round 59 from a snapshot" in caplog.text
+
+
+def test_snapshot_that_says_another_round_of_the_log_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of another run of the same name would."""
+    caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
+    world = world_of()
+    earlier, later = (snapshot_at(world, tmp_path, rounds) for rounds in (50, 80))
+    for old in snapshots_in(tmp_path):
+        old.unlink()
+    mixed = WriteSnapshot(offset=earlier.offset, digest=later.digest, body=later.body)
+    write(tmp_path, world.topics.run, mixed)
+    found = recover(world.bus, world.topics, tmp_path)
+    assert found.state.digest() == world.machine.state.digest()
+    assert "is not the one it was taken after" in caplog.text
+
+
+def test_snapshot_beyond_the_end_of_the_log_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = world_of()
+    effect = snapshot_at(world, tmp_path, 80)
+    moved = WriteSnapshot(offset=10**6, digest=effect.digest, body=effect.body)
+    for old in snapshots_in(tmp_path):
+        old.unlink()
+    write(tmp_path, world.topics.run, moved)
+    found = recover(world.bus, world.topics, tmp_path)
+    assert found.state.digest() == world.machine.state.digest()
+    assert "has no round at decisions offset 1000000" in caplog.text
+
+
+def test_state_that_says_another_digest_is_not_used(tmp_path: Path) -> None:
+    world = world_of()
+    effect = snapshot_at(world, tmp_path, 80)
+    for old in snapshots_in(tmp_path):
+        old.unlink()
+    body = effect.body.replace(b'"paused":false', b'"paused":true')
+    assert body != effect.body
+    write(tmp_path, world.topics.run, WriteSnapshot(offset=1, digest=effect.digest, body=body))
+    assert list(candidates(tmp_path, world.topics.run)) == []
+
+
+def test_no_folder_is_no_doubt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = world_of()
+    found = recover(world.bus, world.topics, tmp_path / "none")
+    assert found.state.digest() == world.machine.state.digest()
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_snapshots_come_with_rounds_that_carry_a_digest_anyway() -> None:
+    assert SNAPSHOT_EVERY % STATE_DIGEST_EVERY == 0
+
+
+def test_slow_disk_leaves_snapshots_out_and_no_round_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    written: list[int] = []
+
+    def slow(folder: Path, run: str, effect: WriteSnapshot) -> Path:
+        begun.set()
+        assert go.wait(30)
+        written.append(effect.offset)
+        return folder
+
+    monkeypatch.setattr("dora_pipe.orchestrator.snapshot_port.write", slow)
+    port = SnapshotPort(tmp_path, "r")
+    port.start(WriteSnapshot(offset=1, digest="", body=b""))
+    assert begun.wait(30)
+    for offset in (2, 3, 4):
+        port.start(WriteSnapshot(offset=offset, digest="", body=b""))
+    assert port.poll() == [] and not port.busy
+    go.set()
+    port.close()
+    port.close()
+    assert written == [1, 2]
+
+
+def test_disk_that_refuses_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    port = SnapshotPort(tmp_path / "file" / "below", "r")
+    port.start(WriteSnapshot(offset=7, digest="", body=b""))
+    port.close()
+    assert "no snapshot at decisions offset 7" in caplog.text
+
+
+def test_digest_of_the_code_is_that_of_every_module_of_the_fold() -> None:
+    assert len(snapshots.source_digest()) == 64

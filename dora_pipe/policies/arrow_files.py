@@ -181,6 +181,8 @@ def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> Arr
         system, base = fs.FileSystem.from_uri(url)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"store.url {url}: {_line(error)}") from None
+    if not base.strip("/"):
+        raise ConfigError(f"store.url {url} names no bucket or folder")
     where = url.partition("?")[0].rstrip("/")
     if folder:
         base, where = f"{base.rstrip('/')}/{folder}", f"{where}/{folder}"

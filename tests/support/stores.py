@@ -1,0 +1,100 @@
+"""Policy stores for tests: small weights, a file system that fails, an S3 of this machine."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from dora_pipe.policies.arrow_files import ArrowFiles, open_files
+from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.schemas.policy import Manifest
+
+_COUNTER = itertools.count()
+
+
+class Writer:
+    """Writes weights of one number."""
+
+    def __init__(self, value: float) -> None:
+        self.data = struct.pack("<f", value)
+
+    def __call__(self, path: Path) -> Manifest:
+        source = Source(name="x", dtype="F32", shape=(1,), data=lambda: self.data)
+        return write_tensors(path, [source])
+
+
+def assets_in(folder: Path) -> Sequence[Path]:
+    """Config and tokenizer files of a model."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text(name)
+        found.append(folder / name)
+    return found
+
+
+class HeldBack:
+    """A file system whose first `times` looks and uploads fail; `cut` uploads lose their end."""
+
+    type_name = "s3"
+
+    def __init__(self, inner: fs.FileSystem, *, times: int) -> None:
+        self._inner = inner
+        self.times = times
+        self.calls = 0
+        self.cut = 0
+        inner.create_dir("b/r/weights", recursive=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open_output_stream(self, path: str) -> Any:
+        """Fails so often; then what is written may lack its end."""
+        self.calls += 1
+        if self.calls <= self.times:
+            raise OSError("Could not connect to server,\n retries exhausted")
+        stream = self._inner.open_output_stream(path)
+        if self.cut:
+            self.cut -= 1
+            return _Cut(stream)
+        return stream
+
+
+class _Cut:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> _Cut:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+
+    def write(self, data: bytes) -> None:
+        self._inner.write(data[:-1])
+
+
+def s3_files(request: pytest.FixtureRequest) -> ArrowFiles:
+    """A bucket of its own on moto's server; the test is skipped where moto is not installed."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed: no S3 to test on")
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    request.addfinalizer(running.stop)
+    host, port = running.get_host_and_port()
+    options = f"endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    bucket = "policies"
+    system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?{options}&allow_bucket_creation=true")
+    system.create_dir(bucket)
+    folder = f"run-{next(_COUNTER)}"  # A bucket of this process outlives its server.
+    return open_files(f"s3://{bucket}/prefix?{options}", folder=folder)

@@ -62,7 +62,12 @@ def make_model(directory: Path, task: str) -> int:
 
 def example_config(task: str) -> str:
     """The text of an example's configuration file."""
-    return (Path(__file__).parent / "templates" / f"{task}.toml").read_text()
+    return example_file(task).read_text()
+
+
+def example_file(task: str) -> Path:
+    """Where it lies in the package."""
+    return Path(__file__).parent / "templates" / f"{task}.toml"
 
 
 def sft(

@@ -153,3 +153,20 @@ def test_what_the_image_is_built_of_is_not_ignored() -> None:
     project = {"cli", "consumers", "dora_pipe", "orchestrator", "producers", "schemas"}
     assert not ignored & {*project, "pyproject.toml", "README.md", "LICENSE", "requirements"}
     assert {".git", ".venv", "runs", "build"} <= ignored
+
+
+def _pins(lock: str) -> set[str]:
+    lines = (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
+    return {line.removesuffix(" \\") for line in lines if line[:1].isalnum()}
+
+
+def test_image_with_torch_holds_what_developers_have_and_nothing_for_development() -> None:
+    text = (ROOT / "requirements/torch.txt").read_text()
+    assert all("==" in pin for pin in _pins("torch"))
+    assert all("--hash=sha256:" in one for one in re.split(r"\n(?=\w)", text)[1:])
+    assert {pin.split("==")[0] for pin in _pins("slim")} <= {
+        pin.split("==")[0] for pin in _pins("torch")
+    }
+    assert not {"pytest", "mypy", "ruff"} & {pin.split("==")[0] for pin in _pins("torch")}
+    versions = {pin.split(" ")[0] for pin in _pins("dev")}
+    assert {pin.split(" ")[0] for pin in _pins("torch")} <= versions

@@ -1,0 +1,59 @@
+"""The demo takes a name that is free: in the folder of runs, and on a broker that others use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.cli import demo as demo_module
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.errors import BusError
+from tests.support.kafka_broker import free_ports
+
+
+class _Stop(Exception):
+    """Raised where the demo would begin to work."""
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: object) -> None:
+        raise _Stop
+
+    monkeypatch.setattr(demo_module, "in_child", stop)
+
+
+def name_of(root: Path, *override: str) -> str:
+    """The name that a demo takes which is started now."""
+    before = set(root.iterdir())
+    with pytest.raises(_Stop):
+        demo_module.demo(root=root, override=list(override))
+    (made,) = set(root.iterdir()) - before
+    return made.name
+
+
+@pytest.mark.usefixtures("begun")
+def test_names_of_runs_in_the_folder_are_taken(tmp_path: Path) -> None:
+    assert [name_of(tmp_path) for _ in range(3)] == ["demo", "demo-2", "demo-3"]
+
+
+@pytest.mark.usefixtures("begun")
+def test_names_of_runs_on_the_broker_are_taken_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = MemoryBus()
+    bus.create([TopicSpec(name="demo.control"), TopicSpec(name="demo-2.control")])
+    monkeypatch.setattr(RunDir, "open_bus", lambda *_: bus)
+    assert name_of(tmp_path, "bus.url=kafka://somewhere:9092") == "demo-3"
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+def test_a_broker_that_is_not_there_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(BusError, match=f"127.0.0.1:{port}"):
+        demo_module.demo(root=tmp_path, override=[f"bus.url=kafka://127.0.0.1:{port}"])
+    assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
 from dora_pipe.clock import Clock
 from dora_pipe.patience import patiently
@@ -43,16 +45,14 @@ class Now:
     wall_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True, kw_only=True):
     """A record to append; with a tag, its acknowledgement comes back as `Published`."""
 
     record: Append
     tag: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class Published(msgspec.Struct, frozen=True, kw_only=True):
     """A tagged record is durable at (topic, partition, offset)."""
 
     tag: str

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from dora_pipe.producers.engines.port import EngineRequest, Kv
 from dora_pipe.producers.handover import KvLabel
 from dora_pipe.producers.tasks.port import Split
@@ -20,16 +22,14 @@ from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory import Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAdd:
+class EngineAdd(msgspec.Struct, frozen=True, kw_only=True):
     """Take a request into a slot, as soon as one is free: `EngineStarted`, then the engine's own
     events."""
 
     request: EngineRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStarted:
+class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
     """A request has its slot; `at_ns` is the wall clock."""
 
     request: str
@@ -123,8 +123,7 @@ class LoadFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompted:
+class Prompted(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt of a request as token ids; with `episode`, its turns go to an environment."""
 
     request: str
@@ -151,8 +150,7 @@ class Observed:
     ok: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Ask for the reward of a finished trajectory: `Rewarded`, `TaskFailed` or `EpisodeLost`."""
 
     request: str
@@ -181,16 +179,14 @@ class ProgressFetched:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeTrajectory:
+class EncodeTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Make the value and headers of a trajectory: `TrajectoryEncoded` or `EncodeFailed`."""
 
     request: str
     trajectory: Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryEncoded:
+class TrajectoryEncoded(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory as the bus takes it."""
 
     request: str

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 
 class TopicPartition(NamedTuple):
     """One partition of one topic, e.g. ``TopicPartition("demo.control", 0)``."""
@@ -41,8 +43,7 @@ class TopicSpec:
     """Key, value, header names and values together; more is refused with `RecordTooLarge`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Append:
+class Append(msgspec.Struct, frozen=True, kw_only=True):
     """A record to append. Header names and values are ASCII; keys may be empty."""
 
     topic: str

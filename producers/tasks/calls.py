@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from dora_pipe.producers.tasks.port import Split
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptCall:
+class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     """Ask for a row's prompt; starts an episode where the row has an environment.
 
     Example: ``PromptCall(request="g0000000042-003", split="train", index=17)``.
@@ -41,8 +42,7 @@ class EnvStep:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardCall:
+class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
     """Score a finished trajectory. `text` is its last model turn, `turns` all segments but the
     prompt, in order. Goes to the request's episode where there is one, and ends it."""
 
@@ -83,8 +83,7 @@ class EnvObserved:
     ok: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewarded:
+class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
     """A valid reward; all numbers are finite."""
 
     request: str

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dora_pipe.producers.effects import (
@@ -227,7 +228,7 @@ def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None
     assert isinstance(event, Rewarded)
     asked: object = tasks.seen[-1]
     assert asked == RewardCall(request="a", split="eval", index=3, text="8", turns=("8", "9"))
-    port.start(replace(score, turns=[[8]]))
+    port.start(msgspec.structs.replace(score, turns=[[8]]))
     assert isinstance(tasks.seen[-1], RewardCall) and tasks.seen[-1].turns == ("8",)
 
 

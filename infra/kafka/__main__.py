@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         brokers.start()
         _say(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it")
         if options.command:
-            return _run(
-                [word.replace("{bootstrap}", brokers.bootstrap) for word in options.command]
-            )
+            code = _run(options.command, brokers.bootstrap)
+            _say(f"the broker is stopped; what it holds stays in {folder}")
+            return code
         return brokers.wait()
     except KeyboardInterrupt:
         return 0

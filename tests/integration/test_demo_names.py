@@ -11,6 +11,7 @@ from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli import demo as demo_module
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.errors import BusError
+from infra.kafka.broker import tidied_client
 from tests.support.kafka_broker import free_ports
 
 
@@ -51,9 +52,8 @@ def test_names_of_runs_on_the_broker_are_taken_too(
 
 
 @pytest.mark.usefixtures("begun")
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_broker_that_is_not_there_is_told_before_anything_is_made(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    with pytest.raises(BusError, match=f"127.0.0.1:{port}"):
+    with tidied_client(), pytest.raises(BusError, match=f"127.0.0.1:{port}"):
         demo_module.demo(root=tmp_path, override=[f"bus.url=kafka://127.0.0.1:{port}"])
     assert list(tmp_path.iterdir()) == []

@@ -90,7 +90,11 @@ class _Look:
 
     def assets(self, digest: str) -> None:
         """The files of configuration and tokenizer."""
-        folder = self._store.assets_path(digest)
+        try:
+            folder = self._store.assets(digest)
+        except PolicyError as error:
+            self._findings.add("policies", "assets", error.message)
+            return
         there = assets_digest(sorted(folder.iterdir())) if folder.is_dir() else "nothing"
         message = "configuration and tokenizer files were changed"
         self._findings.same("policies", "assets", message, expected=digest, found=there)

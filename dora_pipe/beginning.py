@@ -1,23 +1,28 @@
-"""Waits for a run to start: what a role does that came before `run started`; it decides nothing."""
+"""Whether a run has started, and whether it is over: what a role asks that comes early or late."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.clock import Clock
-from dora_pipe.errors import UsageError
+from dora_pipe.errors import SchemaError, UsageError
 from dora_pipe.patience import patiently
 from dora_pipe.schemas.control import RunStarted, decode_control
+from dora_pipe.schemas.rounds import StopRun, decode_round
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
 
 RUN_WAIT_S: Final = 120.0
 """A role waits so long for its run to start."""
+
+LOOK_BACK: Final = 64
+"""Offsets before the end of decisions among which the last round is: Kafka's transactions take one
+each, also those that came to nothing."""
 
 POLL_S: Final = 0.25
 """Between two looks; and for a first record: a broker gives nothing to who does not wait."""
@@ -46,6 +51,28 @@ def wait_for_run(
             said = True
         clock.sleep(POLL_S)
     return None
+
+
+def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
+    """Whether the run was stopped in a round before `end` of decisions. Raises BusError.
+
+    Nothing comes behind that round, so a role that reads on from `end` would wait for ever.
+    """
+    at = TopicPartition(topics.decisions, 0)
+    first = max(
+        patiently("looking for the last round", lambda: bus.begin(at), clock), end - LOOK_BACK
+    )
+    reader = patiently("looking for the last round", lambda: bus.reader({at: first}), clock)
+    over = False
+    with closing(reader):
+        while reader.position(at) < end:
+            for record in patiently(
+                "looking for the last round", lambda: reader.poll(timeout_s=POLL_S), clock
+            ):
+                with suppress(SchemaError):  # Somebody else's; who obeys rounds will complain.
+                    decisions = decode_round(record.value).decisions
+                    over = over or any(isinstance(one, StopRun) for one in decisions)
+    return over
 
 
 def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.beginning import wait_for_run
+from dora_pipe.beginning import run_is_over, wait_for_run
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config import model
@@ -202,6 +202,9 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
             return -1, "left"
         writer = stack.enter_context(closing(here.bus.writer()))
         decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
+        if run_is_over(here.bus, here.topics, decisions_from, here.clock):
+            LOG.info("worker %s: run %s is over", here.name, here.topics.run)
+            return -1, "left"
         joined = _joined(here, engine, facts)
         instances.add(joined.instance)
         epoch = _join(here, writer, joined)

@@ -1,13 +1,14 @@
-"""Waiting for a run to start: there already, later, never, and over a log that is away."""
+"""Waiting for a run to start: there already, later, never, away for a moment; and runs over."""
 
 from __future__ import annotations
 
 import pytest
 
-from dora_pipe.beginning import POLL_S, RUN_WAIT_S, wait_for_run
+from dora_pipe.beginning import LOOK_BACK, POLL_S, RUN_WAIT_S, run_is_over, wait_for_run
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.errors import UsageError
+from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support.trainer_driver import run_started
@@ -69,3 +70,31 @@ def test_log_that_is_away_for_a_moment_is_borne_with() -> None:
     start(MemoryBus(log))
     away = MemoryBus(log, faults=ScriptedFaults(polls={0, 1}))
     assert wait_for_run(away, TOPICS, lambda: False, VirtualClock()) == run_started()
+
+
+def decide(bus: MemoryBus, ordinal: int, *decisions: AnyDecision) -> int:
+    """Append one round; the end of decisions behind it."""
+    round_ = Round(
+        ordinal=ordinal, role_epoch=0, now_ns=ordinal, control_next=0, decisions=decisions
+    )
+    bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
+    return bus.end(TopicPartition(TOPICS.decisions, 0))
+
+
+def test_run_whose_last_round_stops_it_is_over_and_was_not_before() -> None:
+    bus, clock = MemoryBus(MemoryLog()), VirtualClock()
+    bus.create([TopicSpec(name=TOPICS.decisions)])
+    assert not run_is_over(bus, TOPICS, 0, clock)
+    before = [decide(bus, ordinal) for ordinal in range(2 * LOOK_BACK)][-1]
+    assert not run_is_over(bus, TOPICS, before, clock)
+    after = decide(bus, 2 * LOOK_BACK, StopRun(reason="enough"))
+    assert run_is_over(bus, TOPICS, after, clock)
+    assert clock.ns == 0
+
+
+def test_a_foreign_record_among_the_last_rounds_does_not_hide_that_the_run_is_over() -> None:
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=TOPICS.decisions)])
+    decide(bus, 0, StopRun(reason="enough"))
+    bus.writer().append([Append(topic=TOPICS.decisions, value=b"garbage")])
+    assert run_is_over(bus, TOPICS, 2, VirtualClock())

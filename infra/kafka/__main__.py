@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it")
         if options.command:
             code = _run(options.command, brokers.bootstrap)
-            _say(f"the broker is stopped; what it holds stays in {folder}")
+            _say(f"the log stays in {folder}")
             return code
         return brokers.wait()
     except KeyboardInterrupt:

@@ -25,6 +25,21 @@ SECRET_BYTES_MAX = 64 * 1024
 """A larger password file is a wrong path."""
 
 
+class Secret(str):
+    """A text that is used as it is and shown as nothing: the client logs all its settings."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __str__(self) -> str:
+        return "<secret>"
+
+    def __format__(self, spec: str) -> str:
+        return "<secret>"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaSecurity:
     """Who this client is and whom it trusts.
@@ -83,7 +98,7 @@ class KafkaSecurity:
         if self.sasl:
             settings["sasl_mechanism"] = self.mechanism
             settings["sasl_plain_username"] = self._sasl_name()
-            settings["sasl_plain_password"] = self._password()
+            settings["sasl_plain_password"] = Secret(self._password())
         return settings
 
     def ssl_context(self) -> ssl.SSLContext:

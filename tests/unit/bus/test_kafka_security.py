@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ssl
 import traceback
 from pathlib import Path
@@ -117,7 +118,11 @@ def test_neither_repr_nor_str_shows_a_secret(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     security = user()
     assert client_settings(["h:1"], security)["sasl_plain_password"] == SECRET
-    assert SECRET not in f"{security!r} {security}"
+    settings = client_settings(["h:1"], security)
+    password = settings["sasl_plain_password"]
+    shown = f"{security!r} {security} {settings} {password} {password!r} {password:>9}"
+    assert SECRET not in f"{shown} {copy.deepcopy(settings)}"
+    assert password.encode() == SECRET.encode() and "\0".join(["", password]) == f"\0{SECRET}"
 
 
 def test_scram_escapes_what_means_something_to_it_and_plain_does_not(

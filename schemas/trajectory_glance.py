@@ -9,10 +9,11 @@ by byte and holds the two against each other.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import zstandard
@@ -131,10 +132,10 @@ class _Batch:
             trajectory=name,
             version=version,
             digest=digest,
-            token_ids=token_ids,
+            token_ids=cast("Sequence[int]", token_ids),
             logprobs=(),
             sampler_logprobs=(),
-            loss_mask=mask,
+            loss_mask=cast("Sequence[int]", mask),
             reward=reward,
             segments=segments,
             meta=meta,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -127,9 +128,9 @@ class Encoder:
             trajectory=request.trajectory,
             version=spec.version,
             digest=spec.digest,
-            token_ids=self._ids[start : start + tokens],
-            logprobs=logprobs,
-            sampler_logprobs=logprobs,
+            token_ids=cast("Sequence[int]", self._ids[start : start + tokens]),
+            logprobs=cast("Sequence[float | None]", logprobs),
+            sampler_logprobs=cast("Sequence[float | None]", logprobs),
             loss_mask=self._mask,
             reward=float((spec.ordinal + request.sibling) % 2),
             segments=[asked, generated] if prompt else [generated],

@@ -34,7 +34,7 @@ from dora_pipe.schemas.rounds import AnyDecision, Round
 REMADE_WRONG_MAX: Final = 100
 """After so many plans that differ no more are made: each costs a copy of the state."""
 
-ANCHOR_BYTES: Final = 8 * 1024 * 1024
+ANCHOR_BYTES: Final = 2 * 1024 * 1024
 """Of rounds and facts that are kept beside the copy of the state."""
 
 DECISION_BYTES: Final = 500

@@ -6,6 +6,8 @@ is small however long the trajectory is. `check_records` holds it against the le
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
 from dora_pipe.bus.port import Record
@@ -88,7 +90,8 @@ def evidence_of(record: Record, glancer: Glancer | None) -> Evidence:
         headers = parse_headers(record.headers)
     except SchemaError as error:
         header_error = error.message
-    content, value_error, disagree = None, "", ()
+    content: Content | None = None
+    value_error, disagree = "", cast("tuple[str, ...]", ())
     if glancer is not None and headers is not None:
         content, value_error, disagree = _open(record.value, headers, glancer)
     return Evidence(

@@ -19,7 +19,7 @@ WAITING_MAX: Final = 20_000
 """Evidence in memory; a piece is about a kilobyte."""
 
 POLL_RECORDS: Final = 256
-POLL_BYTES: Final = 16 * 1024 * 1024
+POLL_BYTES: Final = 4 * 1024 * 1024
 
 
 class Source(Protocol):

@@ -19,6 +19,8 @@ POLL_S: Final = 1.0
 EMPTY_POLLS_MAX: Final = 30
 """Polls in a row without a record or an advance before reading is given up."""
 RECORDS_MAX: Final = 2000
+BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of one poll: it bounds the memory of whoever reads a log from end to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def records_of(
             before = [reader.position(tp) for tp in ends]
             # A reader that stands before nothing but a gap would wait for what comes behind it.
             wait_s = POLL_S if empty else 0.0
-            records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX)
+            records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
             for record in records:
                 if record.offset < ends[record.at]:
                     yield record

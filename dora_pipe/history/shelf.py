@@ -10,21 +10,22 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 K = TypeVar("K")
+Key = TypeVar("Key", contravariant=True)
 V = TypeVar("V")
 
 
-class Storage(Protocol[K, V]):
+class Storage(Protocol[Key, V]):
     """Where entries of one kind are kept."""
 
-    def keeps(self, key: K) -> bool:
+    def keeps(self, key: Key) -> bool:
         """Whether an entry with such a key can be put away at all."""
         ...
 
-    def fetch(self, key: K) -> V | None:
+    def fetch(self, key: Key) -> V | None:
         """The entry, if it was put away; it stays where it is until it is put away again."""
         ...
 
-    def store(self, entries: Iterable[tuple[K, V]]) -> None:
+    def store(self, entries: Iterable[tuple[Key, V]]) -> None:
         """Keep these, instead of what was kept under their keys."""
         ...
 

@@ -57,6 +57,6 @@ def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_of_an_audit_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    found = bench_memory(tmp_path, trajectories=4000)
+    found = bench_memory(tmp_path, trajectories=8000)
     assert found.more_trajectories == 10 * found.trajectories
     assert found.ratio <= GROWTH_MAX, found

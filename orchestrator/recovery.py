@@ -25,7 +25,8 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
-"""One wait for records that are known to be there."""
+"""One wait for records that are known to be there; the first look does not wait, since a reader
+that stands before nothing but a gap would wait for what comes behind it."""
 
 EMPTY_POLLS_MAX: Final = 60
 """So many waits in vain, one after the other, and the log counts as unreachable."""
@@ -168,7 +169,7 @@ class _Tail:
                 found.append(self._ahead.popleft())
             if self._reader.position(self._at) >= position:
                 return found
-            polled = self._reader.poll(timeout_s=POLL_S)
+            polled = self._reader.poll(timeout_s=POLL_S if empty else 0.0)
             self._ahead.extend(polled)
             empty = 0 if polled else empty + 1
             _check_moving(self._at, empty)
@@ -183,7 +184,7 @@ def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[Record]
     empty = 0
     try:
         while reader.position(at) < end:
-            polled = reader.poll(timeout_s=POLL_S)
+            polled = reader.poll(timeout_s=POLL_S if empty else 0.0)
             yield from (record for record in polled if record.offset < end)
             empty = 0 if polled else empty + 1
             _check_moving(at, empty)

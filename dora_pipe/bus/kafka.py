@@ -47,6 +47,7 @@ from dora_pipe.bus.kafka_client import (
     bounded,
     client_settings,
     discard,
+    fetched_bytes,
     ms,
     to_record,
     topic_settings,
@@ -252,8 +253,11 @@ class KafkaReader:
             except LogTruncated:
                 self._check_not_deleted()
                 raise
-            came = [to_record(each) for part in polled.values() for each in part]
+            found = [each for part in polled.values() for each in part]
+            came = [to_record(each) for each in found]
             self._listen(heard=bool(came))
+            if sum(map(fetched_bytes, found)) <= bytes_max:
+                return came
         return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
 
     def _check_not_deleted(self) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from dora_pipe.bench.dataplane.planes import open_plane
 from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of
@@ -42,9 +42,9 @@ class _Noted:
         self._bus = bus
         self.records: list[Record] = []
 
-    def partitions(self, topic: str) -> int:
-        """As the bus says."""
-        return self._bus.partitions(topic)
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the bus itself."""
+        return getattr(self._bus, name)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> _NotedReader:
         """A reader that notes what it returns."""
@@ -81,7 +81,7 @@ class Assembler:
         )
         self._work = TrainerWork(
             setup,
-            bus=self._noted,  # type: ignore[arg-type]  # the reader asks for no more
+            bus=cast("Bus", self._noted),
             store=PolicyStore(folder),
             make_trainer=_nobody,
             clock=SystemClock(),

@@ -90,6 +90,9 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
     if setup.kafka and not _servers(setup.kafka):
         raise UsageError(f"`{setup.kafka}` is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
     measured = Measured(layers=[], planes=[], splits=[])
+    if setup.kafka:
+        say("warming up")  # a broker that has just started compiles what it will do
+        list(_layers(setup, setup.tokens[0], raw_first=True))
     for tokens in setup.tokens:
         say(f"{tokens} tokens")
         layers: dict[Phase, list[LayerRound]] = {}

@@ -1,0 +1,139 @@
+"""Clocks that are hours apart, run backwards or jump: the same run, decision by decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.control import StepCommitted, decode_control
+from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, Round, TakeBatch, decode_round
+from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+from tests.support.worker import VirtualClock
+
+HOUR_NS = 3_600 * 10**9
+STEPS = 6
+
+
+@dataclass
+class MachineClock:
+    """One machine's clocks: its own idea of the date, its own boot."""
+
+    true: VirtualClock
+    wall_ahead_ns: int
+    booted_ns: int
+    backwards: bool = False
+    """Its date runs backwards, twice as fast as time."""
+
+    @property
+    def ns(self) -> int:
+        """True time: of the log, which has none."""
+        return self.true.ns
+
+    def now_ns(self) -> int:
+        return self.true.now_ns() + self.booted_ns
+
+    def wall_ns(self) -> int:
+        wall_ns = self.true.wall_ns() + self.wall_ahead_ns
+        return wall_ns - 2 * self.true.ns if self.backwards else wall_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.true.sleep(seconds)
+
+
+SKEWS = {
+    ORCHESTRATOR: (-5 * HOUR_NS, 17 * HOUR_NS, False),
+    TRAINER: (3 * HOUR_NS, 0, False),
+    "w0": (26 * HOUR_NS, 400 * HOUR_NS, False),
+    "w1": (0, HOUR_NS, True),
+    "w2": (-300_000 * HOUR_NS, 2 * HOUR_NS, False),
+}
+"""Ahead of the true date by, booted before by, backwards. The last machine lives before 1990."""
+
+
+class Machines(Cluster):
+    """Every role on a machine of its own."""
+
+    def start(self, name: str) -> None:
+        true = self.clock
+        ahead_ns, booted_ns, backwards = SKEWS[name]
+        skewed = MachineClock(true, ahead_ns, booted_ns, backwards)
+        self.clock = skewed  # type: ignore[assignment]
+        try:
+            super().start(name)
+        finally:
+            self.clock = true
+
+
+def rounds_of(cluster: Cluster) -> list[Round]:
+    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.decisions))
+    return [decode_round(one.value) for one in records]
+
+
+def decided(cluster: Cluster) -> list[tuple[int, int, list[AnyDecision]]]:
+    """The rounds without what depends on the date: records carry it, so their digests do."""
+    return [
+        (one.ordinal, one.control_next, [undated(decision) for decision in one.decisions])
+        for one in rounds_of(cluster)
+    ]
+
+
+def undated(decision: AnyDecision) -> AnyDecision:
+    if not isinstance(decision, TakeBatch):
+        return decision
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(
+                msgspec.structs.replace(one, sha256="") for one in group.trajectories
+            ),
+        )
+        for group in decision.groups
+    )
+    return msgspec.structs.replace(decision, groups=groups)
+
+
+def weights(cluster: Cluster) -> list[str]:
+    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
+    facts = (decode_control(one.value) for one in records)
+    return [one.digest_after for one in facts if isinstance(one, StepCommitted)]
+
+
+def test_a_run_on_machines_whose_clocks_disagree_is_the_run_on_one_clock(tmp_path: Path) -> None:
+    config = make_config(run__steps=STEPS)
+    with Cluster(tmp_path / "one", config, on_disk=False) as one:
+        one.run()
+        wanted, trained = decided(one), weights(one)
+    with Machines(tmp_path / "many", config, on_disk=False) as many:
+        many.run()
+        report = audit(many.bus, many.topics, many.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        assert report.finished
+        assert weights(many) == trained
+        assert decided(many) == wanted
+
+
+def test_a_successor_on_a_machine_whose_clock_is_behind_never_turns_time_back(
+    tmp_path: Path,
+) -> None:
+    with Machines(tmp_path, make_config(run__steps=STEPS), on_disk=False) as many:
+        many.until(lambda: many.version >= 2)
+        before = rounds_of(many)
+        many.kill(ORCHESTRATOR)
+        true = many.clock
+        many.clock = MachineClock(true, -900 * HOUR_NS, 0, True)  # type: ignore[assignment]
+        Cluster.start(many, ORCHESTRATOR)
+        many.clock = true
+        many.run()
+        rounds = rounds_of(many)
+        assert len(rounds) > len(before) + 5
+        times = [one.now_ns for one in rounds]
+        assert times == sorted(times)
+        seen = [one for round_ in rounds for one in round_.observations]
+        assert not any(isinstance(one, LeaseExpired) for one in seen), (
+            "no clock but the orchestrator's own decides who is silent"
+        )
+        assert audit(many.bus, many.topics, many.store.root).holds

@@ -1,0 +1,235 @@
+"""Records that somebody else wrote into our topics: a run goes on, or ends with one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Append, Record
+from dora_pipe.errors import DoraError, InvariantBroken, RecordTooLarge, SchemaError
+from dora_pipe.history.audit import audit
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.schemas.control import (
+    Command,
+    LoggedEntry,
+    RoleStarted,
+    StepCommitted,
+    TrajectoriesLogged,
+    decode_control,
+)
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.rounds import Round, StopRun, decode_round
+from dora_pipe.schemas.wire import encode
+from tests.support.cluster import ORCHESTRATOR, Cluster, make_config
+
+EVERY_TICKS = 9
+"""Between two foreign records."""
+WARM_TICKS = 120
+"""Until there is something to copy and to forge."""
+
+GARBAGE = (b"", b"\x00\xff\xfe not json", b'{"kind": 7}', b'["a", "list"]', b"\xff" * 200_000)
+UNKNOWN = b'{"kind":"weather-changed","at_ns":1,"to":"rain"}'
+WRONG_SCHEMA = b'{"kind":"step-committed","at_ns":"yesterday","step":-1}'
+
+
+LIES = (
+    "starts another run",
+    "its bytes at trajectories:2:",
+    "is of another run, in the log at trajectories:1:",
+    "was logged, but its record is not there",
+    "is committed twice",
+)
+"""What audit names of the foreign records, sorted by its lines: these, and nothing else."""
+
+
+def value_of(cluster: Cluster, kind: type) -> bytes:
+    """A control record of the run so far."""
+    records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
+    return next(one.value for one in records if isinstance(decode_control(one.value), kind))
+
+
+def in_control(cluster: Cluster) -> list[bytes]:
+    """What can be read and is not true, and what cannot be read."""
+    other = encode(cluster.run_started).replace(b'"small"', b'"other"')
+    commit = decode_control(value_of(cluster, StepCommitted))
+    assert isinstance(commit, StepCommitted)
+    entry = LoggedEntry(
+        trajectory="g0000000000-000",
+        attempt=1,
+        partition=0,
+        offset=5,
+        sha256="0" * 64,
+        bytes=10,
+        reward=1.0,
+        tokens=3,
+        finish="stop",
+    )
+    lies = [
+        other,
+        encode(commit),
+        value_of(cluster, TrajectoriesLogged),
+        encode(
+            TrajectoriesLogged(
+                at_ns=1, worker="w9", epoch=3, version=0, digest="0" * 64, trajectories=(entry,)
+            )
+        ),
+        encode(
+            RoleStarted(
+                at_ns=1, role="trainer", role_epoch=0, instance="x", host="x", pid=1, package="0"
+            )
+        ),
+        encode(Command(at_ns=1, user="nobody", verb="drain", args={"worker": "w9"})),
+    ]
+    return [*GARBAGE, UNKNOWN, WRONG_SCHEMA, *lies]
+
+
+def in_trajectories(cluster: Cluster) -> list[Append]:
+    """Garbage with and without headers, another run's record, a forged one, a copy."""
+    topic = cluster.topics.trajectories
+    real = next(iter(records_of(cluster.bus, ends_of(cluster.bus, topic))))
+    run = (("run", b"other"),)
+    others = tuple(one for one in real.headers if one[0] != "run")
+    return [
+        *(Append(topic=topic, partition=at % 3, value=one) for at, one in enumerate(GARBAGE)),
+        Append(topic=topic, partition=1, value=b"x", headers=(("version", b"-1"), ("x", b"y"))),
+        Append(topic=topic, partition=1, value=real.value, headers=(*run, *others)),
+        Append(topic=topic, partition=2, value=b"forged", headers=real.headers, key=real.key),
+        Append(
+            topic=topic,
+            partition=real.partition,
+            value=real.value,
+            headers=real.headers,
+            key=real.key,
+        ),
+    ]
+
+
+def everything(cluster: Cluster, topic: str) -> list[Record]:
+    """What a topic holds."""
+    return list(records_of(cluster.bus, ends_of(cluster.bus, topic)))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, make_config(run__steps=12), on_disk=False)
+
+
+def sprinkle(cluster: Cluster, records: Sequence[Append]) -> None:
+    """Append them one by one while the run goes on."""
+    writer = cluster.bus.writer()
+    for one in records:
+        writer.append([one])
+        cluster.ticks(EVERY_TICKS)
+
+
+def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_audit_names_them(
+    cluster: Cluster,
+) -> None:
+    with cluster:
+        cluster.until(lambda: cluster.version >= 1)
+        topics = cluster.topics
+        sprinkle(cluster, [Append(topic=topics.control, value=one) for one in in_control(cluster)])
+        sprinkle(cluster, [Append(topic=topics.metrics, value=one) for one in GARBAGE])
+        sprinkle(cluster, in_trajectories(cluster))
+        sprinkle(cluster, [Append(topic=topics.progress, value=one) for one in GARBAGE])
+        cluster.restart(ORCHESTRATOR)
+        cluster.restart("trainer")
+        cluster.run()
+        report = audit(cluster.bus, topics, cluster.store.root)
+        assert report.finished
+        assert report.steps == cluster.config.run.steps
+        lines = [violation.line for violation in report.violations]
+        assert len(lines) == len(LIES), lines
+        for line, lie in zip(sorted(lines), LIES, strict=True):
+            assert lie in line
+        letters = everything(cluster, topics.dead_letters)
+        buried = [decode_dead_letter(one.value, one.headers) for one in letters]
+        for topic in (topics.control, topics.metrics, topics.trajectories):
+            garbage = {
+                (one.partition, one.offset): one.value
+                for one in everything(cluster, topic)
+                if one.value in GARBAGE
+            }
+            held = {(one.partition, one.offset): one.value for one in buried if one.topic == topic}
+            assert len(garbage) == len(GARBAGE)
+            assert garbage.items() <= held.items(), topic
+        whys = [one.why for one in buried if one.topic == topics.trajectories]
+        assert any("a record of run other" in why for why in whys)
+        assert any("not the sha256" in why for why in whys)
+
+
+def test_a_record_above_the_limit_is_refused_where_it_is_written(cluster: Cluster) -> None:
+    with cluster:
+        huge = bytes(cluster.config.bus.record_bytes_max + 1)
+        with pytest.raises(RecordTooLarge, match=cluster.topics.control):
+            cluster.bus.writer().append([Append(topic=cluster.topics.control, value=huge)])
+
+
+def newest_round(cluster: Cluster) -> Round:
+    return decode_round(everything(cluster, cluster.topics.decisions)[-1].value)
+
+
+def stop(cluster: Cluster, *, ordinal: int, role_epoch: int) -> bytes:
+    """A round that tells every role to go."""
+    last = newest_round(cluster)
+    return encode(
+        Round(
+            ordinal=last.ordinal + ordinal,
+            role_epoch=last.role_epoch + role_epoch,
+            now_ns=last.now_ns,
+            control_next=last.control_next,
+            decisions=(StopRun(reason="forged"),),
+        )
+    )
+
+
+FORGED: dict[str, tuple[Callable[[Cluster], bytes], type[DoraError], str]] = {
+    "garbage": (lambda cluster: GARBAGE[1], SchemaError, "decisions offset"),
+    "a later round": (
+        lambda cluster: stop(cluster, ordinal=9, role_epoch=0),
+        InvariantBroken,
+        "comes after round",
+    ),
+    "a round twice": (
+        lambda cluster: encode(newest_round(cluster)),
+        InvariantBroken,
+        "comes after round",
+    ),
+    "the next round, forged": (
+        lambda cluster: stop(cluster, ordinal=1, role_epoch=0),
+        InvariantBroken,
+        "comes after round",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_foreign_record_among_the_decisions_ends_the_run_with_one_line(
+    cluster: Cluster, name: str
+) -> None:
+    forge, error, words = FORGED[name]
+    with cluster:
+        cluster.ticks(WARM_TICKS)
+        value = forge(cluster)
+        cluster.bus.writer().append([Append(topic=cluster.topics.decisions, value=value)])
+        with pytest.raises(error, match=words) as caught:
+            cluster.run()
+        assert "\n" not in caught.value.message
+        assert caught.value.hint
+        with pytest.raises((SchemaError, InvariantBroken)) as again:
+            cluster.restart(ORCHESTRATOR)
+        assert "\n" not in again.value.message, "an orchestrator does not go on from it either"
+
+
+def test_a_round_of_an_older_orchestrator_is_obeyed_by_nobody(cluster: Cluster) -> None:
+    with cluster:
+        cluster.restart(ORCHESTRATOR)
+        cluster.ticks(WARM_TICKS)
+        value = stop(cluster, ordinal=1, role_epoch=-1)
+        cluster.bus.writer().append([Append(topic=cluster.topics.decisions, value=value)])
+        cluster.run()
+        report = audit(cluster.bus, cluster.topics, cluster.store.root)
+        assert report.steps == cluster.config.run.steps, "nobody went when it told them to"
+        assert not report.holds, "and audit says that it is there"

@@ -1,0 +1,113 @@
+"""What other Kafka clients may write into our topics: tombstones, odd headers, compression, open
+transactions. A reader of ours passes all of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from kafka import KafkaProducer
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError
+from tests.support.kafka_broker import KafkaBroker
+
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+WAIT_S = 30.0
+OPEN_S = 3.0
+"""How long somebody else's transaction may stay open."""
+
+
+class BytesName(str):
+    """A header name whose bytes are no UTF-8, as other clients may send."""
+
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+        return b"\xff\xfe name"
+
+
+@pytest.fixture
+def at() -> TopicPartition:
+    return TopicPartition(f"odd-{uuid.uuid4().hex}", 0)
+
+
+@pytest.fixture
+def bus(kafka_broker: KafkaBroker, at: TopicPartition) -> Iterator[KafkaBus]:
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+    bus = KafkaBus([kafka_broker.bootstrap])
+    bus.create([TopicSpec(name=at.topic)])
+    yield bus
+    bus.close()
+    gc.collect()
+
+
+def read_to_end(bus: KafkaBus, at: TopicPartition) -> list[Record]:
+    """Everything up to our own last record."""
+    reader, found = bus.reader({at: 0}), []
+    until_s = time.monotonic() + WAIT_S
+    while not found or found[-1].value != b"ours":
+        found += reader.poll(timeout_s=0.2)
+        assert time.monotonic() < until_s, found
+    return found
+
+
+def ours(bus: KafkaBus, at: TopicPartition) -> None:
+    bus.writer().append([Append(topic=at.topic, value=b"ours")])
+
+
+def test_tombstones_odd_headers_and_compressed_batches_are_passed(
+    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+) -> None:
+    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap, compression_type="gzip")
+    producer.send(at.topic, value=None, key=b"gone").get(WAIT_S)
+    producer.send(at.topic, value=b"", key=None, headers=[("", b""), ("é", b"\xff")]).get(WAIT_S)
+    producer.send(at.topic, value=bytes(300_000), headers=[("h", None)] * 40).get(WAIT_S)
+    producer.close()
+    ours(bus, at)
+    tombstone, headers, large, last = read_to_end(bus, at)
+    assert (tombstone.key, tombstone.value) == (b"gone", b"")
+    assert (headers.key, headers.value) == (b"", b"")
+    assert headers.headers == (("", b""), ("é", b"\xff"))
+    assert (len(large.value), set(large.headers)) == (300_000, {("h", b"")})
+    assert last.value == b"ours"
+
+
+def test_a_header_name_that_is_no_text_is_one_line_that_names_it(
+    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+) -> None:
+    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap)
+    producer.send(at.topic, value=b"theirs", headers=[(BytesName("name"), b"v")]).get(WAIT_S)
+    producer.close()
+    reader = bus.reader({at: 0})
+    with pytest.raises(BusError, match="UnicodeDecodeError") as refused:
+        reader.poll(timeout_s=WAIT_S)
+    assert "\n" not in refused.value.message
+
+
+def test_an_open_transaction_of_somebody_else_holds_readers_back_only_until_it_times_out(
+    kafka_broker: KafkaBroker, bus: KafkaBus, at: TopicPartition
+) -> None:
+    producer = KafkaProducer(
+        bootstrap_servers=kafka_broker.bootstrap,
+        transactional_id=f"other-{uuid.uuid4().hex}",
+        transaction_timeout_ms=round(OPEN_S * 1000),
+    )
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.send(at.topic, value=b"never committed").get(WAIT_S)
+    ours(bus, at)
+    reader = bus.reader({at: 0})
+    assert reader.poll(timeout_s=0.5) == [], "it is not known yet what comes before ours"
+    assert [one.value for one in read_to_end(bus, at)] == [b"ours"]
+    producer._sender.force_close()
+    producer.close(timeout=1)

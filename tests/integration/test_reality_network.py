@@ -1,0 +1,247 @@
+"""A network that stalls, cuts, loses answers or crawls between us and a real broker.
+
+Every wait is bounded, every failure is one of our errors on one line, nothing acknowledged is lost,
+and what may have happened twice says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_client import PROBE_LIMIT_S, QUIET_LIMIT_S
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, OutcomeUnknown
+from tests.support.kafka_broker import KafkaBroker, Listener
+from tests.support.proxy import Proxy
+
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    # The client leaves the sockets of cut connections to the collector.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+AT = TopicPartition("t", 0)
+LIMIT_S = 3.0
+"""Delivery limit of the bus under test."""
+SLACK_S = 10.0
+WAIT_S = 30.0
+
+
+class Line:
+    """A broker, the proxy before it, a bus through the proxy and one that goes around it."""
+
+    def __init__(self, broker: KafkaBroker, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self.bus = KafkaBus([proxy.address], delivery_limit_s=LIMIT_S)
+        self.around = KafkaBus([broker.bootstrap])
+
+    def log(self) -> list[str]:
+        """What the broker holds, seen without the network in between."""
+        reader = self.around.reader({AT: 0})
+        found: list[Record] = []
+        end = self.around.end(AT)
+        until_s = time.monotonic() + WAIT_S
+        while reader.position(AT) < end:
+            found += reader.poll(timeout_s=0.2)
+            assert time.monotonic() < until_s
+        reader.close()
+        return [one.value.decode() for one in found]
+
+
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaBroker, Proxy]]:
+    """One broker whose second door is the proxy's."""
+    folder: Path = tmp_path_factory.mktemp("proxied")
+    with Proxy(lambda: broker.address("PROXIED")) as proxy:
+        door = Listener(name="PROXIED", advertised=proxy.address)
+        with KafkaBroker(folder, listeners=[door]) as broker:
+            yield broker, proxy
+    gc.collect()
+
+
+@pytest.fixture
+def line(proxied: tuple[KafkaBroker, Proxy]) -> Iterator[Line]:
+    """A fresh topic behind a network that works."""
+    line = Line(*proxied)
+    line.around.create([TopicSpec(name="t")])
+    yield line
+    line.proxy.flow()
+    line.bus.close()
+    admin = line.around._admin
+    admin.delete_topics(["t"])
+    until_s = time.monotonic() + WAIT_S
+    while "t" in line.around.topics():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    line.around.close()
+    gc.collect()
+
+
+def texts(*given: str) -> list[Append]:
+    return [Append(topic="t", value=text.encode()) for text in given]
+
+
+def append_again(line: Line, text: str) -> None:
+    """Append until it is acknowledged, as `patiently` does."""
+    writer = line.bus.writer()
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            writer.append(texts(text))
+            return
+        except BusError as error:
+            assert "\n" not in error.message
+            assert time.monotonic() < until_s
+
+
+def test_a_stall_shorter_than_the_limit_is_only_a_wait(line: Line) -> None:
+    writer, exclusive = line.bus.writer(), line.bus.writer(exclusive="short")
+    writer.append(texts("a"))
+    exclusive.append(texts("b"))
+    line.proxy.stall()
+    with suppress(BusError):
+        line.bus.reader({AT: 0}).poll(timeout_s=0.2)
+    line.proxy.flow()
+    writer.append(texts("c"))
+    exclusive.append(texts("d"))
+    assert line.log() == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("exclusive", ["", "stalled"])
+def test_a_stall_beyond_the_limit_is_an_unknown_outcome_in_bounded_time(
+    line: Line, exclusive: str
+) -> None:
+    writer = line.bus.writer(exclusive=exclusive or None)
+    writer.append(texts("a"))
+    line.proxy.stall()
+    began_s = time.monotonic()
+    with pytest.raises(OutcomeUnknown) as unknown:
+        writer.append(texts("perhaps"))
+    assert time.monotonic() - began_s < LIMIT_S + SLACK_S
+    assert "\n" not in unknown.value.message
+    line.proxy.flow()
+    if exclusive:
+        with pytest.raises(BusError, match="open another one"):
+            writer.append(texts("never"))
+        line.bus.writer(exclusive=exclusive).append(texts("z"))
+        assert line.log() in (["a", "z"], ["a", "perhaps", "z"])
+    else:
+        append_again(line, "z")
+        found = line.log()
+        assert [one for one in found if one != "perhaps"] == ["a", "z"]
+        assert found.count("perhaps") <= 1
+
+
+def test_a_reader_behind_a_stall_says_so_and_goes_on_without_a_gap(line: Line) -> None:
+    reader = line.bus.reader({AT: 0})
+    line.around.writer().append(texts("a"))
+    found = [one.value for one in reader.poll(timeout_s=WAIT_S)]
+    line.proxy.stall()
+    line.around.writer().append(texts("b", "c"))
+    began_s = time.monotonic()
+    with pytest.raises(BusError):
+        while time.monotonic() - began_s < WAIT_S:
+            found += [one.value for one in reader.poll(timeout_s=0.1)]
+    assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + SLACK_S
+    line.proxy.flow()
+    until_s = time.monotonic() + WAIT_S
+    while len(found) < 3 and time.monotonic() < until_s:
+        with suppress(BusError):
+            found += [one.value for one in reader.poll(timeout_s=0.2)]
+    assert found == [b"a", b"b", b"c"]
+
+
+def test_cut_connections_lose_nothing_and_double_nothing(line: Line) -> None:
+    plain, exclusive = line.bus.writer(), line.bus.writer(exclusive="cut")
+    reader = line.bus.reader({AT: 0})
+    acknowledged: list[str] = []
+    cut = 0
+    for number in range(30):
+        if number % 5 == 2:
+            cut += line.proxy.reset()
+        text = f"{number}"
+        try:
+            if number % 2:
+                plain.append(texts(text))
+            else:
+                exclusive.append(texts(text))
+        except OutcomeUnknown:
+            exclusive = line.bus.writer(exclusive="cut")
+            continue
+        acknowledged.append(text)
+    assert cut > 5
+    found = line.log()
+    assert [one for one in found if one in acknowledged] == acknowledged
+    assert len(acknowledged) >= 20
+    read: list[str] = []
+    until_s = time.monotonic() + WAIT_S
+    while len(read) < len(found) and time.monotonic() < until_s:
+        with suppress(BusError):
+            read += [one.value.decode() for one in reader.poll(timeout_s=0.2)]
+    assert read == found
+
+
+def test_a_lost_answer_is_an_unknown_outcome_and_appending_again_is_seen_as_that(
+    line: Line,
+) -> None:
+    writer = line.bus.writer()
+    writer.append(texts("a"))
+    line.proxy.drop_answers()
+    with pytest.raises(OutcomeUnknown):
+        writer.append(texts("b"))
+    assert line.proxy.dropped_bytes > 0
+    assert line.log() == ["a", "b"], "it is there, and nobody was told"
+    line.proxy.flow()
+    line.proxy.reset()
+    append_again(line, "b")
+    assert line.log() == ["a", "b", "b"], "identity, not the bus, makes the second harmless"
+
+
+def test_a_lost_answer_of_an_exclusive_writer_is_settled_by_its_successor(line: Line) -> None:
+    first = line.bus.writer(exclusive="heir")
+    first.append(texts("a"))
+    line.proxy.drop_answers()
+    with pytest.raises(OutcomeUnknown):
+        first.append(texts("b"))
+    line.proxy.flow()
+    line.proxy.reset()
+    second = line.bus.writer(exclusive="heir")
+    before = line.log()
+    assert before in (["a"], ["a", "b"])
+    second.append(texts("c"))
+    assert line.log() == [*before, "c"], "what it read before it wrote is final"
+
+
+def test_half_open_connections_end_in_one_error_in_bounded_time(line: Line) -> None:
+    line.proxy.refuse()
+    line.proxy.reset()
+    began_s = time.monotonic()
+    with pytest.raises(BusError) as refused:
+        KafkaBus([line.proxy.address], delivery_limit_s=LIMIT_S)
+    assert time.monotonic() - began_s < 2 * SLACK_S + LIMIT_S
+    assert "\n" not in refused.value.message
+    line.proxy.flow()
+    line.proxy.reset()
+    append_again(line, "a")
+    assert line.log() == ["a"]
+
+
+def test_a_slow_line_only_takes_its_time(line: Line) -> None:
+    value = bytes(range(256)) * 1024
+    writer = line.bus.writer()
+    writer.append(texts("a"))
+    line.proxy.slow(len(value))
+    began_s = time.monotonic()
+    writer.append([Append(topic="t", value=value)])
+    assert time.monotonic() - began_s > 0.5
+    line.proxy.flow()
+    assert line.around.end(AT) == 2

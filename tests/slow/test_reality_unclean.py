@@ -1,0 +1,166 @@
+"""A leader dies, and then one is forced that lacks records: what was acknowledged is gone.
+
+The first is what three brokers are for. The second no log survives, so it must be seen: readers say
+that the log was cut, and a run ends with one line instead of going on from something else.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from kafka.errors import KafkaError
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.schemas.topics import Topics
+from tests.support.kafka_broker import BrokerError, KafkaCluster
+from tests.support.user_run import WAIT_S, furnish, start, steps, until
+
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+AT = TopicPartition("t", 0)
+UNCLEAN = 1
+LIMIT_S = 60.0
+GONE_CODE = 5
+"""Exit code of a broken promise."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[KafkaCluster]:
+    with KafkaCluster(tmp_path / "brokers") as cluster:
+        yield cluster
+    gc.collect()
+
+
+def force_another_log(
+    cluster: KafkaCluster, parts: list[TopicPartition], meanwhile: Callable[[], None]
+) -> None:
+    """Make a broker lead that was away `meanwhile`: all other copies of that time are lost."""
+    behind, wiped, lost = cluster.nodes
+    behind.kill()
+    for topic, partition in parts:
+        until_led(cluster, topic, partition)
+    meanwhile()
+    wiped.kill()
+    lost.kill()
+    for topic, partition in parts:
+        shutil.rmtree(wiped.data / f"{topic}-{partition}")
+    for node in (behind, wiped):
+        node.launch()
+    for node in (behind, wiped):
+        node.await_ready()
+    for topic, partition in parts:
+        until_led(cluster, topic, partition, force=True)
+
+
+def until_led(cluster: KafkaCluster, topic: str, partition: int, *, force: bool = False) -> None:
+    """Return when a living broker leads the partition, if need be one that lacks records."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        if force:
+            with suppress(KafkaError), cluster.admin() as admin:
+                admin.elect_leaders(UNCLEAN, {topic: [partition]}, raise_errors=False)
+        with suppress(KafkaError, BrokerError):
+            number = cluster._partition(topic, partition)["leader_id"]
+            if any(node.node == number and node.running for node in cluster.nodes):
+                return
+        assert time.monotonic() < until_s, f"nobody leads {topic}/{partition}"
+        time.sleep(0.2)
+
+
+def drain(bus: KafkaBus, count: int) -> list[Record]:
+    reader, found = bus.reader({AT: 0}), []
+    until_s = time.monotonic() + LIMIT_S
+    while len(found) < count and time.monotonic() < until_s:
+        with suppress(BusError):
+            found += reader.poll(timeout_s=0.5)
+    return found
+
+
+def test_a_reader_of_a_log_that_was_cut_says_so(cluster: KafkaCluster) -> None:
+    bus = KafkaBus(cluster.bootstrap.split(","))
+    bus.create([TopicSpec(name="t")])
+    cluster.await_in_sync("t")
+    writer = bus.writer()
+    append = lambda text: writer.append([Append(topic="t", value=text.encode())])  # noqa: E731
+    for number in range(10):
+        append(f"{number}")
+    reader = bus.reader({AT: 0})
+    seen: list[Record] = []
+    while len(seen) < 10:
+        seen += reader.poll(timeout_s=1.0)
+
+    def meanwhile() -> None:
+        for number in range(10, 30):
+            append(f"{number}")
+        until_s = time.monotonic() + LIMIT_S
+        while len(seen) < 30 and time.monotonic() < until_s:
+            with suppress(BusError):
+                seen.extend(reader.poll(timeout_s=1.0))
+
+    force_another_log(cluster, [AT], meanwhile)
+    assert [one.value for one in seen] == [b"%d" % number for number in range(30)]
+    position = seen[-1].offset + 1
+    until_s = time.monotonic() + LIMIT_S
+    with pytest.raises(LogTruncated) as cut:
+        while time.monotonic() < until_s:
+            try:
+                reader.poll(timeout_s=0.5)
+            except LogTruncated:
+                raise
+            except BusError:
+                continue
+    assert "\n" not in cut.value.message
+    fresh = KafkaBus([node.bootstrap for node in cluster.nodes if node.running])
+    assert fresh.end(AT) < position, "what was acknowledged is gone"
+    with pytest.raises(LogTruncated):
+        while time.monotonic() < until_s:
+            fresh.reader({AT: position}).poll(timeout_s=1.0)
+    bus.close()
+    fresh.close()
+
+
+def test_a_run_whose_log_was_cut_ends_with_one_line(tmp_path: Path, cluster: KafkaCluster) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "user").mkdir()
+    place = furnish(tmp_path / "user")
+    config = place / "config.toml"
+    config.write_text(f'{config.read_text()}[bus]\nurl = "kafka://{cluster.bootstrap}"\n')
+    run = start(place, "run", "config.toml", "-o", "run.steps=400")
+    until(lambda: "step" in (place / "said").read_text())
+    until(lambda: len(steps(place, "tiny")) >= 2)
+    bus = KafkaBus(cluster.bootstrap.split(","))
+    topics = Topics("tiny")
+    parts = [
+        TopicPartition(topic, partition)
+        for topic in topics.all()
+        for partition in range(bus.partitions(topic))
+    ]
+    bus.close()
+
+    def meanwhile() -> None:
+        before = len(steps(place, "tiny"))
+        until(lambda: len(steps(place, "tiny")) >= before + 2)
+
+    try:
+        force_another_log(cluster, parts, meanwhile)
+        code = run.wait(WAIT_S)
+    finally:
+        run.kill()
+    said = (place / "said").read_text()
+    assert code == GONE_CODE, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    assert any(word in errors[0] for word in ("ends", "comes after", "gone", "chain")), errors

@@ -1,0 +1,165 @@
+"""A TCP proxy between a client and a broker, which a test can stall, cut, slow down or make deaf.
+
+Example::
+
+    with Proxy(lambda: broker.address("PROXIED")) as proxy:
+        proxy.stall()          # connections stay, nothing passes
+        proxy.flow()           # what waited passes
+        proxy.reset()          # RST on every connection; new ones are taken
+        proxy.drop_answers()   # what the broker says is lost; what it is told arrives
+        proxy.refuse()         # new connections are taken and never served: half open
+        proxy.slow(64_000)     # bytes a second, each way
+
+One thread per direction and connection; all end with the proxy.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+HOST = "127.0.0.1"
+PIECE_BYTES = 16_384
+TICK_S = 0.01
+CONNECT_S = 5.0
+
+
+class Proxy:
+    """See the head of this file. `target` is asked at each connection."""
+
+    def __init__(self, target: Callable[[], str]) -> None:
+        self._target = target
+        self._listener = socket.create_server((HOST, 0))
+        self._listener.settimeout(TICK_S)
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self._stalled = threading.Event()
+        self._dropping = threading.Event()
+        self._refusing = threading.Event()
+        self._closed = threading.Event()
+        self._bytes_per_s: float | None = None
+        self.dropped_bytes = 0
+        """Of answers that were lost."""
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._threads[0].start()
+
+    @property
+    def address(self) -> str:
+        """`host:port` where it listens; known before the broker is."""
+        return f"{HOST}:{self._listener.getsockname()[1]}"
+
+    def stall(self) -> None:
+        """Nothing passes; connections stay as they are."""
+        self._stalled.set()
+
+    def flow(self) -> None:
+        """Everything passes again, first of all what waited."""
+        for one in (self._stalled, self._dropping, self._refusing):
+            one.clear()
+        self._bytes_per_s = None
+
+    def drop_answers(self) -> None:
+        """What brokers say is lost from now on."""
+        self._dropping.set()
+
+    def refuse(self) -> None:
+        """New connections are taken, and nobody serves them."""
+        self._refusing.set()
+
+    def slow(self, bytes_per_s: float) -> None:
+        """So many bytes a second and direction and connection."""
+        self._bytes_per_s = bytes_per_s
+
+    def reset(self) -> int:
+        """Cut every connection with RST; how many there were."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for one in pair:
+                with suppress(OSError):
+                    linger = struct.pack("ii", 1, 0)
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    one.close()
+        return len(pairs)
+
+    def close(self) -> None:
+        """Cut everything and end."""
+        self._closed.set()
+        self.flow()
+        self._threads[0].join()
+        self._listener.close()
+        self.reset()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            if self._refusing.is_set():
+                with self._lock:
+                    self._pairs.append((client, client))
+                continue
+            host, port = self._target().rsplit(":", 1)
+            try:
+                server = socket.create_connection((host, int(port)), timeout=CONNECT_S)
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._pairs.append((client, server))
+            for source, sink, answers in ((client, server, False), (server, client, True)):
+                source.settimeout(TICK_S)
+                words = (source, sink, answers)
+                thread = threading.Thread(target=self._pump, args=words, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        try:
+            while not self._closed.is_set():
+                piece = self._piece(source)
+                if piece is None:
+                    continue
+                if not piece:
+                    break
+                while self._stalled.is_set() and not self._closed.is_set():
+                    time.sleep(TICK_S)
+                if self._bytes_per_s is not None:
+                    time.sleep(len(piece) / self._bytes_per_s)
+                if answers and self._dropping.is_set():
+                    self.dropped_bytes += len(piece)
+                    continue
+                sink.settimeout(None)
+                sink.sendall(piece)
+                sink.settimeout(TICK_S)
+        except OSError:
+            pass
+        for one in (source, sink):
+            with suppress(OSError):
+                one.close()
+
+    def _piece(self, source: socket.socket) -> bytes | None:
+        """What came; nothing at the end of the stream, None for not yet."""
+        try:
+            return source.recv(PIECE_BYTES)
+        except TimeoutError:
+            return None

@@ -36,7 +36,6 @@ from dora_pipe.bus.kafka_client import (
     BATCH_BYTES,
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
-    EXCLUSIVE_REQUEST_LIMIT_S,
     FETCH_BYTES,
     NEWS_S,
     PROBE_LIMIT_S,
@@ -48,6 +47,7 @@ from dora_pipe.bus.kafka_client import (
     client_settings,
     discard,
     fetched_bytes,
+    keep_requests,
     ms,
     to_record,
     topic_settings,
@@ -370,7 +370,7 @@ class KafkaWriter:
                 transactional_id=self._name,
                 transaction_timeout_ms=ms(TRANSACTION_LIMIT_S),
                 delivery_timeout_ms=ms(self._bus.delivery_limit_s),
-                request_timeout_ms=ms(self._request_limit_s()),
+                request_timeout_ms=ms(self._bus.delivery_limit_s),
                 max_block_ms=ms(CONNECT_LIMIT_S),
                 max_request_size=RECORD_BYTES_MAX,
                 batch_size=BATCH_BYTES,
@@ -379,12 +379,9 @@ class KafkaWriter:
                 retry_backoff_ms=RETRY_MS,
             )
             if self._name:
+                keep_requests(producer)
                 producer.init_transactions()
             return producer
-
-    def _request_limit_s(self) -> float:
-        limit_s = self._bus.delivery_limit_s
-        return min(limit_s, EXCLUSIVE_REQUEST_LIMIT_S) if self._name else limit_s
 
     def _drop(self) -> None:
         """Never use this producer again: what it still holds must not arrive behind our back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,10 +27,6 @@ DELIVERY_LIMIT_S = 30.0
 
 TRANSACTION_LIMIT_S = 40.0
 """The broker aborts an append that its dead writer left open; until then readers stop before it."""
-
-EXCLUSIVE_REQUEST_LIMIT_S = 5.0
-"""An exclusive writer waits so long for a coordinator that died before it asks who took over; what
-it sends is small."""
 
 QUIET_LIMIT_S = 2.0
 """A reader that heard nothing for so long asks whether the broker is there: `poll` alone is silent
@@ -128,6 +125,26 @@ def was_fenced(producer: KafkaProducer) -> bool:
     """
     manager = producer._transaction_manager
     return manager is not None and isinstance(manager.last_error, FENCED)
+
+
+def keep_requests(producer: KafkaProducer) -> None:
+    """Let no request to a transaction's coordinator get lost when that broker cannot be reached.
+
+    The sending thread means to look for the new coordinator and to try again when it hears `False`;
+    when `await_ready` raises instead, as it does for a broker that refuses the connection, it
+    forgets the request, and its transaction waits for the whole delivery limit.
+    """
+    client = producer._sender._client
+    ready = client.await_ready
+
+    def await_ready(*arguments: Any, **named: Any) -> bool:
+        try:
+            return bool(ready(*arguments, **named))
+        except kafka_errors.KafkaError:
+            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
+            return False
+
+    client.await_ready = await_ready
 
 
 def discard(producer: KafkaProducer) -> None:

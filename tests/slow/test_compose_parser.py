@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,11 @@ def parser(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parse(
-    parser: Path, *, profiles: str = "", folder: Path = ROOT, **variables: str
+    parser: Path,
+    *,
+    profiles: str = "",
+    folder: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """The parser in a folder, in the environment of a user who set these variables."""
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("COMPOSE", "DORA"))}
@@ -59,7 +64,7 @@ def parse(
     return subprocess.run(
         [str(parser)],
         cwd=folder,
-        env={**outside, **chosen, **variables},
+        env={**outside, **chosen, **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -117,7 +122,7 @@ def test_a_profile_starts_its_brokers_and_with_the_demo_its_roles(
 def test_parser_reads_every_service_as_the_tests_do(
     parser: Path, variables: dict[str, str]
 ) -> None:
-    found = services(parse(parser, profiles="single,cluster,demo", **variables))
+    found = services(parse(parser, profiles="single,cluster,demo", variables=variables))
     ours = read(variables)
     assert found.keys() == ours.keys()
     for name, raw in found.items():

@@ -55,7 +55,7 @@ def read(place: Path, kafka_broker: KafkaBroker) -> list[dict[str, Any]]:
 
 def said_by(place: Path, *words: str) -> list[dict[str, Any]]:
     """The JSON lines that a command of ours prints."""
-    command = [Path(sys.executable).parent / "dora-pipe", *words, "--json"]
+    command = [str(Path(sys.executable).parent / "dora-pipe"), *words, "--json"]
     done = subprocess.run(command, cwd=place, capture_output=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -126,7 +126,7 @@ def test_a_run_outlives_the_machines_of_its_orchestrator_and_of_a_worker(site: S
 def prove(site: Site) -> None:
     """A machine that had no part in it has the configuration, the log and the store: enough."""
     other = site.machine("g")
-    words = [Path(sys.executable).parent / "dora-pipe", "config", "show", str(site.config)]
+    words = [str(Path(sys.executable).parent / "dora-pipe"), "config", "show", str(site.config)]
     shown = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=True)
     (other / "config.toml").write_text(shown.stdout)
     assert call(other, "audit", ".") == 0, site.said("g")

@@ -154,7 +154,7 @@ def files_that_fail(times: int) -> tuple[ArrowFiles, HeldBack, VirtualClock]:
     clock = VirtualClock()
     mock = fs._MockFileSystem(datetime.datetime.now(tz=datetime.UTC))
     held = HeldBack(mock, times=times)
-    return ArrowFiles(held, "b/r", where="s3://b/r", clock=clock), held, clock  # type: ignore[arg-type]
+    return ArrowFiles(held, "b/r", where="s3://b/r", clock=clock), held, clock
 
 
 def test_store_that_is_away_for_a_while_is_waited_for(

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,7 +46,15 @@ _HEAD: Final = SCHEMA.serialize().to_pybytes()
 _PREFIX_BYTES: Final = 8
 _END_OF_STREAM: Final = struct.pack("<iI", -1, 0)
 # ValueError covers ArrowInvalid, KeyError ArrowKeyError, OSError ArrowSerializationError.
-_UNREADABLE: Final = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, MemoryError)
+_UNREADABLE: Final = (
+    pa.ArrowException,
+    EOFError,
+    KeyError,
+    MemoryError,
+    OSError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,8 @@ def write_segment(path: Path, records: Iterable[Record]) -> Written:
         with partial.open("wb") as file:
             counted = _Counted(file)
             compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
-            with compressor.stream_writer(counted, closefd=False) as compressed:  # type: ignore[arg-type]
+            sink = cast("BinaryIO", counted)
+            with compressor.stream_writer(sink, closefd=False) as compressed:
                 raw = _Counter(compressed)
                 with pa.ipc.new_stream(pa.PythonFile(raw, mode="w"), SCHEMA) as stream:
                     for batch in _batches(records):

@@ -59,8 +59,7 @@ def main() -> None:
 
 def _wording(error: Any) -> str:
     """A refusal without what differs from input to input."""
-    path = re.sub(r"\[\d+\]", "[]", str(getattr(error, "path", "")))
-    return _DIFFERENT.sub("_", f"{path[:60]} {error.message[:80]}")
+    return _DIFFERENT.sub("_", error.message)[:120]
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ def test_seeds_hold(chunk: int) -> None:
         assert played.steps >= STEPS_MIN, seed
 
 
-# Each of these has found a mistake once, in a machine, the audit or a checker.
-@pytest.mark.parametrize("seed", [0, 20, 93, 94, 118, 164, 183, 194, 207, 272, 420])
+# Each of these has found a mistake once, in a machine, the audit or a checker; so have 0, 20, 93,
+# 94, 118, 164, 183 and 194, which are above.
+@pytest.mark.parametrize("seed", [207, 272, 420])
 def test_seed_that_has_found_something_holds(seed: int) -> None:
     played = play(seed)
     assert played.holds, played.line

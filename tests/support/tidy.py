@@ -4,6 +4,7 @@ import ast
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,12 @@ def _ignored(name: str) -> bool:
     return hidden or name in _SKIPPED or name.endswith(".egg-info")
 
 
+@lru_cache(maxsize=1)
+def tree_of(text: str) -> ast.Module:
+    """A file's syntax tree; rules that look at one file in turn share it."""
+    return ast.parse(text)
+
+
 def sizes(path: str, text: str) -> Iterator[str]:
     """Functions, files and lines stay short enough to be read at once."""
     lines = text.splitlines()
@@ -72,7 +79,7 @@ def sizes(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE_CHARACTERS:
             yield f"{path}:{number}: {len(line)} characters ({MAX_LINE_CHARACTERS})"
-    for node in _functions(ast.parse(text)):
+    for node in _functions(tree_of(text)):
         count = (node.end_lineno or node.lineno) - node.lineno + 1
         if count > MAX_FUNCTION_LINES:
             yield f"{path}:{node.lineno}: {node.name} has {count} lines ({MAX_FUNCTION_LINES})"
@@ -80,13 +87,13 @@ def sizes(path: str, text: str) -> Iterator[str]:
 
 def docstrings(path: str, text: str) -> Iterator[str]:
     """Every module says what it decides; so does every package."""
-    if len((ast.get_docstring(ast.parse(text)) or "").split()) < 3:
+    if len((ast.get_docstring(tree_of(text)) or "").split()) < 3:
         yield f"{path}: no sentence at its head that says what it decides"
 
 
 def annotations(path: str, text: str) -> Iterator[str]:
     """Every function says what it takes and what it returns."""
-    for node in _functions(ast.parse(text)):
+    for node in _functions(tree_of(text)):
         takes = node.args
         named = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]
         named += [a for a in (takes.vararg, takes.kwarg) if a]
@@ -101,7 +108,7 @@ def catching(path: str, text: str) -> Iterator[str]:
     """Only the runtime, the command line and the server of users' tasks may catch everything."""
     if _CATCH_ALL_HOMES.match(path):
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -111,7 +118,7 @@ def catching(path: str, text: str) -> Iterator[str]:
 
 def imports(path: str, text: str) -> Iterator[str]:
     """No pickler, no top folder under its bare name, and torch only where it is needed."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     for node, names in module_imports(tree):
         roots = {name.split(".")[0] for name in names}
         if roots & _PICKLERS:
@@ -128,7 +135,7 @@ def imports(path: str, text: str) -> Iterator[str]:
 
 def pickling(path: str, text: str) -> Iterator[str]:
     """What pickles without saying so: process queues and pools, torch's own files, numpy's."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -147,7 +154,7 @@ def pickling(path: str, text: str) -> Iterator[str]:
 
 def assertions(path: str, text: str) -> Iterator[str]:
     """Every test asserts something that a reader can see."""
-    for node in _functions(ast.parse(text)):
+    for node in _functions(tree_of(text)):
         if node.name.startswith("test_") and not any(map(_asserts, ast.walk(node))):
             yield f"{path}:{node.lineno}: {node.name} asserts nothing"
 
@@ -156,7 +163,7 @@ def sleeping(path: str, text: str) -> Iterator[str]:
     """Unit tests run on virtual time."""
     if not path.startswith("tests/unit/"):
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep"):
             yield f"{path}:{node.lineno}: sleeps"
 

@@ -74,7 +74,8 @@ class Found:
 class BatchReader:
     """The trainer's view of the trajectories topic; one thread uses it.
 
-    `starts` are the positions per partition to read from (others from 0). Example::
+    `starts` are the positions per partition to read from (others from the log's
+    beginning). Example::
 
         reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
         while (found := reader.find([Place(0, 17)], timeout_s=0.05)) is None: ...
@@ -100,9 +101,12 @@ class BatchReader:
         self._records_max = records_max
         self._bytes_max = bytes_max
         self._partitions = patiently("reading", lambda: bus.partitions(topic), clock)
+        partitions = [TopicPartition(topic, number) for number in range(self._partitions)]
+        # Retention may have deleted what no open group wants.
+        begins = patiently("reading", lambda: [bus.begin(tp) for tp in partitions], clock)
         positions = {
-            TopicPartition(topic, number): starts.get(number, 0)
-            for number in range(self._partitions)
+            tp: max(starts.get(tp.partition, 0), begin)
+            for tp, begin in zip(partitions, begins, strict=True)
         }
         self._reader = patiently("reading", lambda: bus.reader(positions), clock)
         self._seekers: dict[int, Reader] = {}

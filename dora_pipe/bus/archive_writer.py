@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -67,18 +68,17 @@ class ArchiveWriter:
             self._lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ResourceError(f"cannot write {directory}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ExitStack() as unlocking:
+            unlocking.callback(os.close, self._lock)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BusError(
+                    f"another process writes the archive {directory}",
+                    hint="one `dora-pipe archive` at a time; readers need not wait",
+                ) from None
             self.manifest = self._begin(run, topics)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise BusError(
-                f"another process writes the archive {directory}",
-                hint="one `dora-pipe archive` at a time; readers need not wait",
-            ) from None
-        except BaseException:
-            os.close(self._lock)
-            raise
+            unlocking.pop_all()
         self._pending: list[Entry] = []
         self._ends = {entry.at: entry.end for entry in self.manifest.entries}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -62,22 +62,20 @@ class Archiver:
         self._topics = topics
         counts = {topic: self._bus.partitions(topic) for topic in topics.all()}
         self._writer = ArchiveWriter(directory, topics.run, counts, segment_bytes=segment_bytes)
-        try:
+        with ExitStack() as closing_it:
+            closing_it.callback(self._writer.close)
             with closing(ArchiveBus(directory)) as archive:
                 check_same_log(archive, self._bus)
-        except BaseException:
-            self._writer.close()
-            raise
+                self.finished = self._is_finished(archive)
+                """The run's last decision is in the archive."""
+            closing_it.pop_all()
         self._pass = Pass()
-        self.finished = self._is_finished()
-        """The run's last decision is in the archive."""
 
-    def _is_finished(self) -> bool:
+    def _is_finished(self, archive: ArchiveBus) -> bool:
         """From what earlier passes archived."""
         decisions = TopicPartition(self._topics.decisions, 0)
-        with closing(ArchiveBus(self._writer.directory)) as archive:
-            rounds = records_of(archive, {decisions: archive.end(decisions)})
-            return any(_STOP in record.value for record in rounds)
+        rounds = records_of(archive, {decisions: archive.end(decisions)})
+        return any(_STOP in record.value for record in rounds)
 
     def once(self) -> Pass:
         """Archive everything up to a cut that lies not before what is there now.

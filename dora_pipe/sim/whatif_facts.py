@@ -117,7 +117,8 @@ def measure(bus: Bus, topics: Topics) -> Measured:
     decided = _read_decisions(bus, topics)
     steps = [_trained(one, decided.taken_ns, facts, zero_ns) for one in facts.commits]
     training = [(one.taken_s, one.committed_s) for one in steps]
-    stays = list(_stays(bus, topics, facts, zero_ns))
+    # In an order of their own: how partitions come interleaved is up to the bus.
+    stays = sorted(_stays(bus, topics, facts, zero_ns), key=lambda one: (one.end_s, one.trajectory))
     if not stays:
         raise UsageError("the log holds no trajectory with times")
     fixed_s, token_s, first_s = _train_times(steps)

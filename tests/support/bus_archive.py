@@ -140,3 +140,15 @@ class SpliceHarness(ArchiveHarness):
 def everything(bus: Bus, tps: Iterable[TopicPartition]) -> dict[TopicPartition, list[Record]]:
     """Every record of partitions, from the first position on."""
     return {tp: list(records_of(bus, {tp: bus.end(tp)}, start=bus.begin(tp))) for tp in tps}
+
+
+def log_in_memory(bus: Bus) -> MemoryLog:
+    """A copy of a log with the same offsets and ends, whose beginning can be deleted."""
+    log = MemoryLog()
+    names = {topic: bus.partitions(topic) for topic in bus.topics()}
+    MemoryBus(log).create([TopicSpec(name=one, partitions=count) for one, count in names.items()])
+    for tp, records in everything(bus, partitions_of(names)).items():
+        held = log._partitions[tp]
+        held.records, held.offsets = records, [record.offset for record in records]
+        held.visible_ms, held.end = [0] * len(records), bus.end(tp)
+    return log

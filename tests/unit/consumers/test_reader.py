@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
-from dora_pipe.bus.port import Append
+from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.consumers.reader import BatchReader, Found, Place
 from dora_pipe.errors import BusError, LogTruncated
 from dora_pipe.schemas.control import TakenGroup
@@ -137,6 +137,16 @@ def test_records_before_the_start_are_read_from_their_place(stage: TrainerStage)
     assert reader.records == 2
     assert readable(find(reader, early, late))
     assert reader.seeks == 2
+
+
+def test_reader_starts_where_retention_left_the_log(stage: TrainerStage) -> None:
+    old, kept = stage.log_group(0), stage.log_group(PARTITIONS)
+    begin = kept.trajectories[0].offset
+    stage.log.delete_before(TopicPartition(stage.topics.trajectories, 0), begin)
+    reader = reader_of(stage)
+    assert readable(find(reader, kept))
+    with pytest.raises(LogTruncated, match="were deleted"):
+        find(reader, old)
 
 
 def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> None:

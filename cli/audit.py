@@ -99,8 +99,6 @@ class _Look:
             fresh=fresh,
             mark=self._mark,
         )
-        if self._opened.said:
-            say(self._opened.said)
         self._kept_s = self._said_s = time.monotonic()
         self._auditor = Auditor(
             run.bus,
@@ -140,13 +138,15 @@ class _Look:
 
     def _finish(self) -> AuditReport:
         self._keep()
-        again = self._opened.again
+        again, notes = self._opened.again, self._auditor.books.findings.notes
+        if self._opened.said:
+            notes.append(self._opened.said)
         if again is not None:
             note = (
                 f"rounds up to {again.rounds - 1} and {again.records} records were looked at "
                 "before, and were not looked at again (--fresh does)"
             )
-            self._auditor.books.findings.notes.append(note)
+            notes.append(note)
         return self._auditor.finish()
 
     def _keep(self) -> None:

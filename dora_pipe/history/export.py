@@ -17,7 +17,7 @@ from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.errors import PolicyError, SchemaError, UsageError
 from dora_pipe.history.audit import build_ledger
-from dora_pipe.history.entries import GroupEntry, Logged
+from dora_pipe.history.entries import GroupEntry, Logged, VersionEntry
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import ends_of, records_of
 from dora_pipe.policies.store import PolicyStore, as_store
@@ -125,7 +125,7 @@ def export_policy(
     Raises UsageError for a version that was not published, PolicyError when its files are gone.
     """
     ledger = build_ledger(bus, topics)
-    entry = ledger.versions.get(version)
+    entry: VersionEntry | None = ledger.versions.get(version)
     if entry is None or ledger.started is None:
         raise UsageError(
             f"version {version} was not published",

@@ -48,9 +48,11 @@ RECONNECT_MS_MAX = 1000  # the default of 30 s keeps a role away long after its 
 _REPLICAS = 3
 BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
 
-logging.getLogger("kafka").setLevel(logging.CRITICAL)
+for _name in ("kafka", "kafka.net", "kafka.protocol"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 """The client tells every connection and every retry; what matters of that reaches the user as one
-of our errors."""
+of our errors. The last two also tell every byte on the wire, PLAIN passwords among them: they stay
+silent even if somebody asks `kafka` for more."""
 
 
 def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str, Any]:

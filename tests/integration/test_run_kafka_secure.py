@@ -81,7 +81,8 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
 ) -> None:
     allow(broker, documented_rights("tiny"))
     orchestrator = start(place, "orchestrator", "config.toml", *enters(place, "orchestrator"))
-    until(lambda: (place / "runs" / "tiny" / "config.toml").exists() or orchestrator.poll())
+    made = place / "runs" / "tiny" / "config.toml"
+    until(lambda: made.exists() or orchestrator.poll() is not None)
     assert orchestrator.poll() is None, said(place)
     roles = [
         start(place, "worker", "config.toml", "--name", name, *enters(place, "worker"))

@@ -19,7 +19,7 @@ SECRET = "s3cret-42"
 WAIT_S = 10.0
 CLEAR = KafkaSecurity(protocol="SASL_PLAINTEXT", mechanism="PLAIN", username="w0")
 
-Door = Callable[[Callable[[socket.socket], None]], str]
+Door = Callable[[Callable[[socket.socket], object]], str]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     opened: list[tuple[socket.socket, threading.Thread]] = []
 
-    def open_door(visit: Callable[[socket.socket], None]) -> str:
+    def open_door(visit: Callable[[socket.socket], object]) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:
@@ -90,7 +90,7 @@ def test_a_web_server_is_no_kafka(door: Door) -> None:
 
 def test_a_door_that_says_nothing_is_left_to_the_client_s_patience(door: Door) -> None:
     release = threading.Event()
-    address = door(lambda visitor: release.wait(WAIT_S) and None)
+    address = door(lambda visitor: release.wait(WAIT_S))
     knock([address], PLAINTEXT)
     release.set()
 
@@ -100,7 +100,7 @@ def test_nobody_at_all_is_left_to_the_client_too() -> None:
 
 
 def test_a_listener_without_sasl_is_entered_without(door: Door) -> None:
-    address = door(lambda visitor: answer(visitor, NO_SASL) and None)
+    address = door(lambda visitor: answer(visitor, NO_SASL))
     knock([address], PLAINTEXT)
     with pytest.raises(AccessRefused, match="asks for no password"):
         knock([address], CLEAR)
@@ -156,7 +156,7 @@ def test_a_broker_that_cannot_prove_that_it_knows_the_password_is_refused(door: 
 
 def test_one_that_lets_in_is_enough(door: Door) -> None:
     bad = door(lambda visitor: None)
-    good = door(lambda visitor: answer(visitor, NO_SASL) and None)
+    good = door(lambda visitor: answer(visitor, NO_SASL))
     knock(["127.0.0.1:1", bad, good], PLAINTEXT)
 
 

@@ -46,6 +46,7 @@ def test_second_audit_goes_on_and_says_so(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     copy = recorded.copy(tmp_path / "copy")
+    (copy.directory / "audit.sqlite").unlink(missing_ok=True)  # Of who audited the original.
     code, first, _ = call("audit", str(copy.directory))
     assert code == 0
     assert (copy.directory / "audit.sqlite").is_file()

@@ -131,8 +131,9 @@ def export_policy(
             f"version {version} was not published",
             hint=f"there are versions 0 to {ledger.version}",
         )
-    as_store(store).export_policy(entry.digest, ledger.started.assets_digest, directory)
-    return entry.digest
+    digest: str = entry.digest
+    as_store(store).export_policy(digest, ledger.started.assets_digest, directory)
+    return digest
 
 
 def _tables(rows: Iterator[dict[str, Any]]) -> Iterator[pa.Table]:

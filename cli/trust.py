@@ -38,8 +38,9 @@ def export(
         raise UsageError("say what to export: --parquet FILE, or --policy N DIR")
     with opened(run, root, archive) as open_run:
         if parquet is not None:
+            store = open_run.policies if open_run.has_policies else None
             done = export_parquet(
-                open_run.bus, open_run.topics, open_run.policies, parquet, everything=everything
+                open_run.bus, open_run.topics, store, parquet, everything=everything
             )
             left = f", {done.left_out} records left out" if done.left_out else ""
             say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")

@@ -112,6 +112,8 @@ def test_an_archive_without_policies_is_audited_without_them(
     code, out, _ = call("audit", place)
     assert code == 0
     assert "policy files were not looked at" in out
+    code, _, _ = call("export", place, "--parquet", tmp_path / "all.parquet")
+    assert code == 0 and pq.read_metadata(tmp_path / "all.parquet").num_rows > 0
 
 
 def test_what_cannot_be_is_refused_with_a_hint(

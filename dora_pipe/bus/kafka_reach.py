@@ -34,7 +34,8 @@ _LOGIN_ROUNDS_MAX = 4
 def knock(servers: Sequence[str], security: KafkaSecurity) -> None:
     """Raise AccessRefused where the brokers refuse this client, or cannot be trusted.
 
-    Silent as soon as one server lets it in, and when none answers at all: the client tells that.
+    Silent as soon as one server lets it in, and when none answers: a broker that hangs up may be
+    one that ends just now, or a proxy before it, so that is left to the client's patience.
     Raises ConfigError for a missing secret or a wrong file.
     """
     settings = security.client_settings()
@@ -44,7 +45,7 @@ def knock(servers: Sequence[str], security: KafkaSecurity) -> None:
             _knock(server, security, settings.get("ssl_context"), settings)
         except AccessRefused as refused:
             problem = refused
-        except OSError:
+        except (OSError, EOFError):
             continue
         else:
             return
@@ -83,10 +84,8 @@ def _knock(
             _enter(_Line(door), server, security, settings)
         except ssl.SSLCertVerificationError as error:
             raise untrusted(str(error), security) from error
-        except ssl.SSLError as error:
-            raise _no_tls(server, error, security) from error
-        except EOFError as error:
-            raise _closed(server, security) from error
+        except (ssl.SSLError, EOFError, ConnectionError) as error:
+            raise (_surely_wrong(server, error, security) or error) from None
         finally:
             door.close()
 
@@ -190,32 +189,37 @@ def _string(text: bytes) -> bytes:
     return struct.pack(">h", len(text)) + text
 
 
-def _no_tls(server: str, error: ssl.SSLError, security: KafkaSecurity) -> AccessRefused:
-    reason = error.reason or ""
+def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> AccessRefused | None:
+    """What a closed door means, where no wait can mend it."""
+    reason = (getattr(error, "reason", None) or "") if isinstance(error, ssl.SSLError) else ""
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason.split("_")):
         return AccessRefused(
             f"the Kafka broker at {server} refuses this client's certificate: "
             f"{reason.replace('_', ' ').lower()}",
             hint="check bus.cert_file and bus.key_file against the authorities it trusts",
         )
-    why = reason.replace("_", " ").lower() or "the handshake failed"
-    return AccessRefused(
-        f"no TLS with {server}, and bus.protocol is {security.protocol}: {why}",
-        hint="is it the port of a TLS listener?",
-    )
-
-
-def _closed(server: str, security: KafkaSecurity) -> AccessRefused:
+    if security.tls and _speaks_plain(server):
+        return AccessRefused(
+            f"the Kafka listener at {server} speaks no TLS and bus.protocol is {security.protocol}",
+            hint="use the port of its TLS listener, or set bus.protocol to one without SSL",
+        )
     if not security.tls and _speaks_tls(server):
         return AccessRefused(
             f"the Kafka broker at {server} speaks TLS and bus.protocol is {security.protocol}",
             hint=f"set bus.protocol to {'SASL_SSL' if security.sasl else 'SSL or SASL_SSL'}, "
             "and bus.ca_file",
         )
-    return AccessRefused(
-        f"{server} ends the connection when it is spoken to by {security.protocol}",
-        hint="is it a Kafka listener, and the one for bus.protocol?",
-    )
+    return None
+
+
+def _speaks_plain(server: str) -> bool:
+    """Whether a listener answers Kafka's protocol without TLS; no password is sent."""
+    try:
+        with closing(socket.create_connection(split(server), KNOCK_LIMIT_S)) as door:
+            _Line(door).sasl_handshake("PLAIN")
+    except (OSError, EOFError, ValueError, struct.error):
+        return False
+    return True
 
 
 def _speaks_tls(server: str) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import ssl
 import traceback
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +38,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-def user(**settings: object) -> KafkaSecurity:
-    return KafkaSecurity(protocol="SASL_PLAINTEXT", username="w0", **settings)  # type: ignore[arg-type]
+def user(password_file: str = "") -> KafkaSecurity:
+    return KafkaSecurity(protocol="SASL_PLAINTEXT", username="w0", password_file=password_file)
 
 
 def test_the_section_says_everything_but_the_secret() -> None:
@@ -178,11 +180,14 @@ def test_an_encrypted_key_is_opened_by_the_environment_and_never_asked_for(
 def test_a_missing_or_senseless_file_is_named_with_its_key(
     tmp_path: Path, certificates: Certificates, key: str
 ) -> None:
-    files = {"cert_file": certificates.path("client.crt")}
-    files["key_file"] = certificates.path("client.key")
+    whole = KafkaSecurity(
+        protocol="SSL",
+        cert_file=certificates.path("client.crt"),
+        key_file=certificates.path("client.key"),
+    )
     gone, noise = tmp_path / "gone", tmp_path / "noise"
     noise.write_text("noise")
-    with pytest.raises(ConfigError, match=rf"bus\.{key}: {gone}: no such file"):
-        KafkaSecurity(protocol="SSL", **{**files, key: str(gone)}).ssl_context()  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=rf"bus\.{key}.*no PEM"):
-        KafkaSecurity(protocol="SSL", **{**files, key: str(noise)}).ssl_context()  # type: ignore[arg-type]
+    for file, why in ((gone, f"{key}: {gone}: no such file"), (noise, f"{key}.*no PEM")):
+        changed: dict[str, Any] = {key: str(file)}
+        with pytest.raises(ConfigError, match=rf"bus\.{why}"):
+            replace(whole, **changed).ssl_context()

@@ -21,7 +21,14 @@ from dora_pipe.cli.zygote import Zygote
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.load import from_plain, load_config
 from dora_pipe.config.model import Config
-from dora_pipe.errors import ConfigError, PolicyError, UsageError
+from dora_pipe.errors import (
+    BusError,
+    ConfigError,
+    InvariantBroken,
+    LogTruncated,
+    PolicyError,
+    UsageError,
+)
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
@@ -153,15 +160,22 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
             topics = Topics(config.run.name)
             alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
             progress = Progress(bus, topics, alarms=alarms)
+            onlooker = Onlooker(progress, tell)
+
+            def turn() -> None:
+                onlooker.turn()
+                if watch is not None:
+                    watch(progress, supervisor)
+
             supervisor = Supervisor(
                 zygotes,
                 stop_order=(names, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
                 timing=config.timing,
                 logs=directory.logs,
-                watch=lambda: _watch(progress, supervisor, watch, tell),
+                watch=turn,
             )
             finished = supervisor.run()
-            _watch(progress, supervisor, watch, tell)
+            turn()
             progress.close()
             return finished
     finally:
@@ -169,13 +183,30 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
             zygote.close()
 
 
-def _watch(
-    progress: Progress, supervisor: Supervisor, watch: Watch | None, tell: Callable[[str], None]
-) -> None:
-    for line in progress.lines():
-        tell(line)
-    if watch is not None:
-        watch(progress, supervisor)
+class Onlooker:
+    """Tells what the log says of a run. An outage is told once: roles have their own patience."""
+
+    def __init__(self, progress: Progress, tell: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._tell = tell
+        self._away = False
+
+    def turn(self) -> None:
+        """What is new. Raises InvariantBroken when the log was cut."""
+        try:
+            lines = self._progress.lines()
+        except LogTruncated as error:
+            raise InvariantBroken(error.message, hint=error.hint) from error
+        except BusError as error:
+            if not self._away:
+                self._tell(f"the log is away ({error.message}); the roles wait for it")
+            self._away = True
+            return
+        if self._away:
+            self._tell("the log is back")
+        self._away = False
+        for line in lines:
+            self._tell(line)
 
 
 def _be(plan: Plan, name: str) -> int:

@@ -91,7 +91,7 @@ class Progress:
         except SchemaError as error:
             return [f"unreadable control record at {record.offset}: {error.message}"]
         match control:
-            case RunStarted():
+            case RunStarted() if not self.steps_last:  # a second one does not count
                 evaluation = control.config["evaluation"]
                 prompts = min(evaluation["prompts"], control.eval_rows)
                 self._evaluation_size = prompts * evaluation["siblings"]

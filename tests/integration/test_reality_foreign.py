@@ -36,8 +36,8 @@ WRONG_SCHEMA = b'{"kind":"step-committed","at_ns":"yesterday","step":-1}'
 
 LIES = (
     "starts another run",
-    "its bytes at trajectories:2:",
     "is of another run, in the log at trajectories:1:",
+    "its bytes at trajectories:2:",
     "was logged, but its record is not there",
     "is committed twice",
 )

@@ -123,7 +123,8 @@ def test_a_broker_whose_disk_is_full_comes_back_with_everything_acknowledged(
         broker.start()
         with closing(KafkaBus([broker.bootstrap])) as bus:
             bus.writer().append([Append(topic="t", value=b"after")])
-            reader, found = bus.reader({AT: 0}), []
+            found: list[bytes] = []
+            reader = bus.reader({AT: 0})
             until_s = time.monotonic() + WAIT_S
             while (not found or found[-1] != b"after") and time.monotonic() < until_s:
                 found += [one.value[:6] for one in reader.poll(timeout_s=0.5)]

@@ -53,7 +53,8 @@ def bus(kafka_broker: KafkaBroker, at: TopicPartition) -> Iterator[KafkaBus]:
 
 def read_to_end(bus: KafkaBus, at: TopicPartition) -> list[Record]:
     """Everything up to our own last record."""
-    reader, found = bus.reader({at: 0}), []
+    found: list[Record] = []
+    reader = bus.reader({at: 0})
     until_s = time.monotonic() + WAIT_S
     while not found or found[-1].value != b"ours":
         found += reader.poll(timeout_s=0.2)
@@ -71,7 +72,7 @@ def test_tombstones_odd_headers_and_compressed_batches_are_passed(
     producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap, compression_type="gzip")
     producer.send(at.topic, value=None, key=b"gone").get(WAIT_S)
     producer.send(at.topic, value=b"", key=None, headers=[("", b""), ("é", b"\xff")]).get(WAIT_S)
-    producer.send(at.topic, value=bytes(300_000), headers=[("h", None)] * 40).get(WAIT_S)
+    producer.send(at.topic, value=bytes(300_000), headers=[("h", b"")] * 40).get(WAIT_S)
     producer.close()
     ours(bus, at)
     tombstone, headers, large, last = read_to_end(bus, at)

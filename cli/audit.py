@@ -150,8 +150,7 @@ class _Look:
         return self._auditor.finish()
 
     def _keep(self) -> None:
-        run = self._run
-        self._opened.index.remember(self._auditor.books, run.bus, run.topics, self._mark)
+        self._opened.index.remember(self._auditor.books, self._mark)
         self._kept_s = time.monotonic()
 
     def _piece(self) -> None:

@@ -169,7 +169,7 @@ def audit_log(
     auditor = Auditor(bus, topics, None, books=opened.books, whole=whole, source=source)
     try:
         auditor.advance()
-        opened.index.remember(auditor.books, bus, topics)
+        opened.index.remember(auditor.books)
         report = auditor.finish()
     finally:
         auditor.close()

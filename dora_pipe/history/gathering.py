@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from dora_pipe.bus.port import Bus, Reader, TopicPartition
 from dora_pipe.errors import BusError
 from dora_pipe.history.evidence import Evidence, Place, evidence_of
-from dora_pipe.history.reading import EMPTY_POLLS_MAX, POLL_S
+from dora_pipe.history.reading import EMPTY_POLLS_MAX, wait_after
 from dora_pipe.schemas.trajectory_glance import Glancer
 
 WAITING_MAX: Final = 20_000
@@ -123,7 +123,7 @@ class Gathering:
         while self.positions.get(partition, target) < target:
             assert self._source is not None
             before = self.positions[partition]
-            pieces = self._source.poll(partition, POLL_S if empty else 0.0)
+            pieces = self._source.poll(partition, wait_after(empty))
             for one in pieces:
                 self._keep(one)
             for each in self._reads:

@@ -22,7 +22,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.errors import BusError, DoraError
 from dora_pipe.history.evidence import Evidence
 from dora_pipe.history.gathering import OwnReader
-from dora_pipe.history.reading import EMPTY_POLLS_MAX, POLL_S
+from dora_pipe.history.reading import EMPTY_POLLS_MAX, wait_after
 
 HELPERS_MAX: Final = 8
 
@@ -67,7 +67,7 @@ def serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
     at, empty = dict(request.positions), 0
     try:
         while any(at[one] < request.ends[one] for one in at):
-            pieces = reader.poll(next(iter(at)), POLL_S if empty else 0.0)
+            pieces = reader.poll(next(iter(at)), wait_after(empty))
             before, at = at, {one: reader.position(one) for one in at}
             empty = 0 if pieces or before != at else empty + 1
             if empty > EMPTY_POLLS_MAX:

@@ -20,8 +20,8 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import TopicMissing
 from dora_pipe.history.auditor import Books
 from dora_pipe.history.freeze import fingerprint
-from dora_pipe.history.index_file import FILE_NAME, SCHEMA, AuditIndex, Remembered, first_record
-from dora_pipe.history.reading import record_at
+from dora_pipe.history.index_file import FILE_NAME, SCHEMA, AuditIndex, Remembered
+from dora_pipe.history.reading import records_from
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 
@@ -118,20 +118,27 @@ def _unlike(one: Remembered, topics: Topics, whole: bool, files: bool, mark: str
 def _compare(one: Remembered, bus: Bus, topics: Topics) -> tuple[str, str]:
     """(why the log is another one, what is gone of this one); both empty if it is all there."""
     control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
-    if first_record(bus, control) != one.started:
-        return "the index is of another log", ""
-    places = [(decisions, *one.decisions)]
+    places = {control: one.control, decisions: one.decisions}
     for partition, offset, sha256 in one.trajectories:
-        places.append((TopicPartition(topics.trajectories, partition), offset, sha256))
-    for tp, offset, sha256 in places:
-        try:
-            end = bus.end(tp)
-        except TopicMissing:
-            end = 0
+        places[TopicPartition(topics.trajectories, partition)] = offset, sha256
+    try:
+        ends = {tp: bus.end(tp) for tp in places}
+    except TopicMissing:
+        return "the index is of another log", ""
+    there = {tp: offset for tp, (offset, _) in places.items() if offset < ends[tp]}
+    found = records_from(bus, there)
+
+    def is_there(tp: TopicPartition) -> bool:
+        record, (offset, sha256) = found.get(tp), places[tp]
+        same = record is not None and record.offset == offset
+        return record is not None and same and sha256_hex(record.value) == sha256
+
+    if not is_there(control):
+        return "the index is of another log", ""
+    for tp, (offset, _) in places.items():
         name = f"{tp.topic.removeprefix(f'{topics.run}.')}:{tp.partition}"
-        if offset >= end:
-            return "", f"{name} ends at {end} and held offset {offset} when audit last looked"
-        record = record_at(bus, tp, offset)
-        if record is None or sha256_hex(record.value) != sha256:
+        if tp not in there:
+            return "", f"{name} ends at {ends[tp]} and held offset {offset} when audit last looked"
+        if not is_there(tp):
             return "", f"{name} has another record at offset {offset} than audit has seen there"
     return "", ""

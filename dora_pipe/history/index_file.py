@@ -14,16 +14,12 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import zstandard
 
-from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import SchemaError
 from dora_pipe.history.auditor import Books
 from dora_pipe.history.entries import GroupEntry, StepEntry, Taken, VersionEntry
 from dora_pipe.history.evidence import Evidence, Place
 from dora_pipe.history.freeze import fingerprint, freeze, thaw
-from dora_pipe.history.reading import record_at
 from dora_pipe.schemas.identity import ORDINAL_DIGITS, group_id, parse_trajectory_id, trajectory_id
-from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import sha256_hex
 
 SCHEMA: Final = 1
 """Of the file; another one is thrown away."""
@@ -57,8 +53,8 @@ class Remembered(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     whole: bool
     files: bool
-    started: str
-    """sha256 of the first control record."""
+    control: tuple[int, str]
+    """Offset and sha256 of the first control record."""
     decisions: tuple[int, str]
     """Offset and sha256 of the last round that was read; its chain covers all before it."""
     trajectories: tuple[tuple[int, int, str], ...]
@@ -108,12 +104,12 @@ class AuditIndex:
         books.gathering.attic = _Waiting(self)
         return books
 
-    def remember(self, books: Books, bus: Bus, topics: Topics, mark: str = "") -> None:
+    def remember(self, books: Books, mark: str = "") -> None:
         """Keep the books as they are, with everything that was put away; only if all holds."""
-        self._set("books", b"")
-        self._set("remembered", b"")
-        made = None if books.findings.total else _remembered(books, bus, topics, mark)
-        if made is not None:
+        made = None if books.findings.total else _remembered(books, mark)
+        if made is None:
+            self._set("remembered", b"")
+        elif made != self.remembered():
             self._set("books", _squeeze(freeze(books)))
             self._set("remembered", self._encode(made))
         self._connection.execute("COMMIT")
@@ -170,21 +166,19 @@ class AuditIndex:
         self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, value)])
 
 
-def _remembered(books: Books, bus: Bus, topics: Topics, mark: str) -> Remembered | None:
+def _remembered(books: Books, mark: str) -> Remembered | None:
     """What the log has where the books end; None before the first round."""
-    decisions = TopicPartition(topics.decisions, 0)
-    started = first_record(bus, TopicPartition(topics.control, 0))
-    last = record_at(bus, decisions, books.footing.offset) if books.footing.round >= 0 else None
-    if last is None or not started:
+    at = books.footing
+    if at.offset < 0 or at.first[0] < 0:
         return None
     return Remembered(
-        run=topics.run,
+        run=books.ledger.run,
         mark=mark,
         code=fingerprint(),
         whole=books.whole,
         files=books.files,
-        started=started,
-        decisions=(books.footing.offset, sha256_hex(last.value)),
+        control=at.first,
+        decisions=(at.offset, at.sha256),
         trajectories=tuple(
             (partition, offset, sha256)
             for partition, (offset, sha256) in sorted(books.gathering.last.items())
@@ -192,16 +186,6 @@ def _remembered(books: Books, bus: Bus, topics: Topics, mark: str) -> Remembered
         records=books.records.seen.records,
         rounds=books.ledger.rounds,
     )
-
-
-def first_record(bus: Bus, tp: TopicPartition) -> str:
-    """sha256 of the first record of a partition; empty where there is none."""
-    reader = bus.reader({tp: 0})
-    try:
-        found = reader.poll(timeout_s=1.0, records_max=1)
-    finally:
-        reader.close()
-    return sha256_hex(found[0].value) if found else ""
 
 
 class _Table(Generic[T]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +16,7 @@ Buried = tuple[str, int, int]
 """Topic, partition and offset of a record that could not be read and is among the dead letters."""
 
 POLL_S: Final = 1.0
+FIRST_WAIT_S: Final = 0.02
 EMPTY_POLLS_MAX: Final = 30
 """Polls in a row without a record or an advance before reading is given up."""
 RECORDS_MAX: Final = 2000
@@ -67,7 +68,7 @@ def records_of(
         while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
             before = [reader.position(tp) for tp in ends]
             # A reader that stands before nothing but a gap would wait for what comes behind it.
-            wait_s = POLL_S if empty else 0.0
+            wait_s = wait_after(empty)
             records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
             for record in records:
                 if record.offset < ends[record.at]:
@@ -80,9 +81,39 @@ def records_of(
         reader.close()
 
 
+def wait_after(empty: int) -> float:
+    """Seconds that a poll waits after so many in a row that brought nothing: longer and longer.
+
+    A position may advance without a record while a poll waits: then there is nothing to wait for.
+    """
+    return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
+
+
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
     """The record at exactly this place; None where there is none."""
     return next(iter(records_at(bus, tp, [offset])), None)
+
+
+def records_from(bus: Bus, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Record]:
+    """The first record at or behind each position, read side by side; none where none is left."""
+    found: dict[TopicPartition, Record] = {}
+    if not positions:
+        return found
+    ends = {tp: bus.end(tp) for tp in positions}
+    reader, empty = bus.reader(positions), 0
+    try:
+        while left := [t for t in positions if t not in found and reader.position(t) < ends[t]]:
+            records = reader.poll(
+                timeout_s=wait_after(empty), records_max=RECORDS_MAX, bytes_max=BYTES_MAX
+            )
+            for record in records:
+                found.setdefault(record.at, record)
+            empty = 0 if records else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{left[0].topic} gives no more records before its end")
+    finally:
+        reader.close()
+    return found
 
 
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:

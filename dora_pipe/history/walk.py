@@ -24,7 +24,7 @@ from dora_pipe.schemas.rounds import (
     fold_bytes,
 )
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import Unknown
+from dora_pipe.schemas.wire import Unknown, sha256_hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,10 @@ class Footing:
     """Ordinal of the last round; -1 before the first."""
     offset: int = -1
     """Of the last round."""
+    sha256: str = ""
+    """Of the last round's bytes."""
+    first: tuple[int, str] = (-1, "")
+    """Offset and sha256 of the first fact."""
     now_ns: int = 0
     role_epoch: int = 0
     chain: str = GENESIS_CHAIN
@@ -121,7 +125,9 @@ class Walk:
                 continue
             folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
             _check_link(at, round_, folded, findings)
-            at.offset = record.offset
+            at.offset, at.sha256 = record.offset, sha256_hex(record.value)
+            if at.first[0] < 0 and folded:
+                at.first = folded[0].offset, sha256_hex(folded[0].value)
             yield Turn(offset=record.offset, round=round_, facts=folded)
 
     def rest(self) -> Turn:

@@ -30,7 +30,7 @@ def _look(
     auditor = Auditor(bus, topics, store, books=opened.books, whole=whole)
     try:
         auditor.advance()
-        opened.index.remember(auditor.books, bus, topics)
+        opened.index.remember(auditor.books)
         return auditor.finish(), opened
     finally:
         auditor.close()

@@ -256,7 +256,7 @@ def _entries(array: pa.Array) -> int:
         inner = array.values
         if isinstance(inner.type, pa.StructType) and len(inner) > ROWS_MAX:
             raise SchemaError(f"{len(inner)} structs in a list are above {ROWS_MAX}")
-        return int(len(inner)) + (_entries(inner) if inner.type.num_fields else 0)
+        return len(inner) + (_entries(inner) if inner.type.num_fields else 0)
     if isinstance(kind, pa.StructType):
         nested = [place for place, field in enumerate(kind) if field.type.num_fields]
         return int(len(array) * kind.num_fields) + sum(_entries(array.field(n)) for n in nested)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def test_following_audit_ends_with_the_run_and_says_what_it_finds_at_once(
             _keep(connection, recorded, next(shares))
         connection.close()
 
-    monkeypatch.setattr(audit_module.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(audit_module, "LINE_S", 0.0)
     code, out, said = call("audit", str(directory), "--follow")
     assert code == 0, out + said
@@ -161,7 +162,7 @@ def test_following_audit_that_is_interrupted_reports_what_it_has_seen(
     def sleep(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(audit_module.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     code, out, _ = call("audit", str(directory), "--follow")
     assert code == 0
     assert "the run is not finished" in out

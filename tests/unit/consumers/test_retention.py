@@ -1,4 +1,4 @@
-"""What the store keeps: pinned versions, checkpoints by number, others until a commit drops them."""
+"""What the store keeps: pinned versions, some checkpoints, others until a commit drops them."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ def test_view_is_what_decoding_says_with_arrays() -> None:
 
 
 def test_more_than_255_sampled_tokens_of_a_byte_array_are_counted() -> None:
-    found = replace(_trajectory(0, 300), loss_mask=np.ones(300, np.uint8))
+    mask: Any = np.ones(300, np.uint8)
+    found = replace(_trajectory(0, 300), loss_mask=mask)
     assert found.sampled == 300
 
 

@@ -73,8 +73,12 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
 
     Raises TopicMissing, RecordTooLarge, and BusError for a header that is not ASCII.
     """
+    exists: dict[tuple[str, int], TopicSpec] = {}  # hundreds of records go to a few places
     for record in records:
-        spec = check_exists(TopicPartition(record.topic, record.partition), topics)
+        place = (record.topic, record.partition)
+        spec = exists.get(place)
+        if spec is None:
+            spec = exists[place] = check_exists(TopicPartition(*place), topics)
         names, values = _joined_headers(record)
         if not (names.isascii() and values.isascii()):
             name = next(name for name, value in record.headers if not _is_ascii(name, value))

@@ -43,7 +43,9 @@ class Flight:
     def send(self, record: Append) -> None:
         """Hand it to the producer, as soon as there is room. Raises the client's errors."""
         size = len(record.key) + len(record.value)  # headers are small, and slow to add up
-        while self._flying and not self._room_for(size):
+        while self._flying and (
+            len(self._flying) >= FLIGHT_RECORDS_MAX or self.bytes + size > FLIGHT_BYTES_MAX
+        ):
             self._land_one()
         deadline_s = time.monotonic() + self._limit_s
         self._flying.append((send(self._producer, record), size, deadline_s))
@@ -51,12 +53,13 @@ class Flight:
 
     def land(self) -> list[int]:
         """Wait for all; every offset since the start, in order. Raises the client's errors."""
+        if self._flying:
+            # The producer lingers, so that a call makes a few large batches and not many small
+            # ones; now there is nothing more to wait for.
+            self._producer.flush(_left(self._flying[0][2]))
         while self._flying:
             self._land_one()
         return self._offsets
-
-    def _room_for(self, size: int) -> bool:
-        return len(self._flying) < FLIGHT_RECORDS_MAX and self.bytes + size <= FLIGHT_BYTES_MAX
 
     def _land_one(self) -> None:
         future, size, deadline_s = self._flying.popleft()

@@ -40,6 +40,9 @@ NEWS_S = 0.05
 BATCH_BYTES = 512 * 1024
 """Of one producer batch; topics take so much more than their largest record."""
 
+LINGER_MS = 5
+"""A producer waits so long for more records of the same call; the end of a call waits for none."""
+
 FETCH_BYTES = 32 * 1024 * 1024
 RECORD_BYTES_MAX = 64 * 1024 * 1024
 
@@ -117,7 +120,7 @@ def _headers(found: Sequence[tuple[str, bytes | None]]) -> tuple[tuple[str, byte
 def fetched_bytes(found: Any) -> int:
     """What a record of the client's counts for a bound in bytes, or up to three more."""
     sizes = found.serialized_key_size, found.serialized_value_size, found.serialized_header_size
-    return sum(sizes) + len(sizes)  # an absent one is -1
+    return int(sum(sizes)) + len(sizes)  # an absent one is -1
 
 
 def was_fenced(producer: KafkaProducer) -> bool:

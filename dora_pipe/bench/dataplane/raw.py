@@ -15,7 +15,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
 
 from dora_pipe.bus.kafka_bounds import FLIGHT_BYTES_MAX, FLIGHT_RECORDS_MAX
-from dora_pipe.bus.kafka_client import BATCH_BYTES, FETCH_BYTES, RECORD_BYTES_MAX
+from dora_pipe.bus.kafka_client import BATCH_BYTES, FETCH_BYTES, LINGER_MS, RECORD_BYTES_MAX
 from dora_pipe.bus.port import Append
 
 WAIT_S: Final = 30.0
@@ -34,6 +34,7 @@ class RawWriter:
             acks="all",
             enable_idempotence=True,
             batch_size=BATCH_BYTES,
+            linger_ms=LINGER_MS,
             max_request_size=RECORD_BYTES_MAX,
         )
 

@@ -31,6 +31,10 @@ class Producer:
     fails_at: int = -1
     sent: list[bytes] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    flushes: list[float] = field(default_factory=list)
+
+    def flush(self, timeout: float) -> None:
+        self.flushes.append(timeout)
 
     def send(self, topic: str, value: bytes, **_: Any) -> Any:
         self.sent.append(value)
@@ -96,13 +100,14 @@ def test_a_record_above_the_bound_flies_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now_s = iter([10.0, 11.0, 14.0, 99.0])  # sent at 10 and 11; waited for at 14 and at 99
+    now_s = iter([10.0, 11.0, 12.0, 14.0, 99.0])  # sent at 10, 11; flushed at 12; waited for
     monkeypatch.setattr("dora_pipe.bus.kafka_bounds.time.monotonic", lambda: next(now_s))
     producer = Producer()
     flight = Flight(producer, limit_s=5)
     flight.send(record())
     flight.send(record())
     flight.land()
+    assert producer.flushes == [3.0]
     assert producer.waits == [1.0, 0.0]
 
 

@@ -5,6 +5,7 @@ is skipped where there is no accelerator; a `kafka` test is skipped with one lin
 Maven is missing, except with CI=true, where that is a failure.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_stay() -> Iterator[None]:
+    """A command that runs in this process may set them; the next test starts with its own."""
+    logger = logging.getLogger("dora_pipe")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,6 +43,11 @@ def call() -> Call:
     return run
 
 
+def unwrapped(text: str) -> str:
+    """Without the line breaks of a table's cell."""
+    return " ".join(text.split())
+
+
 def test_second_audit_goes_on_and_says_so(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
@@ -53,8 +58,8 @@ def test_second_audit_goes_on_and_says_so(
     assert (copy.directory / "audit.sqlite").is_file()
     code, again, _ = call("audit", str(copy.directory))
     assert code == 0
-    assert "were not looked at again (--fresh does)" in again
-    assert "were not looked at again" not in first
+    assert "were not looked at again (--fresh does)" in unwrapped(again)
+    assert "were not looked at again" not in unwrapped(first)
     code, fresh, _ = call("audit", str(copy.directory), "--fresh")
     assert fresh == first
 

@@ -204,7 +204,11 @@ def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, command:
 
 def test_every_command_has_help_of_a_full_sentence(command: Command) -> None:
     app = cli.app
-    names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback]
+    names = [
+        one.name or one.callback.__name__.replace("_", "-")
+        for one in app.registered_commands
+        if one.callback
+    ]
     assert {"demo", "run", "audit", "replay", "export", "show", "cat", "doctor"} <= set(names)
     for name in names:
         assert command(name, "--help") == 0

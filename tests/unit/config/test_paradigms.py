@@ -19,15 +19,14 @@ steps = 3
 path = "models/tiny"
 [task]
 kind = "arithmetic"
-[staleness]
-max_staleness = 5
 """
+OTHER = "[staleness]\nmax_staleness = 5\n"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL + OTHER)
     return path
 
 
@@ -75,6 +74,7 @@ def test_what_is_nearly_a_paradigm_says_what_it_changes(file: Path) -> None:
 
 
 def test_default_configuration_is_dora_that_does_not_fill_its_window(file: Path) -> None:
+    file.write_text(SMALL)
     assert paradigm_of(load_config(file, ())) == "dora with in_flight_batches 2"
     assert paradigm_of(with_staleness(load_config(file, ()), in_flight_batches=3.0)) == "dora"
     assert paradigm("dora").keys == {

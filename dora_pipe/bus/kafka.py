@@ -230,6 +230,7 @@ class KafkaReader:
                 enable_auto_commit=False,
                 auto_offset_reset="none",
                 allow_auto_create_topics=False,
+                metrics_enabled=False,
                 fetch_max_bytes=FETCH_BYTES,
                 max_partition_fetch_bytes=FETCH_BYTES,
                 retry_backoff_ms=RETRY_MS,
@@ -377,6 +378,7 @@ class KafkaWriter:
                 batch_size=BATCH_BYTES,
                 linger_ms=LINGER_MS,
                 allow_auto_create_topics=False,
+                metrics_enabled=False,
                 retry_backoff_ms=RETRY_MS,
             )
             if self._name:

@@ -232,7 +232,7 @@ class KafkaReader:
                 allow_auto_create_topics=False,
                 metrics_enabled=False,
                 fetch_max_bytes=FETCH_BYTES,
-                max_partition_fetch_bytes=FETCH_BYTES,
+                max_partition_fetch_bytes=FETCH_BYTES // max(1, len(positions)),
                 retry_backoff_ms=RETRY_MS,
             )
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])

@@ -83,7 +83,7 @@ class RawReader:
             enable_auto_commit=False,
             auto_offset_reset="none",
             fetch_max_bytes=FETCH_BYTES,
-            max_partition_fetch_bytes=FETCH_BYTES,
+            max_partition_fetch_bytes=FETCH_BYTES // partitions,
         )
         assigned = [KafkaPartition(topic, number) for number in range(partitions)]
         self._consumer.assign(assigned)

@@ -68,7 +68,7 @@ def dataplane(
             folder=Path(folder),
         )
         measured = bench_dataplane(setup, say)
-    for figures in (measured.layers, measured.planes, measured.splits):
+    for figures in (measured.layers, measured.delays, measured.planes, measured.splits):
         if figures:
             _emit(figures, as_json=as_json)
 

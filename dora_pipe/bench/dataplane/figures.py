@@ -92,6 +92,34 @@ class SplitFigure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DelayFigure:
+    """From the beginning of an append to the poll that brings it, one record at a time, `per_s` a
+    second: of the log's layer on encoded bytes, and of kafka-python by itself. ms.
+
+    Example: ``DelayFigure(tokens=2048, bytes=10_100, per_s=200.0, raw_p50_ms=2.9, bus_p50_ms=2.3,
+    bus_spread="2.2-2.5", raw_p99_ms=4.4, bus_p99_ms=4.0)``
+    """
+
+    tokens: int
+    bytes: int
+    per_s: float
+    raw_p50_ms: float
+    bus_p50_ms: float
+    bus_spread: str
+    raw_p99_ms: float
+    bus_p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayRound:
+    """One repeat of both sides: delays, ms."""
+
+    raw_ms: list[float]
+    bus_ms: list[float]
+    record_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRound:
     """One repeat of one phase: bytes per second and CPU microseconds per record of both sides."""
 
@@ -137,6 +165,27 @@ def layer_figure(phase: Phase, tokens: int, rounds: Sequence[LayerRound]) -> Lay
         spread=spread(ratios, digits=2),
         raw_cpu_us=statistics.median(one.raw_cpu_us for one in rounds),
         bus_cpu_us=statistics.median(one.bus_cpu_us for one in rounds),
+    )
+
+
+def delays_ms(written: Done, read: Done) -> list[float]:
+    """Of every record behind the warm ones, whose beginning is 0."""
+    pairs = zip(written.moments["begun"], read.moments["polled"], strict=True)
+    return [(polled - begun) / 1e6 for begun, polled in pairs if begun]
+
+
+def delay_figure(tokens: int, per_s: float, rounds: Sequence[DelayRound]) -> DelayFigure:
+    """The row of one length."""
+    ours = [percentile(one.bus_ms, 50) for one in rounds]
+    return DelayFigure(
+        tokens=tokens,
+        bytes=round(statistics.median(one.record_bytes for one in rounds)),
+        per_s=per_s,
+        raw_p50_ms=statistics.median(percentile(one.raw_ms, 50) for one in rounds),
+        bus_p50_ms=statistics.median(ours),
+        bus_spread=spread(ours, digits=2),
+        raw_p99_ms=statistics.median(percentile(one.raw_ms, 99) for one in rounds),
+        bus_p99_ms=statistics.median(percentile(one.bus_ms, 99) for one in rounds),
     )
 
 

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from dora_pipe.bench.dataplane.figures import (
+    DelayFigure,
+    DelayRound,
     LayerFigure,
     LayerRound,
     Phase,
@@ -22,6 +26,8 @@ from dora_pipe.bench.dataplane.figures import (
     PlaneRound,
     SplitFigure,
     cpu_us,
+    delay_figure,
+    delays_ms,
     layer_figure,
     plane_figure,
     rate,
@@ -55,6 +61,9 @@ BATCH_TOKENS: Final = 1024 * 1024
 LOAD: Final = 1 / 3
 """Of full load, where latency is measured."""
 
+DELAYS_PER_S: Final = 100.0
+"""Records a second, where the layer's own delay is measured."""
+
 LATENCIES_MIN: Final = 200
 LATENCY_STRETCH: Final = 4
 """Latency is measured for so many trajectories, in at most so many times `seconds`."""
@@ -79,6 +88,7 @@ class Measured:
     """The rows."""
 
     layers: list[LayerFigure]
+    delays: list[DelayFigure]
     planes: list[PlaneFigure]
     splits: list[SplitFigure]
 
@@ -89,21 +99,25 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
         raise UsageError("a bench needs a length, a repeat and some time")
     if setup.kafka and not _servers(setup.kafka):
         raise UsageError(f"`{setup.kafka}` is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
-    measured = Measured(layers=[], planes=[], splits=[])
+    measured = Measured(layers=[], delays=[], planes=[], splits=[])
     if setup.kafka:
         say("warming up")  # a broker that has just started compiles what it will do
         list(_layers(setup, setup.tokens[0], raw_first=True))
     for tokens in setup.tokens:
         say(f"{tokens} tokens")
         layers: dict[Phase, list[LayerRound]] = {}
+        delays: list[DelayRound] = []
         planes: dict[str, list[PlaneRound]] = {}
         for repeat in range(setup.repeats):
             if setup.kafka:
                 for phase, one in _layers(setup, tokens, raw_first=repeat % 2 == 0):
                     layers.setdefault(phase, []).append(one)
+                delays.append(_delays(setup, tokens))
             for name, plane in _planes(setup, tokens):
                 planes.setdefault(name, []).append(plane)
         measured.layers.extend(layer_figure(name, tokens, found) for name, found in layers.items())
+        if delays:
+            measured.delays.append(delay_figure(tokens, DELAYS_PER_S, delays))
         measured.planes.extend(plane_figure(name, tokens, found) for name, found in planes.items())
         measured.splits.extend(split_figure(name, tokens, found) for name, found in planes.items())
     return measured
@@ -142,7 +156,24 @@ def _layer_round(raw: tuple[Done, ...], bus: tuple[Done, ...]) -> LayerRound:
     )
 
 
-def _layer_tasks(setup: Setup, side: Side, topic: str, tokens: int) -> tuple[Layer, Layer]:
+def _delays(setup: Setup, tokens: int) -> DelayRound:
+    """One repeat of single records, on both sides."""
+    found: dict[Side, tuple[Done, Done]] = {}
+    sides: tuple[Side, Side] = ("raw", "bus")
+    for side in sides:
+        with _topic(setup.kafka) as topic:
+            write, read = _layer_tasks(setup, side, topic, tokens, per_s=DELAYS_PER_S)
+            found[side] = _together(write, read, behind=WARM)
+    return DelayRound(
+        raw_ms=delays_ms(*found["raw"]),
+        bus_ms=delays_ms(*found["bus"]),
+        record_bytes=found["bus"][1].bytes / found["bus"][1].records,
+    )
+
+
+def _layer_tasks(
+    setup: Setup, side: Side, topic: str, tokens: int, *, per_s: float = 0.0
+) -> tuple[Layer, Layer]:
     servers = _servers(setup.kafka)
     append = Layer(
         side=side,
@@ -151,11 +182,9 @@ def _layer_tasks(setup: Setup, side: Side, topic: str, tokens: int) -> tuple[Lay
         topic=topic,
         tokens=tokens,
         seconds=setup.seconds,
+        per_s=per_s,
     )
-    read = Layer(
-        side=side, does="read", servers=servers, topic=topic, tokens=tokens, seconds=setup.seconds
-    )
-    return append, read
+    return append, replace(append, does="read")
 
 
 def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:

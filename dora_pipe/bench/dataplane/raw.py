@@ -26,7 +26,7 @@ POLL_RECORDS_MAX: Final = 500
 class RawWriter:
     """An idempotent producer with bounded records and bytes under way."""
 
-    def __init__(self, servers: str) -> None:
+    def __init__(self, servers: str, *, linger_ms: int = LINGER_MS) -> None:
         self._flight: deque[tuple[Any, int]] = deque()
         self._flight_bytes = 0
         self._producer = KafkaProducer(
@@ -34,7 +34,7 @@ class RawWriter:
             acks="all",
             enable_idempotence=True,
             batch_size=BATCH_BYTES,
-            linger_ms=LINGER_MS,
+            linger_ms=linger_ms,
             max_request_size=RECORD_BYTES_MAX,
         )
 

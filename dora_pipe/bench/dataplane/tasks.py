@@ -34,6 +34,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, tag="layer"):
     tokens: int
     seconds: float
     """Of appending."""
+    per_s: float = 0.0
+    """One record a call, so many a second at even gaps; 0: many a call, as fast as it goes."""
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.dataplane.figures import (
+    DelayRound,
     LayerRound,
     PlaneRound,
     cpu_us,
+    delay_figure,
+    delays_ms,
     latencies_ms,
     layer_figure,
     percentile,
@@ -154,3 +157,28 @@ def test_so_many_percent_do_not_exceed_a_percentile(values: list[float], percent
 
 def test_a_spread_names_both_ends() -> None:
     assert spread([2.0, 1.25, 3.0], digits=1) == "1.2-3.0"
+
+
+def test_delay_of_a_record_is_from_its_append_to_its_poll_without_the_warm_ones() -> None:
+    written = Done(
+        records=2, bytes=20, start_ns=0, end_ns=1, cpu_s=0.1, moments={"begun": [0, MS, 0, 5 * MS]}
+    )
+    polled = [7 * MS, 3 * MS, 8 * MS, 9 * MS]
+    read = Done(records=4, bytes=40, start_ns=0, end_ns=1, cpu_s=0.1, moments={"polled": polled})
+    assert delays_ms(written, read) == [2.0, 4.0]
+    with pytest.raises(ValueError, match="shorter"):
+        delays_ms(
+            written,
+            Done(records=0, bytes=0, start_ns=0, end_ns=1, cpu_s=0.1, moments={"polled": []}),
+        )
+
+
+def test_delays_of_both_sides_stand_in_one_row() -> None:
+    rounds = [
+        DelayRound(raw_ms=[4.0, 3.0, 9.0], bus_ms=[middle - 1, middle, 7.0], record_bytes=10.4)
+        for middle in (2.0, 3.0, 2.5)
+    ]
+    row = delay_figure(256, 100.0, rounds)
+    assert (row.raw_p50_ms, row.raw_p99_ms) == (4.0, 9.0)
+    assert (row.bus_p50_ms, row.bus_spread, row.bus_p99_ms) == (2.5, "2.00-3.00", 7.0)
+    assert row.bytes == 10

@@ -2,7 +2,7 @@
 
 It keeps every rule of the port, has no threads and never sleeps: a poll with nothing to return
 returns at once whatever its `timeout_s`, because in one thread nobody could append meanwhile, and
-time belongs to the caller. `MemoryBus.next_visible_ms` says when it is worth coming again.
+time belongs to the caller. `MemoryBus.all_visible_ms` says when it is worth coming again.
 
 What lasts is the `MemoryLog`. Every role opens its own `MemoryBus` on it, with its own fault plan,
 and may crash (close, or just let go) and open another one.
@@ -232,15 +232,11 @@ class MemoryBus:
         self.check_open()
         return MemoryWriter(self, exclusive)
 
-    def next_visible_ms(self) -> int | None:
-        """When the next hidden record becomes visible; None if none is hidden."""
-        now_ms = self.now_ms()
-        hidden = [
-            held.visible_ms[count]
-            for held in self.log._partitions.values()
-            if (count := held.visible(now_ms)) < len(held.records)
-        ]
-        return min(hidden, default=None)
+    def all_visible_ms(self) -> int | None:
+        """When everything that was appended so far is visible; None if nothing is hidden."""
+        last = [held.visible_ms[-1] for held in self.log._partitions.values() if held.visible_ms]
+        latest_ms = max(last, default=0)
+        return latest_ms if latest_ms > self.now_ms() else None
 
     def close(self) -> None:
         """Close the bus with its readers and writers; the log stays."""

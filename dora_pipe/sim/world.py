@@ -147,12 +147,17 @@ class World:
             role.clock.rate = self.plans[name].rate
         role.bus = MemoryBus(self.log, faults=self.weather.born(role), now_ms=self._now_ms)
         self.roles[number] = role
-        hidden_ms = self.bus.next_visible_ms() if role.exclusive else None
+        hidden_ms = self._fence(role) if role.exclusive else None
         if hidden_ms is None:
             self._turn(role)
-        else:  # Fencing a predecessor waits until what it appended is visible.
+        else:
             self._schedule(role, hidden_ms * MS)
         return role
+
+    def _fence(self, role: Role) -> int | None:
+        """Fencing a predecessor waits until all that it appended is visible; when that is."""
+        role.bus.writer(exclusive=f"{self.topics.run}.{role.name}")
+        return self.bus.all_visible_ms()
 
     def start_all(self, workers: int) -> None:
         """The orchestrator, so many of the planned workers, the trainer."""

@@ -114,13 +114,13 @@ def test_a_delayed_append_is_seen_when_its_time_has_come_and_hides_what_follows(
     writer.append(texts("behind"))
     assert [record.value for record in reader.poll(timeout_s=0)] == [b"now"]
     assert first < reader.position(AT) == bus.end(AT) == second, "caught up before the hidden one"
-    assert bus.next_visible_ms() == 50
+    assert bus.all_visible_ms() == 50
     clock.ms = 49
     assert reader.poll(timeout_s=9) == []
     clock.ms = 50
     assert [record.value for record in reader.poll(timeout_s=0)] == [b"late", b"behind"]
     assert reader.position(AT) == bus.end(AT)
-    assert bus.next_visible_ms() is None
+    assert bus.all_visible_ms() is None
 
 
 def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:

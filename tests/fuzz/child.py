@@ -7,11 +7,10 @@ check that none has got to is kept.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -28,7 +27,6 @@ ADDRESS_BYTES_MAX: Final = 4 * 1024**3
 """Above what the process maps without using it; a single huge allocation fails."""
 
 WORDINGS_MAX: Final = 4096
-_DIFFERENT: Final = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?[0-9][0-9a-fx.e+-]*|\[\.\.\.\]")
 
 
 def main() -> None:
@@ -38,6 +36,7 @@ def main() -> None:
     with atheris.instrument_imports(include=list(MODULES)):
         from tests.fuzz import targets
     from tests.fuzz import mutations
+    from tests.fuzz.wordings import wording
 
     target = targets.TARGETS[name]
     counters = [atheris._reserve_counter() for _ in range(WORDINGS_MAX)]
@@ -45,8 +44,8 @@ def main() -> None:
 
     def one(data: bytes) -> None:
         refused = targets.check(target, data)
-        wording = "" if refused is None else _wording(refused)
-        place = wordings.setdefault(wording, len(wordings) % WORDINGS_MAX)
+        said = "" if refused is None else wording(refused.message)
+        place = wordings.setdefault(said, len(wordings) % WORDINGS_MAX)
         atheris._trace_branch(counters[place])
 
     def mutate(data: bytes, size_max: int, seed: int) -> bytes:
@@ -55,11 +54,6 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES_MAX, ADDRESS_BYTES_MAX))
     atheris.Setup(sys.argv, one, custom_mutator=mutate)
     atheris.Fuzz()
-
-
-def _wording(error: Any) -> str:
-    """A refusal without what differs from input to input."""
-    return _DIFFERENT.sub("_", error.message)[:120]
 
 
 if __name__ == "__main__":

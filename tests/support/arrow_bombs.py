@@ -1,7 +1,9 @@
 """Arrow records that are small and become large, or lie about how large they are; a program too.
 
-``python -m tests.support.arrow_bombs NAME...`` reads each and prints a line of name, refusal
-(empty if it was read), growth of the process at its highest and size of Arrow's pool, in bytes.
+``python -m tests.support.arrow_bombs`` makes them all, reads each in a process with a bound on its
+address space, and prints a line for each: bytes of the record, how far the process grew at its
+highest, refusal. With FILES it reads those: name, refusal (empty if it was read), growth and size
+of Arrow's pool, in bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import json
 import resource
 import struct
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -263,5 +267,19 @@ def main(files: list[str]) -> None:
         sys.stdout.write(f"{Path(file).name}\t{refused}\t{grown}\t{pool}\n")
 
 
+def table() -> None:
+    """Every bomb, as a person reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {str(Path(folder) / name): made() for name, (made, _) in BOMBS.items()}
+        for path, data in files.items():
+            Path(path).write_bytes(data)
+        command = [sys.executable, "-m", "tests.support.arrow_bombs", *files]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for line, data in zip(lines.splitlines(), files.values(), strict=True):
+        name, refused, grown, _ = line.split("\t")
+        size = f"{len(data):>9} bytes  {int(grown) / _MIB:6.1f} MiB"
+        sys.stdout.write(f"{size}  {name}: {refused or 'read'}\n")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:]) if len(sys.argv) > 1 else table()

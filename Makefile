@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster demo-kafka lock clean
+.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster demo-kafka deepspeed test-deepspeed lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -73,6 +73,23 @@ kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in th
 demo-kafka: setup ## The demo on a real broker, which is started before it and stopped behind it
 	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)
 
+DS := .venv-deepspeed/bin
+DS_WANTED = $$(cat requirements/deepspeed.txt requirements/dev.txt pyproject.toml | sha256sum | cut -c1-16)
+DS_TESTS := tests/contract/test_trainer.py tests/deepspeed
+
+deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/deepspeed.md)
+	@if [ "$$(cat .venv-deepspeed/.stamp 2>/dev/null)" != "$(DS_WANTED)" ]; then \
+	  echo "deepspeed: .venv-deepspeed, packages of requirements/deepspeed.txt checked by their hashes" >&2; \
+	  [ -x $(DS)/python ] || $(PYTHON) -m venv .venv-deepspeed; \
+	  $(UV) pip install -q -p $(DS)/python --require-hashes -r requirements/dev.txt; \
+	  $(UV) pip install -q -p $(DS)/python --require-hashes --no-build-isolation -r requirements/deepspeed.txt; \
+	  $(UV) pip install -q -p $(DS)/python --no-deps --no-build-isolation -e .; \
+	  echo "$(DS_WANTED)" > .venv-deepspeed/.stamp; fi
+
+test-deepspeed: deepspeed ## The trainer's contract on DeepSpeed with one rank and with two, and what is its own
+	@DORA_PIPE_RANKS=1 $(DS)/pytest -q -m "not slow" $(DS_TESTS) $(ARGS)
+	@DORA_PIPE_RANKS=2 $(DS)/pytest -q $(DS_TESTS) $(ARGS)
+
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
@@ -81,6 +98,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) pyproject.toml --extra torch --group dev -c requirements/constraints.in -o requirements/dev.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
+	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt
 
 clean: ## Remove caches and build outputs; runs and .venv stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

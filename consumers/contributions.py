@@ -28,6 +28,9 @@ SCHEMA: Final = pa.schema(
         pa.field("loss_share", pa.float64()),
         pa.field("minibatch", pa.int64(), nullable=False),  # which update of the step
         pa.field("micro_batch", pa.int64()),  # which pass of that update
+        # Null too where the objective has no weight or no mask.
+        pa.field("weight_mean", pa.float64()),  # proximal / behaviour
+        pa.field("masked_share", pa.float64()),  # of its tokens, left out
     ]
 )
 """One row per trajectory, in the order of the batch."""

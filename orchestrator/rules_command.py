@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.objectives import settled
 from dora_pipe.orchestrator.rules_training import fail_batch
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import Command
@@ -42,11 +43,16 @@ def apply_command(state: State, offset: int, record: Command) -> str:
 def with_settings(config: Config, changes: dict[str, Any]) -> Config:
     """The configuration with logged keys changed. Raises ValueError saying why not."""
     plain = msgspec.to_builtins(config)
+    objective: dict[str, Any] = {}
     for key, value in changes.items():
         if key not in LOGGED:
             raise ValueError(f"{key} is not a logged key")
         section, _, name = key.partition(".")
-        plain[section][name] = value
+        if section == "objective":
+            objective[name] = value
+        else:
+            plain[section][name] = value
+    plain["objective"] = settled(plain["objective"], objective)
     changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
     if in_flight_batches(changed.staleness) < 1:
         raise ValueError("staleness.in_flight_batches is below 1: no batch would ever fill")

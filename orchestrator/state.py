@@ -393,5 +393,7 @@ def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
     for key in sorted(LOGGED):
         section, _, name = key.partition(".")
         if section in ("trainer", "objective"):
-            found[key] = getattr(getattr(config, section), name)
+            value = getattr(getattr(config, section), name)
+            if value is not None:  # a key that this kind of objective does not use
+                found[key] = value
     return found

@@ -1,115 +1,105 @@
-"""The clipped policy objective with a behaviour policy per trajectory; pure functions on tensors.
+"""Objectives that clip a ratio and take the minimum: GRPO and its kin, decoupled PPO, TIS, GSPO.
 
-    ratio_t = pi_theta(o_t) / pi_w(o_t)               w = the version that sampled the trajectory
-    J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A) - beta KL_t
-    KL_t    = r_t - log r_t - 1,  r_t = pi_ref(o_t) / pi_theta(o_t)     (the k3 estimate)
+With p the policy that ratios are taken to (`Inputs.around`):
 
-GRPO (DeepSeekMath, arXiv 2402.03300, equations 3 and 4), with the asymmetric clip of DAPO (arXiv
-2503.14476, equation 8) and DORA's behaviour policy per trajectory (arXiv 2604.26256, equations 3
-and 4): all tokens of a trajectory come from one version (C1), so the log-probs recorded while it
-was sampled are pi_w and nothing is recomputed. Nothing here imports torch: tensors bring their
-own operations.
+    ratio_t = pi_theta(o_t) / p(o_t)
+    J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
+
+Pure functions on tensors. What all of them share (masks, KL) is added in `table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+from dora_pipe.consumers.objectives.terms import (
+    Inputs,
+    Knobs,
+    Terms,
+    row_geometric,
+    row_ratios,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """One entry per sampled token, all of shape [N]; only `loss` carries a gradient."""
+def grpo(inputs: Inputs, knobs: Knobs) -> Terms:
+    """The clipped ratio to the version that sampled.
 
-    loss: Tensor
-    """-J_t, not yet weighted."""
-    ratio: Tensor
-    clipped: Tensor
-    """Bool: the clip cuts this token's gradient off."""
-    kl: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFigures:
-    """What one trajectory contributed."""
-
-    ratio_mean: float
-    ratio_min: float
-    ratio_max: float
-    clipped_share: float
-    kl: float
-    loss_share: float
-    """Its part of the minibatch's loss."""
-
-
-def grpo_terms(
-    logprobs: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    kl: float = 0.0,
-    reference: Tensor | None = None,
-) -> Terms:
-    """The loss of every token; all tensors [N], float. `reference` is needed when `kl` > 0.
-
-    Example: ``(grpo_terms(...).loss * weights).sum().backward()`` with `token_weights`.
+    GRPO (DeepSeekMath, arXiv 2402.03300, equation 3), the asymmetric clip of DAPO (arXiv
+    2503.14476, equation 8), and DORA's behaviour policy per trajectory (arXiv 2604.26256, equations
+    3 and 4): all tokens of a trajectory come from one version (C1), so the log-probs recorded while
+    it was sampled are pi_w and nothing is recomputed. Dr. GRPO (arXiv 2503.20783, equation 3) is
+    the same with loss = "constant" and plain advantages, and so is PPO (arXiv 1707.06347,
+    equation 7) with other advantages.
     """
-    ratio = (logprobs - behaviour).exp()
-    plain = ratio * advantages
-    cut = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    loss = -plain.minimum(cut)
-    estimate = None
-    if kl > 0.0:
-        assert reference is not None
-        estimate = k3(logprobs, reference)
-        loss = loss + kl * estimate
+    return _clipped((inputs.logprobs - inputs.around).exp(), inputs.advantages, knobs)
+
+
+def decoupled_ppo(inputs: Inputs, knobs: Knobs) -> Terms:
+    """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p: clipped around p, corrected to w.
+
+    AReaL (arXiv 2505.24298, section 5.2; after Hilton and others, arXiv 2110.00641). Tokens with
+    p / w above `weight_max` are left out, as AReaL's code does (`behav_imp_weight_cap`). Without a
+    proximal policy p is w, and this is `grpo`.
+    """
+    if inputs.proximal is None:
+        return grpo(inputs, knobs)
+    weight = _behaviour_weight(inputs, knobs)
+    assert knobs.weight_max is not None
+    kept = weight <= knobs.weight_max
+    terms = grpo(inputs.without(kept), knobs)
+    weight = weight.where(kept, weight.new_zeros(()))
     return Terms(
-        loss=loss,
-        ratio=ratio.detach(),
-        clipped=(cut < plain).detach(),
-        kl=None if estimate is None else estimate.detach(),
+        loss=(terms.loss * weight).where(kept, weight.new_zeros(())),
+        ratio=terms.ratio,
+        clipped=terms.clipped,
+        weight=weight,
+        kept=kept,
     )
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The k3 estimate of KL(pi_theta, pi_ref) per token: r - log r - 1, never negative."""
-    log_r = reference - logprobs
-    return log_r.exp() - log_r - 1.0
+def tis(inputs: Inputs, knobs: Knobs) -> Terms:
+    """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `weight_max`.
+
+    Truncated importance sampling ("Your efficient RL framework secretly brings you off-policy RL
+    training", fengyao.notion.site/off-policy-rl; FlashRL; verl's rollout correction with
+    `rollout_is`). With level = "sequence" p / w is the product over the trajectory. Without a
+    proximal policy p is w, and this is `grpo`.
+    """
+    terms = grpo(inputs, knobs)
+    if inputs.proximal is None:
+        return terms
+    assert knobs.weight_max is not None
+    weight = _behaviour_weight(inputs, knobs).clamp(max=knobs.weight_max)
+    return Terms(loss=terms.loss * weight, ratio=terms.ratio, clipped=terms.clipped, weight=weight)
 
 
-def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowFigures]:
-    """Figures per trajectory, whose tokens stand one after the other; every length is >= 1."""
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
-    counts = np.asarray(lengths, dtype=np.float64)
-    ratio = _numbers(terms.ratio)
-    clipped = np.add.reduceat(_numbers(terms.clipped), starts) / counts
-    loss = np.add.reduceat(_numbers(terms.loss.detach() * weights), starts)
-    kl = np.zeros(len(counts))
-    if terms.kl is not None:
-        kl = np.add.reduceat(_numbers(terms.kl), starts) / counts
-    mean = np.add.reduceat(ratio, starts) / counts
-    low, high = np.minimum.reduceat(ratio, starts), np.maximum.reduceat(ratio, starts)
-    columns = (column.tolist() for column in (mean, low, high, clipped, kl, loss))
-    return [
-        RowFigures(
-            ratio_mean=mean_,
-            ratio_min=low_,
-            ratio_max=high_,
-            clipped_share=clipped_,
-            kl=kl_,
-            loss_share=loss_,
-        )
-        for mean_, low_, high_, clipped_, kl_, loss_ in zip(*columns, strict=True)
-    ]
+def gspo(inputs: Inputs, knobs: Knobs) -> Terms:
+    """The clip on s = (product of ratios) ^ (1 / length), one per trajectory.
+
+    GSPO (arXiv 2507.18071, equations 5 and 7), in the form per token that has the same value and
+    gradient (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)).
+    """
+    log_ratio = inputs.logprobs - inputs.around
+    ratio = row_geometric(log_ratio, inputs.lengths)
+    own = (inputs.logprobs - inputs.logprobs.detach()).exp()
+    return _clipped(ratio * own, inputs.advantages, knobs)
 
 
-def _numbers(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    return tensor.cpu().numpy().astype(np.float64)
+def _clipped(ratio: Tensor, advantages: Tensor, knobs: Knobs) -> Terms:
+    assert knobs.clip_low is not None
+    assert knobs.clip_high is not None
+    plain = ratio * advantages
+    cut = ratio.clamp(1.0 - knobs.clip_low, 1.0 + knobs.clip_high) * advantages
+    loss = -plain.minimum(cut)
+    return Terms(loss=loss, ratio=ratio.detach(), clipped=(cut < plain).detach())
+
+
+def _behaviour_weight(inputs: Inputs, knobs: Knobs) -> Tensor:
+    assert inputs.proximal is not None
+    log_weight = (inputs.proximal - inputs.behaviour).detach()
+    if knobs.level == "sequence":
+        return row_ratios(log_weight, inputs.lengths)
+    return log_weight.exp()

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, cast
 
 import msgspec
 
+from dora_pipe.config.model import Objective
+from dora_pipe.config.objectives import (
+    Advantage,
+    Averaging,
+    Kind,
+    KlEstimate,
+    Level,
+    Mask,
+    Proximal,
+    uses,
+)
 from dora_pipe.consumers.trainers.port import Settings
 from dora_pipe.errors import ConfigError
 
@@ -16,20 +27,19 @@ LEARNING_RATE_MAX: Final = 1e3
 """Gradients are clipped, so below this an update cannot overflow float32."""
 
 _KEYS: Final = {
-    "learning_rate": "trainer.learning_rate",
-    "grad_norm_max": "trainer.grad_norm_max",
-    "minibatches": "trainer.minibatches",
-    "micro_batch_tokens": MICRO_BATCH_TOKENS,
-    "clip_low": "objective.clip_low",
-    "clip_high": "objective.clip_high",
-    "loss": "objective.loss",
-    "advantage_std": "objective.advantage_std",
-    "kl": "objective.kl",
+    **{
+        name: f"trainer.{name}"
+        for name in ("learning_rate", "grad_norm_max", "minibatches", "micro_batch_tokens")
+    },
+    **{name: f"objective.{name}" for name in Objective.__struct_fields__},
 }
 
 
 class StepSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """What is in force for one step; `dora_pipe.config.model` says what each key means.
+
+    Keys that the kind of objective does not use are None. Those with a default here are younger
+    than the first logs, which therefore lack them.
 
     Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
     """
@@ -38,16 +48,42 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    clip_low: float
-    clip_high: float
-    loss: Literal["token-mean", "sequence-mean"]
+    loss: Averaging
     advantage_std: bool
-    kl: float
+    kind: Kind = "grpo"
+    proximal: Proximal = "behaviour"
+    advantage: Advantage = "group"
+    kl: float | None = None
+    kl_estimate: KlEstimate = "k3"
+    mask: Mask = "none"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    weight_max: float | None = None
+    level: Level | None = None
+    positive_weight: float | None = None
+    negative_weight: float | None = None
+    loss_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    mask_low: float | None = None
+    mask_high: float | None = None
 
 
 def step_settings(settings: Settings) -> StepSettings:
     """From logged keys; others are ignored. Raises ConfigError for one missing or mistyped."""
     try:
-        return msgspec.convert(dict(settings), StepSettings)
+        step = msgspec.convert(dict(settings), StepSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the settings of this step cannot be used: {error}") from None
+    given = {name: getattr(step, name) for name in Objective.__struct_fields__}
+    missing = sorted(key for key in uses(given) if given[key] is None)
+    if missing:
+        raise ConfigError(
+            "the settings of this step cannot be used: Object missing required field"
+            f" `objective.{missing[0]}` of kind {step.kind}"
+        )
+    return step
+
+
+def advantage_rule(settings: Settings) -> tuple[Advantage, bool]:
+    """Which advantages a commit's settings ask for, and whether divided; older ones say less."""
+    advantage = cast("Advantage", settings.get("objective.advantage", "group"))
+    return advantage, bool(settings.get("objective.advantage_std", True))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.consumers.objectives.advantage import group_advantages
+from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
-from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS
+from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, advantage_rule
 from dora_pipe.errors import NonFinite, PolicyError
 from dora_pipe.policies.digest import mapped, read_entries, read_manifest
 from dora_pipe.policies.safetensors_file import Source, manifest_in_memory, write_tensors
@@ -66,7 +66,7 @@ class SimulatedTrainer:
         tokens = float(sum(one.sampled for one in trajectories))
         return StepResult(
             figures={"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))},
-            contributions=_contributions(batch),
+            contributions=_contributions(batch, settings),
             compute_s=0.0,
         )
 
@@ -109,14 +109,14 @@ def _read(path: Path, name: str) -> bytes:
         return bytes(data[entries[name].start : entries[name].end])
 
 
-def _contributions(batch: TrainBatch) -> list[dict[str, Any]]:
-    rows = []
-    for group in batch.groups:
-        rewards = [one.reward for one in group.trajectories]
-        advantages = group_advantages(rewards, divide_by_std=True)
-        for one, advantage in zip(group.trajectories, advantages, strict=True):
-            rows.append(_contribution(one, group.group, batch.step, advantage))
-    return rows
+def _contributions(batch: TrainBatch, settings: Settings) -> list[dict[str, Any]]:
+    groups = [(group.version, [one.reward for one in group.trajectories]) for group in batch.groups]
+    advantages = batch_advantages(groups, *advantage_rule(settings))
+    return [
+        _contribution(one, group.group, batch.step, advantage)
+        for group, of_group in zip(batch.groups, advantages, strict=True)
+        for one, advantage in zip(group.trajectories, of_group, strict=True)
+    ]
 
 
 def _contribution(

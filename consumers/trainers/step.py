@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dora_pipe.consumers.objectives.advantage import group_advantages
-from dora_pipe.consumers.objectives.grpo import RowFigures
-from dora_pipe.consumers.trainers.port import TrainGroup
+from dora_pipe.consumers.objectives.advantage import batch_advantages, token_weights
+from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.consumers.packing import MicroBatch, Row, pack
+from dora_pipe.consumers.trainers.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.trainers.settings import StepSettings
 from dora_pipe.errors import NonFinite
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +41,21 @@ class Item:
 
 
 @dataclass(slots=True, kw_only=True)
+class Pass:
+    """One forward and backward pass of an update."""
+
+    items: Sequence[Item]
+    """Longest first."""
+    weights: Sequence[float]
+    """Of each token of each of them, in the mean over the minibatch."""
+    micro: MicroBatch
+    number: int
+    """Among the passes of its update."""
+    proximal: Tensor | None = None
+    """Log-probs of the counted tokens under the step's first weights, where they are needed."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Sums:
     """What the updates of a step add up to."""
 
@@ -46,31 +65,71 @@ class Sums:
     padded_tokens: int = 0
 
 
-def items_of(step: int, group: TrainGroup, settings: StepSettings) -> list[Item]:
-    advantages = group_advantages(
-        [trajectory.reward for trajectory in group.trajectories],
-        divide_by_std=settings.advantage_std,
+def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
+    """The trajectories of every group of a batch, with their advantages."""
+    rewards = [
+        (group.version, [trajectory.reward for trajectory in group.trajectories])
+        for group in batch.groups
+    ]
+    advantages = batch_advantages(rewards, settings.advantage, settings.advantage_std)
+    return [
+        [
+            _item(batch.step, group, trajectory, advantage)
+            for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
+        ]
+        for group, of_group in zip(batch.groups, advantages, strict=True)
+    ]
+
+
+def _item(step: int, group: TrainGroup, trajectory: Trajectory, advantage: float | None) -> Item:
+    _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
+    return Item(
+        trajectory=trajectory,
+        group=group.group,
+        ordinal=ordinal,
+        sibling=sibling,
+        staleness=step - group.version,
+        advantage=advantage,
+        counted=int(sum(trajectory.loss_mask[1:])),
+        token_staleness=sum(
+            staleness_of(step, one.version) * (one.end - one.start)
+            for one in trajectory.segments
+            if one.kind == "model"
+        ),
     )
-    items = []
-    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-        _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
-        items.append(
-            Item(
-                trajectory=trajectory,
-                group=group.group,
-                ordinal=ordinal,
-                sibling=sibling,
-                staleness=step - group.version,
-                advantage=advantage,
-                counted=int(sum(trajectory.loss_mask[1:])),
-                token_staleness=sum(
-                    staleness_of(step, one.version) * (one.end - one.start)
-                    for one in trajectory.segments
-                    if one.kind == "model"
-                ),
-            )
+
+
+def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> list[Pass]:
+    """The passes of one optimizer update; none if nothing in it has a gradient.
+
+    A zero advantage without a KL term has a gradient of exactly zero: it still counts in the
+    mean, but nothing is computed for it.
+    """
+    for item in items:
+        item.minibatch = minibatch
+    valid = [item for item in items if item.advantage is not None]
+    weights = token_weights(
+        [item.counted for item in valid], settings.loss, tokens=settings.loss_tokens
+    )
+    chosen = [
+        (item, weight)
+        for item, weight in zip(valid, weights, strict=True)
+        if item.counted and (item.advantage or settings.kl)
+    ]
+    rows = [
+        Row(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))
+        for item, _ in chosen
+    ]
+    micros = pack(rows, padded_tokens_max=settings.micro_batch_tokens)
+    return [
+        Pass(
+            items=[chosen[row][0] for row in micro.rows],
+            weights=[chosen[row][1] for row in micro.rows],
+            micro=micro,
+            number=number,
         )
-    return items
+        for number, micro in enumerate(micros)
+    ]
 
 
 def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
@@ -104,6 +163,10 @@ def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
             "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
+    for name in ("weight_mean", "masked_share"):
+        known = [(getattr(one, name), count) for one, count in rows]
+        if known and known[0][0] is not None:
+            figures[name] = sum(value * count for value, count in known) / tokens
     odd = sorted(name for name, value in figures.items() if not math.isfinite(value))
     if odd:
         raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
@@ -132,6 +195,8 @@ def contribution(item: Item) -> dict[str, Any]:
         "clipped_share": figures.clipped_share if figures else None,
         "kl": figures.kl if figures else None,
         "loss_share": figures.loss_share if figures else None,
+        "weight_mean": figures.weight_mean if figures else None,
+        "masked_share": figures.masked_share if figures else None,
         "minibatch": item.minibatch,
         "micro_batch": item.micro_batch,
     }

@@ -17,12 +17,19 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.consumers.objectives.advantage import token_weights
-from dora_pipe.consumers.objectives.grpo import grpo_terms, row_figures
-from dora_pipe.consumers.packing import MicroBatch, Row, minibatches, pack
+from dora_pipe.consumers.objectives.table import needs, terms_of
+from dora_pipe.consumers.objectives.terms import Inputs, row_figures
+from dora_pipe.consumers.packing import minibatches
 from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
-from dora_pipe.consumers.trainers.step import Item, Sums, contribution, figures_of, items_of
+from dora_pipe.consumers.trainers.step import (
+    Pass,
+    Sums,
+    contribution,
+    figures_of,
+    items_of,
+    passes_of,
+)
 from dora_pipe.consumers.trainers.torch_device import compute_clock, deterministic, device_class
 from dora_pipe.consumers.trainers.torch_model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.trainers.torch_optimizer import Optimizer
@@ -47,7 +54,7 @@ class TorchOptions:
 
 
 class TorchTrainer:
-    """GRPO on a Hugging Face causal LM.
+    """The objectives of `consumers.objectives.table` on a Hugging Face causal LM.
 
     Example::
 
@@ -85,14 +92,17 @@ class TorchTrainer:
         clock = compute_clock(self._options.device, self._options.threads)
         start_s = clock()
         step = step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
-        items = [items_of(batch.step, group, step) for group in batch.groups]
+        items = items_of(batch, step)
+        updates = [
+            passes_of([item for group in groups for item in group], number, step)
+            for number, groups in enumerate(minibatches(items, step.minibatches))
+        ]
         sums = Sums()
         with deterministic(self._options.threads):
-            for number, groups in enumerate(minibatches(items, step.minibatches)):
-                chosen = [item for group in groups for item in group]
-                for item in chosen:
-                    item.minibatch = number
-                self._update(chosen, step, sums)
+            if needs(step).proximal:
+                self._score_later(updates)
+            for passes in updates:
+                self._update(passes, step, sums)
         flat = [item for group in items for item in group]
         return StepResult(
             figures=figures_of(flat, sums),
@@ -134,30 +144,20 @@ class TorchTrainer:
             weight_decay=self._options.weight_decay,
         )
 
-    def _update(self, items: Sequence[Item], step: StepSettings, sums: Sums) -> None:
+    def _score_later(self, updates: Sequence[Sequence[Pass]]) -> None:
+        """The proximal log-probs of every update but the first, which computes its own anyway."""
+        for passes in updates[1:]:
+            for one in passes:
+                with torch.no_grad():
+                    one.proximal = self._model.logprobs(self._passage(one))
+
+    def _update(self, passes: Sequence[Pass], step: StepSettings, sums: Sums) -> None:
         """One optimizer update from a minibatch; none if nothing in it has a gradient."""
-        valid = [item for item in items if item.advantage is not None]
-        weights = token_weights([item.counted for item in valid], step.loss)
-        # A zero advantage without a KL term has a gradient of exactly zero: it still counts in
-        # the mean, but nothing is computed for it.
-        chosen = [
-            (item, weight)
-            for item, weight in zip(valid, weights, strict=True)
-            if item.counted and (item.advantage or step.kl > 0.0)
-        ]
-        if not chosen:
+        if not passes:
             return
-        rows = [
-            Row(
-                ordinal=item.ordinal,
-                sibling=item.sibling,
-                tokens=len(item.trajectory.token_ids),
-            )
-            for item, _ in chosen
-        ]
         self._optimizer.clear()
-        for number, micro in enumerate(pack(rows, padded_tokens_max=step.micro_batch_tokens)):
-            self._accumulate([chosen[row] for row in micro.rows], micro, number, step, sums)
+        for one in passes:
+            self._accumulate(one, step, sums)
         norm = self._optimizer.gradient_norm(step.grad_norm_max)
         if not math.isfinite(norm) or not math.isfinite(sums.loss):
             raise NonFinite(
@@ -168,40 +168,39 @@ class TorchTrainer:
         sums.updates += 1
         sums.grad_norms.append(norm)
 
-    def _accumulate(
-        self,
-        chosen: Sequence[tuple[Item, float]],
-        micro: MicroBatch,
-        number: int,
-        step: StepSettings,
-        sums: Sums,
-    ) -> None:
+    def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
         """Add the gradient of one pass, and note what each of its rows did."""
-        passage = self._passage([item for item, _ in chosen], micro)
-        weights = self._per_token([weight for _, weight in chosen], passage)
-        terms = grpo_terms(
-            self._model.logprobs(passage),
-            passage.behaviour,
-            self._per_token([item.advantage or 0.0 for item, _ in chosen], passage),
-            clip_low=step.clip_low,
-            clip_high=step.clip_high,
-            kl=step.kl,
-            reference=self._reference_logprobs(passage) if step.kl > 0.0 else None,
+        passage = self._passage(one)
+        weights = self._per_token(one.weights, passage)
+        logprobs = self._model.logprobs(passage)
+        needed = needs(step)
+        proximal = None
+        if needed.proximal:
+            # Before the first update the weights are the step's first ones.
+            proximal = logprobs.detach() if one.proximal is None else one.proximal
+        inputs = Inputs(
+            logprobs=logprobs,
+            behaviour=passage.behaviour,
+            proximal=proximal,
+            reference=self._reference_logprobs(passage) if needed.reference else None,
+            advantages=self._per_token([item.advantage or 0.0 for item in one.items], passage),
+            lengths=passage.lengths,
         )
+        terms = terms_of(inputs, step)
         loss = (terms.loss * weights).sum()
         torch.autograd.backward(loss)
         sums.loss += float(loss.detach())
-        sums.padded_tokens += micro.padded_tokens
+        sums.padded_tokens += one.micro.padded_tokens
         figures = row_figures(terms, weights, passage.lengths)
-        for (item, _), one in zip(chosen, figures, strict=True):
-            item.figures, item.micro_batch = one, number
+        for item, of_item in zip(one.items, figures, strict=True):
+            item.figures, item.micro_batch = of_item, one.number
 
-    def _passage(self, items: Sequence[Item], micro: MicroBatch) -> Passage:
+    def _passage(self, one: Pass) -> Passage:
         rows = [
-            (one.token_ids, one.loss_mask, one.logprobs)
-            for one in (item.trajectory for item in items)
+            (row.token_ids, row.loss_mask, row.logprobs)
+            for row in (item.trajectory for item in one.items)
         ]
-        return passage_of(rows, width=micro.width, device=self._options.device)
+        return passage_of(rows, width=one.micro.width, device=self._options.device)
 
     def _per_token(self, values: Sequence[float], passage: Passage) -> Tensor:
         spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(

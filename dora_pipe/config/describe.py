@@ -12,13 +12,14 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model
+from dora_pipe.config import model, objectives
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.config.paradigms import paradigm_of
 
@@ -30,7 +31,6 @@ _TYPES: Mapping[str, str] = {
     "Siblings": "integer, 1 to 1000",
     "PositiveFloat": "number > 0",
     "NonNegativeFloat": "number >= 0",
-    "PositiveFloat | None": "number > 0",
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
     "RunName": "name",
@@ -38,6 +38,7 @@ _TYPES: Mapping[str, str] = {
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",
+    "tuple[Literal['torch', 'vllm'], ...]": "list of engines",
     "tuple[Share, Share]": "two numbers, 0 to 1",
     "dict[str, Any]": "table",
 }
@@ -119,7 +120,7 @@ def keys_of(section: type[Section], name: str) -> list[Key]:
             Key(
                 section=name,
                 name=field.name,
-                type=_TYPES.get(written) or _literal(written),
+                type=_type(written),
                 default=_default(field),
                 kind=kind_of(f"{name}.{field.name}"),
                 doc=docs.keys.get(field.name, ""),
@@ -209,12 +210,24 @@ def _default(field: msgspec.structs.FieldInfo) -> str | None:
     return "" if value is None else toml(value)
 
 
+def _type(written: str) -> str:
+    """A type as the reference shows it; that a key may be left out goes without saying."""
+    plain = written.removesuffix(" | None")
+    if plain.startswith("objectives."):
+        return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
+    return _TYPES.get(plain) or _literal(plain)
+
+
 def _literal(written: str) -> str:
     """``Literal['a', 'b']`` as ``"a"`` or ``"b"``."""
     node = ast.parse(written, mode="eval").body
     assert isinstance(node, ast.Subscript), written
     values = ast.literal_eval(node.slice)
-    return " or ".join(json.dumps(v) for v in (values if isinstance(values, tuple) else [values]))
+    return _choice(values if isinstance(values, tuple) else [values])
+
+
+def _choice(values: Sequence[Any]) -> str:
+    return " or ".join(json.dumps(value) for value in values)
 
 
 def _key(name: str) -> str:

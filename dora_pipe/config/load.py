@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config import paradigms
+from dora_pipe.config import objectives, paradigms
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.model import (
     FROZEN,
@@ -84,6 +84,7 @@ def from_plain(table: Mapping[str, Any]) -> Config:
     Raises ConfigError.
     """
     _check_keys(table, Config, "")
+    _check_objective(table.get("objective"))
     try:
         config = msgspec.convert(table, Config)
         plain = {key: _is_plain(value) for key, value in leaves(config).items()}
@@ -201,6 +202,15 @@ def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -
             _check_keys(value, kind, f"{prefix}{key}.")
 
 
+def _check_objective(given: Any) -> None:
+    """Raise ConfigError for a key that this kind of objective does not use."""
+    if isinstance(given, Mapping) and isinstance(given.get("kind", ""), str):
+        for key in objectives.unused(given):
+            raise ConfigError(
+                objectives.why_unused(given, key), hint=objectives.hint_for(given, key)
+            )
+
+
 def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(key, fields, n=1)
     if near:
@@ -294,6 +304,15 @@ def _check_timing(config: Config) -> Iterator[str]:
         )
 
 
+def _check_advantages(config: Config) -> Iterator[str]:
+    baseline = config.objective.advantage
+    if config.groups.filter_zero_advantage and baseline == "version-baseline":
+        yield (
+            "groups.filter_zero_advantage: with objective.advantage = version-baseline equal"
+            " rewards have an advantage, and would be lost"
+        )
+
+
 def _check_rest(config: Config) -> Iterator[str]:
     if not all(beta < 1 for beta in config.trainer.betas):
         yield "trainer.betas: they must be below 1"
@@ -325,6 +344,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     _check_groups,
     _check_lengths,
     _check_timing,
+    _check_advantages,
     _check_rest,
     _check_bus,
 )

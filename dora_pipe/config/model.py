@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from dora_pipe.config import objectives
+
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -143,20 +145,61 @@ class Evaluation(Section, frozen=True, kw_only=True):
 
 
 class Objective(Section, frozen=True, kw_only=True):
-    """The loss."""
+    """The loss. Every kind uses keys of its own, and knows a default for each; a key that it does
+    not use is an error (docs/objectives.md)."""
 
-    kind: Literal["grpo"] = "grpo"
-    """Group-relative advantages with a clipped ratio (GRPO, DAPO)."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio is clipped above 1 + clip_high."""
-    loss: Literal["token-mean", "sequence-mean"] = "token-mean"
-    """Mean over all tokens of a minibatch, or over trajectories of their means."""
-    advantage_std: bool = True
-    """Divide the group's advantages by their standard deviation."""
-    kl: NonNegativeFloat = 0.0
-    """Weight of the k3 estimate of KL to the reference policy (version 0)."""
+    kind: objectives.Kind = "grpo"
+    """Which objective. Another kind than before starts from its own defaults."""
+    clip_low: PositiveFloat | None = None
+    """The ratio is clipped below 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
+    clip_high: PositiveFloat | None = None
+    """The ratio is clipped above 1 + clip_high. 0.28; dr-grpo: 0.2, cispo: 4, gspo: 0.0004."""
+    proximal: objectives.Proximal | None = None
+    """The policy that ratios are clipped around: the one that sampled, or that of the step's first
+    weights, whose log-probs the trainer computes. "behaviour"; decoupled-ppo, tis: "recomputed"."""
+    weight_max: PositiveFloat | None = None
+    """Bound of the weight proximal / behaviour. decoupled-ppo leaves tokens above it out (5), tis
+    truncates them to it (2)."""
+    level: objectives.Level | None = None
+    """Weights per token, or one per trajectory from the product of its ratios. "token"; topr and
+    weighted-topr: "sequence"."""
+    positive_weight: NonNegativeFloat | None = None
+    """Of trajectories with a positive advantage, in weighted-topr. 1."""
+    negative_weight: NonNegativeFloat | None = None
+    """Of trajectories with a negative advantage, in weighted-topr. 1."""
+    loss: objectives.Averaging | None = None
+    """Mean over all tokens of a minibatch, or over trajectories of their means, or their sum over
+    trajectories times loss_tokens. "token-mean"; dr-grpo: "constant", gspo: "sequence-mean"."""
+    loss_tokens: Positive | None = None
+    """With loss = "constant": tokens that a trajectory counts as. sampling.max_tokens."""
+    advantage: objectives.Advantage | None = None
+    """A reward is compared with its group's mean, with the mean of its siblings (RLOO), or with
+    the mean of all that its version sampled in the batch. "group"."""
+    advantage_std: bool | None = None
+    """Divide advantages by the standard deviation of what they are compared with. true; dr-grpo:
+    false."""
+    kl: NonNegativeFloat | None = None
+    """Weight of the KL to the reference policy (version 0). 0; not in dapo."""
+    kl_estimate: objectives.KlEstimate | None = None
+    """How that KL is estimated. "k3"."""
+    mask: objectives.Mask | None = None
+    """Leave out tokens whose ratio of trainer to engine is out of bounds, or trajectories by the
+    product of theirs or by its geometric mean. "none"."""
+    mask_low: PositiveFloat | None = None
+    """Lower bound of `mask`. 0.5."""
+    mask_high: PositiveFloat | None = None
+    """Upper bound of `mask`. 5."""
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        for key in objectives.unused(given):
+            raise ValueError(objectives.why_unused(given, key))
+        for key, value in objectives.defaults_of(given).items():
+            if given[key] is None:
+                msgspec.structs.force_setattr(self, key, value)
+        low, high = self.mask_low, self.mask_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"mask_low: {low:g} is not below mask_high, {high:g}")
 
 
 class Trainer(Section, frozen=True, kw_only=True):
@@ -182,13 +225,29 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Of the trainer's process; equal bits are promised under an equal number."""
 
 
+class Vllm(Section, frozen=True, kw_only=True):
+    """What only the vLLM engine needs; see docs/vllm.md."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
+    eager: bool = True
+    """Without compiled graphs: they cost a start of minutes, and pay on a GPU."""
+    kv_gb: NonNegativeFloat = 0.0
+    """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
+    prefix_cache: bool = True
+    """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
+
+
 class Workers(Section, frozen=True, kw_only=True):
     """Rollout workers."""
 
     count: NonNegative = 2
     """Started by `run`; others may join."""
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     """Which engine generates."""
+    engines: tuple[Literal["torch", "vllm"], ...] = ()
+    """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
+    vllm: Vllm = Vllm()
     slots: Positive = 64
     """Requests that one worker generates at the same time."""
     prefetch: NonNegative = 16
@@ -285,6 +344,12 @@ class Config(Section, frozen=True, kw_only=True):
     timing: Timing = Timing()
     store: Store = Store()
 
+    def __post_init__(self) -> None:
+        objective = self.objective
+        if objective.loss == "constant" and objective.loss_tokens is None:
+            filled = msgspec.structs.replace(objective, loss_tokens=self.sampling.max_tokens)
+            msgspec.structs.force_setattr(self, "objective", filled)
+
 
 LOGGED = frozenset(
     {
@@ -298,39 +363,17 @@ LOGGED = frozenset(
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",
-        "objective.clip_low",
-        "objective.clip_high",
-        "objective.loss",
-        "objective.advantage_std",
-        "objective.kl",
+        *(f"objective.{name}" for name in Objective.__struct_fields__),
     }
 )
 """May change between steps; a change is a `set` command in the control topic."""
 
-FROZEN = frozenset(
-    {
-        "run.name",
-        "run.seed",
-        "model.path",
-        "model.dtype",
-        "task.kind",
-        "task.data",
-        "task.eval_data",
-        "task.reward",
-        "task.options",
-        "task.turns_max",
-        "sampling",
-        "groups",
-        "staleness.interruptible",
-        "evaluation",
-        "objective.kind",
-        "trainer.kind",
-        "trainer.betas",
-        "trainer.weight_decay",
-        "trainer.micro_batch_tokens",
-        "bus.partitions",
-    }
-)
+_FROZEN = """
+run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward
+task.options task.turns_max sampling groups staleness.interruptible evaluation trainer.kind
+trainer.betas trainer.weight_decay trainer.micro_batch_tokens bus.partitions
+"""
+FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""
 
 

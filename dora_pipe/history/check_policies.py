@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.consumers.objectives.advantage import group_advantages
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.consumers.trainers.settings import advantage_rule
 from dora_pipe.errors import PolicyError
 from dora_pipe.history.entries import StepEntry, VersionEntry
 from dora_pipe.history.ledger import Ledger
@@ -133,19 +134,22 @@ class _Look:
             self._rows(entry, {row["trajectory"]: row for row in rows})
 
     def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
-        by_std = bool(entry.fact.settings.get("objective.advantage_std", True))
-        for taken in entry.fact.groups:
-            group = self._ledger.accounts.groups.get(taken.group)
-            if group is None:
-                continue
-            facts = [logged.fact for logged in group.results]
-            rewards = [fact.reward for fact in facts]
-            advantages = group_advantages(rewards, divide_by_std=by_std)
-            for fact, advantage in zip(facts, advantages, strict=True):
+        known = self._ledger.accounts.groups
+        groups = [known[taken.group] for taken in entry.fact.groups if taken.group in known]
+        rewards = [
+            (group.spec.version, [logged.fact.reward for logged in group.results])
+            for group in groups
+        ]
+        rule, by_std = advantage_rule(entry.fact.settings)
+        whole = len(groups) == len(entry.fact.groups) or rule != "version-baseline"
+        advantages = batch_advantages(rewards, rule, by_std)
+        for group, of_group in zip(groups, advantages, strict=True):
+            for logged, advantage in zip(group.results, of_group, strict=True):
+                fact = logged.fact
                 if (row := rows.get(fact.trajectory)) is None:
                     continue
                 expected = {
-                    "group": taken.group,
+                    "group": group.spec.group,
                     "version": group.spec.version,
                     "staleness": staleness_of(entry.step, group.spec.version),
                     "reward": fact.reward,
@@ -153,7 +157,7 @@ class _Look:
                 }
                 for name, value in expected.items():
                     self._row(entry.step, fact.trajectory, name, value, row[name])
-                if not _close(advantage, row["advantage"]):
+                if whole and not _close(advantage, row["advantage"]):
                     self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
 
     def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:

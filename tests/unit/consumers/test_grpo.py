@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dora_pipe.consumers.objectives.grpo import Terms, grpo_terms, k3, row_figures
+from dora_pipe.consumers.objectives.kl import k3
+from dora_pipe.consumers.objectives.table import terms_of
+from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_figures
+from tests.support.objectives import chosen
 
 LOW, HIGH = 0.2, 0.28
 number = st.floats(-3, -0.01, allow_subnormal=False)
@@ -30,16 +33,14 @@ def terms(tokens: list[tuple[float, float, float, float]], kl: float) -> tuple[T
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
     logprobs, behaviour, advantages, reference = columns
     logprobs.requires_grad_()
-    found = grpo_terms(
-        logprobs,
-        behaviour,
-        advantages,
-        clip_low=LOW,
-        clip_high=HIGH,
-        kl=kl,
+    inputs = Inputs(
+        logprobs=logprobs,
+        behaviour=behaviour,
+        advantages=advantages,
+        lengths=[len(tokens)],
         reference=reference if kl else None,
     )
-    return logprobs, found
+    return logprobs, terms_of(inputs, chosen("grpo", clip_low=LOW, clip_high=HIGH, kl=kl))
 
 
 @given(st.lists(token, min_size=1, max_size=6), st.sampled_from([0.0, 0.1]))

@@ -1,0 +1,68 @@
+"""Objectives whose ratio is a weight without a gradient: CISPO, TOPR, weighted TOPR.
+
+    J_t = sg(weight_t) A log pi_theta(o_t)
+
+Every token keeps a gradient, however far its ratio is: the bound limits how much it counts, where
+a clipped ratio would switch it off. Pure functions on tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dora_pipe.consumers.objectives.terms import Inputs, Knobs, Terms, row_ratios
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def cispo(inputs: Inputs, knobs: Knobs) -> Terms:
+    """weight = clip(pi_theta / p, 1 - low, 1 + high).
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_low = 1 is no lower bound, as
+    published. The REINFORCE with a ratio truncated to [0, 1] that ROLL Flash calls TIS (arXiv
+    2510.11345) is this with clip_low = 1 and a clip_high next to 0.
+    """
+    assert knobs.clip_low is not None
+    assert knobs.clip_high is not None
+    ratio = (inputs.logprobs - inputs.around).detach().exp()
+    weight = ratio.clamp(1.0 - knobs.clip_low, 1.0 + knobs.clip_high)
+    return _weighted(inputs, ratio, weight)
+
+
+def topr(inputs: Inputs, knobs: Knobs) -> Terms:
+    """weight = 1 where A >= 0, else clip(pi_theta / w, 0, 1).
+
+    TOPR (arXiv 2503.14286, equation 8): what was good is imitated, however unlikely it has become;
+    what was bad is unlearnt only as far as the policy still does it. Good and bad are by the sign
+    of the advantage: the reward less a baseline. The ratio is of the whole trajectory, as
+    published; level = "token" takes that of each token, as ROLL does.
+    """
+    return _tapered(inputs, knobs, 1.0, 1.0)
+
+
+def weighted_topr(inputs: Inputs, knobs: Knobs) -> Terms:
+    """TOPR with a weight for good trajectories and one for bad ones.
+
+    Weighted TOPR (ROLL Flash, arXiv 2510.11345).
+    """
+    assert knobs.positive_weight is not None
+    assert knobs.negative_weight is not None
+    return _tapered(inputs, knobs, knobs.positive_weight, knobs.negative_weight)
+
+
+def _tapered(inputs: Inputs, knobs: Knobs, good_weight: float, bad_weight: float) -> Terms:
+    log_ratio = (inputs.logprobs - inputs.behaviour).detach()
+    whole = knobs.level == "sequence"
+    ratio = row_ratios(log_ratio, inputs.lengths) if whole else log_ratio.exp()
+    good = inputs.advantages >= 0
+    weight = (good_weight * ratio.new_ones(ratio.shape)).where(
+        good, bad_weight * ratio.clamp(max=1.0)
+    )
+    terms = _weighted(inputs, ratio, weight)
+    return Terms(loss=terms.loss, ratio=terms.ratio, clipped=~good & (ratio > 1.0))
+
+
+def _weighted(inputs: Inputs, ratio: Tensor, weight: Tensor) -> Terms:
+    loss = -(weight * inputs.advantages) * inputs.logprobs
+    return Terms(loss=loss, ratio=ratio, clipped=weight != ratio)

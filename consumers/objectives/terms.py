@@ -1,0 +1,173 @@
+"""What goes into an objective and what comes out of it, and figures per trajectory.
+
+Nothing here imports torch: tensors bring their own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from dora_pipe.config.objectives import KlEstimate, Level, Mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_MAX: Final = 80.0
+"""Sums of log ratios are cut off here before `exp`: beyond it float32 is infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """One entry per sampled token, shape [N]; the tokens of a trajectory stand side by side."""
+
+    logprobs: Tensor
+    """Of the policy that is trained (theta); the only one that carries a gradient."""
+    behaviour: Tensor
+    """Of the version that sampled, as its engine recorded them (w)."""
+    advantages: Tensor
+    lengths: Sequence[int]
+    """Tokens of each trajectory, >= 1; they add up to N."""
+    proximal: Tensor | None = None
+    """Of the step's first weights, as the trainer computed them (p)."""
+    reference: Tensor | None = None
+    """Of version 0; needed for a KL term."""
+
+    @property
+    def around(self) -> Tensor:
+        """The policy that ratios are taken to: proximal where there is one, else behaviour."""
+        return self.behaviour if self.proximal is None else self.proximal
+
+    def without(self, kept: Tensor) -> Inputs:
+        """The same, but no gradient flows back to tokens that are not kept.
+
+        Their ratios may be infinite: a loss of 0 alone would leave them a gradient of 0 times that.
+        """
+        return replace(self, logprobs=self.logprobs.where(kept, self.logprobs.detach()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """One entry per sampled token, all of shape [N]; only `loss` carries a gradient."""
+
+    loss: Tensor
+    """-J_t, not yet weighted by `token_weights`."""
+    ratio: Tensor
+    """What the objective bounds."""
+    clipped: Tensor
+    """Bool: the bound changed this token's gradient."""
+    kl: Tensor | None = None
+    weight: Tensor | None = None
+    """proximal / behaviour as it was multiplied in; None where nothing was."""
+    kept: Tensor | None = None
+    """Bool: False where a mask left the token out; None where nothing was."""
+
+
+class Knobs(Protocol):
+    """The keys of [objective] that objectives read; None where the kind does not use one."""
+
+    @property
+    def clip_low(self) -> float | None: ...
+    @property
+    def clip_high(self) -> float | None: ...
+    @property
+    def weight_max(self) -> float | None: ...
+    @property
+    def level(self) -> Level | None: ...
+    @property
+    def positive_weight(self) -> float | None: ...
+    @property
+    def negative_weight(self) -> float | None: ...
+    @property
+    def kl(self) -> float | None: ...
+    @property
+    def kl_estimate(self) -> KlEstimate: ...
+    @property
+    def mask(self) -> Mask: ...
+    @property
+    def mask_low(self) -> float | None: ...
+    @property
+    def mask_high(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFigures:
+    """What one trajectory contributed."""
+
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+    clipped_share: float
+    kl: float
+    loss_share: float
+    """Its part of the minibatch's loss."""
+    weight_mean: float | None = None
+    """Mean of proximal / behaviour as multiplied in; None where nothing was."""
+    masked_share: float | None = None
+    """Share of its tokens that a mask left out; None where there is no mask."""
+
+
+def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Per token, the sum over its trajectory, [N]; summed in double precision.
+
+    By `index_add`, which is deterministic on a CPU and, in deterministic mode, on a GPU.
+    """
+    rows = values.new_tensor(np.repeat(np.arange(len(lengths)), lengths).tolist()).long()
+    sums = values.double().new_zeros(len(lengths)).index_add(0, rows, values.double())
+    return sums.index_select(0, rows)
+
+
+def row_ratios(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Per token, the product of its trajectory's ratios, [N]; detached, below infinity."""
+    total = row_sums(log_ratio.detach(), lengths).clamp(-LOG_MAX, LOG_MAX)
+    return total.exp().to(log_ratio.dtype)
+
+
+def row_geometric(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Per token, the geometric mean of its trajectory's ratios, [N]; detached, below infinity."""
+    counts = log_ratio.double().new_tensor(np.repeat(lengths, lengths).tolist())
+    mean = row_sums(log_ratio.detach(), lengths) / counts
+    return mean.clamp(-LOG_MAX, LOG_MAX).exp().to(log_ratio.dtype)
+
+
+def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowFigures]:
+    """Figures per trajectory, whose tokens stand one after the other; every length is >= 1."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
+    counts = np.asarray(lengths, dtype=np.float64)
+    ratio = _numbers(terms.ratio)
+
+    def mean_of(values: Tensor) -> list[float]:
+        found: list[float] = (np.add.reduceat(_numbers(values), starts) / counts).tolist()
+        return found
+
+    nothing: list[None] = [None] * len(counts)
+    columns = (
+        mean_of(terms.ratio),
+        np.minimum.reduceat(ratio, starts).tolist(),
+        np.maximum.reduceat(ratio, starts).tolist(),
+        mean_of(terms.clipped),
+        [0.0] * len(counts) if terms.kl is None else mean_of(terms.kl),
+        np.add.reduceat(_numbers(terms.loss.detach() * weights), starts).tolist(),
+        nothing if terms.weight is None else mean_of(terms.weight),
+        nothing if terms.kept is None else mean_of(~terms.kept),
+    )
+    return [
+        RowFigures(
+            ratio_mean=mean,
+            ratio_min=low,
+            ratio_max=high,
+            clipped_share=clipped,
+            kl=kl,
+            loss_share=loss,
+            weight_mean=weight,
+            masked_share=masked,
+        )
+        for mean, low, high, clipped, kl, loss, weight, masked in zip(*columns, strict=True)
+    ]
+
+
+def _numbers(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return tensor.cpu().numpy().astype(np.float64)

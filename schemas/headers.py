@@ -10,36 +10,22 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, Protocol
 
 from dora_pipe.errors import SchemaError
-from dora_pipe.schemas.trajectory import Headers, Trajectory
+from dora_pipe.schemas.trajectory import Headers, Meta, Trajectory
 
-_INTEGER = re.compile("-?(0|[1-9][0-9]{0,18})")
-_HEX = re.compile("[0-9a-f]{64}")
 _TEXT_CHARACTERS_MAX = 500
+_DIGESTS = ("digest", "sha256")
+_INTEGER = re.compile("-?(?:0|[1-9][0-9]{0,18})")
+_HEX = re.compile("[0-9a-f]{64}")
 
 
 def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> Headers:
     """The headers that a trajectory has, `sha256` being that of its value bytes."""
-    meta = trajectory.meta
-    return Headers(
-        run=meta.run,
-        group=meta.group,
-        trajectory=trajectory.trajectory,
-        attempt=meta.attempt,
-        version=trajectory.version,
-        deadline=meta.deadline,
-        digest=trajectory.digest,
-        worker=meta.worker,
-        epoch=meta.epoch,
-        tokens=len(trajectory.token_ids),
-        sampled=trajectory.sampled,
-        reward=trajectory.reward,
-        schema_version=meta.schema_version,
-        sha256=sha256,
-        traceparent=traceparent,
-    )
+    said = dict(zip(_COMPARED_NAMES, _said_by(trajectory), strict=True))
+    return Headers(**said, sha256=sha256, traceparent=traceparent)
 
 
 def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
@@ -56,6 +42,47 @@ def headers_of(
 
 def parse_headers(raw: Iterable[tuple[str, bytes]]) -> Headers:
     """Headers from what the bus carries. Raises SchemaError for one missing, twice or invalid."""
+    pairs = tuple(raw)
+    return _as_written(pairs) or _one_by_one(pairs)
+
+
+def _as_written(pairs: tuple[tuple[str, bytes], ...]) -> Headers | None:
+    """Headers in the order in which they are written, all at once; None where anything differs."""
+    if tuple(map(_FIRST, pairs)) != _ORDER:
+        return None
+    line = b"\n".join(map(_SECOND, pairs))
+    if not line.isascii():
+        return None
+    found = _LINE.fullmatch(line.decode())
+    if found is None:
+        return None
+    texts = found.groups()
+    try:
+        reward = float(texts[11]) if texts[11] else None
+    except ValueError:
+        return None
+    if reward is not None and not math.isfinite(reward):
+        return None
+    return Headers(
+        run=texts[0],
+        group=texts[1],
+        trajectory=texts[2],
+        attempt=int(texts[3]),
+        version=int(texts[4]),
+        deadline=int(texts[5]),
+        digest=texts[6],
+        worker=texts[7],
+        epoch=int(texts[8]),
+        tokens=int(texts[9]),
+        sampled=int(texts[10]),
+        reward=reward,
+        schema_version=int(texts[12]),
+        sha256=texts[13],
+        traceparent=texts[14],
+    )
+
+
+def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
     found: dict[str, bytes] = {}
     for name, value in raw:
         if name in found and name in _NAMES:
@@ -67,19 +94,84 @@ def parse_headers(raw: Iterable[tuple[str, bytes]]) -> Headers:
             parsed[one.name] = _PARSERS[str(one.type)](one.name, _ascii(one.name, found[one.name]))
         elif one.name not in _OPTIONAL:
             raise SchemaError("header is missing", path=_path(one.name))
-    for name in ("digest", "sha256"):
+    for name in _DIGESTS:
         if _HEX.fullmatch(parsed[name]) is None:
             raise SchemaError("not 64 hex digits", path=_path(name))
     return Headers(**parsed)
 
 
-def matches(headers: Headers, trajectory: Trajectory) -> list[str]:
-    """Names of the header fields that disagree with the decoded value; empty when all agree.
+class Described(Protocol):
+    """What headers are held against: a decoded trajectory, or a glance at one."""
+
+    @property
+    def trajectory(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Its policy version."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Weights digest (hex)."""
+        ...
+
+    @property
+    def reward(self) -> float | None:
+        """None where it is not valid."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        ...
+
+    @property
+    def sampled(self) -> int:
+        """How many of them the policy sampled."""
+        ...
+
+    @property
+    def meta(self) -> Meta:
+        """Everything else."""
+        ...
+
+
+def matches(headers: Headers, value: Described) -> list[str]:
+    """Names of the header fields that disagree with the value; empty when all agree.
 
     Not compared: `sha256` (of the bytes, not of what they say) and `traceparent`.
     """
-    wanted = describe(trajectory, sha256=headers.sha256, traceparent=headers.traceparent)
-    return [one.name for one in _FIELDS if getattr(headers, one.name) != getattr(wanted, one.name)]
+    wanted, found = _said_by(value), _COMPARED(headers)
+    if wanted == found:
+        return []
+    return [
+        name
+        for name, one, other in zip(_COMPARED_NAMES, wanted, found, strict=True)
+        if one != other
+    ]
+
+
+def _said_by(value: Described) -> tuple[Any, ...]:
+    """What the headers of a value say, in the order of `_COMPARED_NAMES`."""
+    meta = value.meta
+    return (
+        meta.run,
+        meta.group,
+        value.trajectory,
+        meta.attempt,
+        value.version,
+        meta.deadline,
+        value.digest,
+        meta.worker,
+        meta.epoch,
+        value.length,
+        value.sampled,
+        value.reward,
+        meta.schema_version,
+    )
 
 
 def _path(name: str) -> str:
@@ -129,3 +221,17 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
 _FIELDS = fields(Headers)
 _NAMES = frozenset(one.name for one in _FIELDS)
 _OPTIONAL = frozenset({"traceparent"})
+_ORDER = tuple(one.name for one in _FIELDS)
+_COMPARED_NAMES = tuple(name for name in _ORDER if name not in ("sha256", "traceparent"))
+_COMPARED = attrgetter(*_COMPARED_NAMES)
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
+
+
+def _pattern(name: str, kind: str) -> str:
+    if kind == "int":
+        return _INTEGER.pattern
+    return _HEX.pattern if name in _DIGESTS else f"[^\n]{{0,{_TEXT_CHARACTERS_MAX}}}"
+
+
+_LINE = re.compile("\n".join(f"({_pattern(one.name, str(one.type))})" for one in _FIELDS))
+"""All headers, a line each: who holds a newline has one too many."""

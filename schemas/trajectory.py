@@ -130,6 +130,11 @@ class Trajectory:
         return self.reward is not None
 
     @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.token_ids)
+
+    @property
     def sampled(self) -> int:
         """Tokens the policy sampled."""
         mask = self.loss_mask  # A sum over numpy's bytes would be one byte, too.

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dora_pipe.history.entries import GroupEntry, Logged
-from dora_pipe.history.evidence import Content, Sampled
+from dora_pipe.history.evidence import Content
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.schemas.trajectory import mixing_error
+from dora_pipe.schemas.trajectory_glance import Sampled
 
 Wrong = tuple[str, object, object]
 """(message, expected, found)."""

@@ -10,30 +10,21 @@ from typing import cast
 
 import msgspec
 
+from dora_pipe.bus.claims import lost_claim
 from dora_pipe.bus.port import Record
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose
-from dora_pipe.schemas.trajectory import Headers, Sampler, Trajectory
+from dora_pipe.schemas.trajectory import Headers, Sampler
 from dora_pipe.schemas.trajectory_codec import matches, parse_headers
-from dora_pipe.schemas.trajectory_glance import Glancer
+from dora_pipe.schemas.trajectory_glance import Glance, Glancer, Sampled
 from dora_pipe.schemas.wire import sha256_hex
 
 Place = tuple[int, int]
 """Partition and offset."""
 
 
-class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens [start, end) that a worker's engine sampled in one go."""
-
-    start: int
-    end: int
-    worker: str
-    epoch: int
-    version: int
-
-
-class Content(msgspec.Struct, frozen=True, array_like=True):
+class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the value says, as far as control says it too; of a value that holds in itself."""
 
     group_size: int
@@ -54,7 +45,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
         return [one.version for one in self.sampled]
 
 
-class Evidence(msgspec.Struct, frozen=True, array_like=True):
+class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A record: where it lies, its digest, and what headers and value say."""
 
     topic: str
@@ -71,6 +62,8 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
     value_error: str = ""
     disagree: tuple[str, ...] = ()
     """Header fields that the value contradicts."""
+    lost: str = ""
+    """Why the value, which lay beside the log, is not there: its claim by digest."""
 
     @property
     def place(self) -> Place:
@@ -92,7 +85,8 @@ def evidence_of(record: Record, glancer: Glancer | None) -> Evidence:
         header_error = error.message
     content: Content | None = None
     value_error, disagree = "", cast("tuple[str, ...]", ())
-    if glancer is not None and headers is not None:
+    lost = lost_claim(record)
+    if glancer is not None and headers is not None and not lost:
         content, value_error, disagree = _open(record.value, headers, glancer)
     return Evidence(
         topic=record.topic,
@@ -105,6 +99,7 @@ def evidence_of(record: Record, glancer: Glancer | None) -> Evidence:
         content=content,
         value_error=value_error,
         disagree=disagree,
+        lost=lost,
     )
 
 
@@ -112,14 +107,14 @@ def _open(
     value: bytes, headers: Headers, glancer: Glancer
 ) -> tuple[Content | None, str, tuple[str, ...]]:
     try:
-        trajectory = glancer.glance(value)
+        seen = glancer.look(value)
     except SchemaError as error:
         return None, error.message, ()
-    return _content(trajectory), "", tuple(matches(headers, trajectory))
+    return _content(seen), "", tuple(matches(headers, seen))
 
 
-def _content(trajectory: Trajectory) -> Content:
-    meta = trajectory.meta
+def _content(seen: Glance) -> Content:
+    meta = seen.meta
     return Content(
         group_size=meta.group_size,
         sibling=meta.sibling,
@@ -129,11 +124,7 @@ def _content(trajectory: Trajectory) -> Content:
         data_epoch=meta.data_epoch,
         seed=meta.seed,
         finish=meta.finish,
-        version=trajectory.version,
-        sampled=tuple(
-            Sampled(one.start, one.end, one.worker, one.epoch, one.version)
-            for one in trajectory.segments
-            if one.kind == "model"
-        ),
+        version=seen.version,
+        sampled=seen.runs,
         weights=meta.weights,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
@@ -121,3 +123,27 @@ def test_header_that_disagrees_with_the_value_is_named(name: str) -> None:
 
 def test_every_header_is_compared_but_two() -> None:
     assert {one.name for one in fields(Headers)} - set(DISAGREEING) == {"sha256", "traceparent"}
+
+
+def _outcome(pairs: Any) -> Any:
+    try:
+        return parse_headers(pairs)
+    except SchemaError as error:
+        return error.path, error.message
+
+
+@given(st.data())
+def test_headers_in_another_order_say_the_same(data: st.DataObject) -> None:
+    """In the order in which they are written they are read all at once, otherwise one by one."""
+    pairs = list(header_pairs(HEADERS))
+    for place in data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=2)):
+        strange = st.sampled_from([b"", b"1", b"-0", b"1.5", b"nan", b"a\nb", b"\n", b"x" * 501])
+        pairs[place] = pairs[place][0], data.draw(strange | st.binary(max_size=4))
+    assert _outcome(pairs) == _outcome([*pairs, ("of a later version", b"\xff")])
+    if isinstance(expected := _outcome(pairs), Headers):
+        assert _outcome(pairs[::-1]) == expected
+
+
+def test_text_with_a_newline_is_what_it_says() -> None:
+    found = parse_headers(pairs_with(worker=b"a\nb"))
+    assert (found.worker, found.epoch) == ("a\nb", HEADERS.epoch)

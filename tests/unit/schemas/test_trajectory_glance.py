@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -16,14 +18,21 @@ from hypothesis import strategies as st
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas import trajectory_glance
 from dora_pipe.schemas.arrow_frame import decompress
-from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import (
+    Meta,
+    Sampler,
+    Segment,
+    SegmentKind,
+    Times,
+    Trajectory,
+)
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,
     decode_trajectory,
     encode_trajectory,
     view_trajectory,
 )
-from dora_pipe.schemas.trajectory_glance import Glancer
+from dora_pipe.schemas.trajectory_glance import Glancer, Sampled
 
 SAID = ("trajectory", "version", "digest", "reward", "segments", "meta")
 
@@ -103,6 +112,23 @@ def no_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectory_glance, "view_trajectory", refuse)
 
 
+def _looks(glancer: Glancer, value: bytes) -> Any:
+    """What both ways to look say, in one form; they refuse the same."""
+    found = _outcome(glancer.glance, value)
+    try:
+        seen = glancer.look(value)
+    except SchemaError:
+        assert found == "refused"
+        return found
+    models = [one for one in found["segments"] if one.kind == "model"]
+    runs = [Sampled(one.start, one.end, one.worker, one.epoch, one.version) for one in models]
+    said = {name: getattr(seen, name) for name in SAID if name != "segments"}
+    assert said == {name: found[name] for name in said}
+    assert (seen.length, seen.sampled) == (len(found["mask"]), sum(found["mask"]))
+    assert list(seen.runs) == runs
+    return found
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampled"), [(0, 1), (3, 5), (8, 8), (5, 12), (64, 200), (9, 0)]
 )
@@ -112,7 +138,7 @@ def test_records_of_this_version_need_no_arrow(
     prompt: int, sampled: int, reward: float | None
 ) -> None:
     value, _ = encode_trajectory(_trajectory(prompt, sampled, reward))
-    assert _outcome(Glancer().glance, value) == _outcome(decode_trajectory, value)
+    assert _looks(Glancer(), value) == _outcome(decode_trajectory, value)
 
 
 @pytest.mark.usefixtures("no_arrow")
@@ -121,6 +147,66 @@ def test_sampling_by_another_distribution_needs_no_arrow() -> None:
     other = [None if one is None else one - 0.5 for one in plain.logprobs]
     value, _ = encode_trajectory(replace(plain, sampler_logprobs=other))
     assert Glancer().glance(value).sampled == 9
+
+
+def _mixed(logprobs: list[float | None]) -> Trajectory:
+    """Two model segments of two versions, and what a tool said between them."""
+    spans = [("prompt", 0, 2, -1), ("model", 2, 5, 3), ("tool", 5, 9, -1), ("model", 9, 12, 4)]
+    segments = [
+        Segment(
+            kind=cast("SegmentKind", kind),
+            start=start,
+            end=end,
+            turn=place // 2,
+            start_ns=place,
+            end_ns=place + 1,
+            worker="w\u00f6" if kind == "model" else "",
+            epoch=7,
+            version=version,
+            tool="python" if kind == "tool" else "",
+            ok=place % 2 == 0,
+        )
+        for place, (kind, start, end, version) in enumerate(spans)
+    ]
+    plain = _trajectory(2, 10)
+    weights = (Sampler(version=4, digest="b2" * 32),)
+    return replace(
+        plain,
+        segments=segments,
+        logprobs=logprobs,
+        sampler_logprobs=logprobs,
+        loss_mask=[0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1],
+        meta=msgspec.structs.replace(plain.meta, weights=weights, error="k\u00f6nnte"),
+    )
+
+
+@pytest.mark.parametrize("known", [0.0, -0.0, -1e-45, -3.4028234e38])
+@pytest.mark.usefixtures("no_arrow")
+def test_several_turns_of_several_versions_need_no_arrow(known: float) -> None:
+    logprobs = [None, None, -1.0, known, -2.0, *[None] * 4, known, known, -0.5]
+    value, _ = encode_trajectory(_mixed(logprobs))
+    assert _looks(Glancer(), value) == _outcome(decode_trajectory, value)
+
+
+@pytest.mark.parametrize("wrong", [1e-45, math.inf, -math.inf, math.nan, -math.nan, 3.0])
+@pytest.mark.parametrize("place", [2, 4, 9, 11])
+def test_log_prob_that_is_none_is_refused_wherever_it_stands(wrong: float, place: int) -> None:
+    """Arrow's bytes are changed, since no writer would write them."""
+    logprobs = [None, None, -1.0, -1.0, -1.0, *[None] * 4, -1.0, -1.0, -1.0]
+    raw = decompress(encode_trajectory(_mixed(logprobs))[0])
+    at = raw.index(struct.pack("<3f", -1.0, -1.0, -1.0)) + 4 * (place - 2)
+    assert raw[at : at + 4] == struct.pack("<f", -1.0)
+    changed = raw[:at] + struct.pack("<f", wrong) + raw[at + 4 :]
+    value = zstandard.ZstdCompressor(level=1).compress(changed)
+    assert _looks(Glancer(), value) == _outcome(view_trajectory, value) == "refused"
+
+
+def test_texts_that_are_remembered_are_bounded_and_told_apart() -> None:
+    glancer = Glancer()
+    glancer._texts.update({(bytes([at % 256, at // 256]), b""): () for at in range(5000)})
+    value, _ = encode_trajectory(_trajectory(3, 5))
+    assert _looks(glancer, value) == _outcome(decode_trajectory, value)
+    assert 1 <= len(glancer._texts) <= 3
 
 
 def test_view_is_what_decoding_says_with_arrays() -> None:
@@ -154,7 +240,7 @@ def test_whatever_is_done_to_a_byte_a_glance_says_what_arrow_says(reward: float 
     for raw in _changed(decompress(value)):
         frame = press.compress(raw)
         expected = _outcome(view_trajectory, frame)
-        assert _outcome(glancer.glance, frame) == expected
+        assert _looks(glancer, frame) == expected
         refused += expected == "refused"
     assert refused > 1000
 
@@ -169,7 +255,7 @@ def test_whatever_is_done_to_several_bytes_a_glance_says_what_arrow_says(
     for at in data.draw(st.lists(places, min_size=1, max_size=6)):
         raw[at] = data.draw(st.integers(0, 255))
     frame = zstandard.ZstdCompressor(level=1).compress(bytes(raw))
-    assert _outcome(Glancer().glance, frame) == _outcome(view_trajectory, frame)
+    assert _looks(Glancer(), frame) == _outcome(view_trajectory, frame)
 
 
 @pytest.mark.parametrize("value", [b"", b"no frame", zstandard.compress(b"no stream")])

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from dora_pipe.consumers.objectives.advantage import (
     STD_FLOOR,
     Averaging,
+    batch_advantages,
     group_advantages,
+    leave_one_out_advantages,
     token_weights,
+    version_advantages,
 )
 
 rewards = st.lists(
@@ -76,3 +79,69 @@ def test_token_mean_weighs_tokens_and_sequence_mean_weighs_trajectories_alike() 
 def test_trajectory_without_tokens_weighs_nothing() -> None:
     assert token_weights([0], "token-mean") == [0.0]
     assert token_weights([0, 2], "sequence-mean") == [0.0, 0.25]
+
+
+def test_constant_weighs_every_token_alike_whatever_the_lengths_are() -> None:
+    assert token_weights([1, 3, 0], "constant", tokens=10) == [1 / 30, 1 / 30, 0.0]
+
+
+@given(rewards)
+def test_leave_one_out_compares_each_reward_with_the_mean_of_the_others(
+    values: list[float | None],
+) -> None:
+    found = leave_one_out_advantages(values, divide_by_std=False)
+    valid = [place for place, value in enumerate(values) if value is not None]
+    for place, value in enumerate(values):
+        others = [values[other] for other in valid if other != place]
+        if value is None:
+            assert found[place] is None
+        elif not others:
+            assert found[place] == 0.0
+        else:
+            known = [other for other in others if other is not None]
+            expected = value - math.fsum(known) / len(known)
+            assert found[place] == pytest.approx(expected, abs=1e-9)
+
+
+def test_leave_one_out_is_the_group_advantage_times_n_over_n_minus_1() -> None:
+    group = group_advantages([1.0, 0.5, None, 0.0], divide_by_std=True)
+    found = leave_one_out_advantages([1.0, 0.5, None, 0.0], divide_by_std=True)
+    expected = [None if one is None else 1.5 * one for one in group]
+    assert found == pytest.approx(expected)
+
+
+def test_version_baseline_compares_a_reward_with_all_that_its_version_earned() -> None:
+    groups = [(3, [1.0, None]), (4, [1.0, 1.0]), (3, [0.0, 0.5])]
+    found = version_advantages(groups, divide_by_std=False)
+    assert found == [[0.5, None], [0.0, 0.0], [-0.5, 0.0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), rewards), min_size=1, max_size=5), st.booleans())
+def test_version_baseline_of_one_version_is_one_large_group(
+    groups: list[tuple[int, list[float | None]]], divide_by_std: bool
+) -> None:
+    found = version_advantages(groups, divide_by_std=divide_by_std)
+    for version in {version for version, _ in groups}:
+        pool = [one for other, values in groups if other == version for one in values]
+        mine = [
+            one
+            for (other, _), values in zip(groups, found, strict=True)
+            if other == version
+            for one in values
+        ]
+        assert mine == group_advantages(pool, divide_by_std=divide_by_std)
+
+
+def test_rule_of_the_configuration_is_the_one_that_is_applied() -> None:
+    groups = [(0, [1.0, 0.0, 0.0]), (1, [1.0, 1.0, 0.0])]
+    for values, group, single in zip(
+        [values for _, values in groups],
+        batch_advantages(groups, "group", True),
+        batch_advantages(groups, "leave-one-out", True),
+        strict=True,
+    ):
+        assert group == group_advantages(values, divide_by_std=True)
+        assert single == leave_one_out_advantages(values, divide_by_std=True)
+    assert batch_advantages(groups, "version-baseline", False) == version_advantages(
+        groups, divide_by_std=False
+    )

@@ -1,0 +1,348 @@
+"""What each objective promises: closed forms, gradients, and what masks leave out."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dora_pipe.config.objectives import KEYS
+from dora_pipe.consumers.objectives.kl import k1, k2, k3
+from dora_pipe.consumers.objectives.table import RULES, needs, terms_of
+from dora_pipe.consumers.objectives.terms import Inputs, row_figures, row_sums
+from dora_pipe.consumers.trainers.settings import StepSettings
+from tests.support.objectives import KINDS, chosen, random_inputs
+
+few = hypothesis_settings(max_examples=20)
+seeds = st.integers(0, 2**32 - 1)
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4)
+CLIPPING = ("grpo", "dapo", "dr-grpo", "decoupled-ppo", "tis")
+
+
+def gradient(inputs: Inputs, settings: StepSettings) -> Tensor:
+    """d(sum of losses) / d logprobs."""
+    logprobs = inputs.logprobs.detach().clone().requires_grad_()
+    torch.autograd.backward(terms_of(replace(inputs, logprobs=logprobs), settings).loss.sum())
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
+    return list(values.split(list(inputs.lengths)))
+
+
+def test_every_kind_of_the_configuration_has_a_rule() -> None:
+    assert set(RULES) == set(KEYS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("proximal", ["behaviour", "recomputed"])
+@few
+@given(seed=seeds, lengths=shapes)
+def test_on_policy_every_objective_has_the_gradient_of_plain_policy_gradient(
+    kind: str, proximal: str, seed: int, lengths: list[int]
+) -> None:
+    recomputes = "proximal" in KEYS[kind]
+    settings = chosen(kind, **({"proximal": proximal} if recomputes else {}))
+    inputs = random_inputs(seed, lengths, on_policy=True, proximal=proximal == "recomputed")
+    assert torch.allclose(gradient(inputs, settings), -inputs.advantages, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(seed=seeds)
+def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(kind: str, seed: int) -> None:
+    settings = chosen(kind)
+    inputs = random_inputs(seed, [3, 5], proximal=needs(settings).proximal)
+    whole = terms_of(inputs, settings).loss
+    for at, length in ((0, 3), (3, 5)):
+        part = slice(at, at + length)
+        alone = replace(
+            inputs,
+            logprobs=inputs.logprobs[part],
+            behaviour=inputs.behaviour[part],
+            advantages=inputs.advantages[part],
+            proximal=None if inputs.proximal is None else inputs.proximal[part],
+            lengths=(length,),
+        )
+        assert torch.allclose(terms_of(alone, settings).loss, whole[part], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(seed=seeds)
+def test_a_trajectory_without_advantage_has_no_gradient(kind: str, seed: int) -> None:
+    settings = chosen(kind)
+    inputs = random_inputs(seed, [4, 2], proximal=needs(settings).proximal)
+    nothing = replace(inputs, advantages=torch.zeros(6, dtype=torch.float64))
+    assert not gradient(nothing, settings).any()
+
+
+# Gradients, numerically. A weight without a gradient is held still while logprobs are moved.
+
+
+def weights_of(inputs: Inputs, settings: StepSettings) -> Tensor:
+    """The weights in J = sg(weight) A log pi, from the equations, trajectory by trajectory."""
+    found = []
+    log_ratio = (inputs.logprobs - inputs.around).detach()
+    for part, worth in zip(rows(inputs, log_ratio), rows(inputs, inputs.advantages), strict=True):
+        if settings.kind == "cispo":
+            assert settings.clip_low is not None
+            assert settings.clip_high is not None
+            found.append(part.exp().clip(1 - settings.clip_low, 1 + settings.clip_high))
+            continue
+        own = part.exp() if settings.level == "token" else part.sum().exp().expand(len(part))
+        good, bad = settings.positive_weight, settings.negative_weight
+        one = torch.full_like(part, 1.0 if good is None else good)
+        tapered = own.clip(0, 1) * (1.0 if bad is None else bad)
+        found.append(torch.where(worth >= 0, one, tapered))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [*CLIPPING, "gspo"])
+def test_gradient_of_a_clipped_ratio_is_the_slope_of_what_the_papers_write(
+    kind: str, seed: int
+) -> None:
+    keys: dict[str, Any] = {"weight_max": 1e3} if "weight_max" in KEYS[kind] else {}
+    settings = chosen(kind, clip_low=0.1, clip_high=0.15, **keys)
+    inputs = random_inputs(seed, [3, 1, 4], proximal=needs(settings).proximal)
+
+    def objective(logprobs: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        log_ratio = logprobs - inputs.around
+        weight = torch.ones_like(log_ratio)
+        if inputs.proximal is not None:
+            weight = (inputs.proximal - inputs.behaviour).exp()
+        assert settings.clip_low is not None
+        assert settings.clip_high is not None
+        columns = (log_ratio, inputs.advantages, weight)
+        for part, worth, scale in zip(*(rows(inputs, one) for one in columns), strict=True):
+            ratio = part.mean().exp().expand(len(part)) if kind == "gspo" else part.exp()
+            cut = ratio.clip(1 - settings.clip_low, 1 + settings.clip_high)
+            total = total - (scale * torch.minimum(ratio * worth, cut * worth)).sum()
+        return total
+
+    point = inputs.logprobs.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(objective, (point,), eps=1e-7, atol=1e-5)
+    torch.autograd.backward(objective(point))
+    assert point.grad is not None
+    assert torch.allclose(gradient(inputs, settings), point.grad, atol=1e-12)
+    value = terms_of(inputs, settings).loss.sum()
+    assert value.item() == pytest.approx(objective(point).item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("cispo", {}),
+        ("cispo", {"clip_low": 0.1, "clip_high": 0.1}),
+        ("topr", {}),
+        ("topr", {"level": "token"}),
+        ("weighted-topr", {"positive_weight": 0.7, "negative_weight": 1.6}),
+    ],
+)
+def test_gradient_of_a_weighted_objective_is_the_slope_with_the_weights_held_still(
+    kind: str, keys: dict[str, Any], seed: int
+) -> None:
+    settings = chosen(kind, **keys)
+    inputs = random_inputs(seed, [3, 1, 4])
+    held = weights_of(inputs, settings)
+
+    def objective(logprobs: Tensor) -> Tensor:
+        return -(held * inputs.advantages * logprobs).sum()
+
+    point = inputs.logprobs.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(objective, (point,))
+    assert torch.allclose(gradient(inputs, settings), -held * inputs.advantages, atol=1e-12)
+    value = terms_of(inputs, settings).loss.sum()
+    assert value.item() == pytest.approx(objective(point).item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("estimate", [k1, k2, k3])
+def test_gradient_of_a_kl_estimate_is_its_slope(estimate: Any) -> None:
+    inputs = random_inputs(3, [5])
+    assert torch.autograd.gradcheck(lambda lp: estimate(lp, inputs.reference), (inputs.logprobs,))
+
+
+def test_kl_estimates_agree_in_the_mean_and_not_in_their_gradient() -> None:
+    made = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, generator=made, dtype=torch.float64).requires_grad_()
+    fixed = (logits + 0.3 * torch.randn(50, generator=made, dtype=torch.float64)).detach()
+    table, other = logits.log_softmax(0), fixed.log_softmax(0)
+    exact = (table.exp() * (table - other)).sum()
+    chance = table.exp().detach()
+    (true,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    slopes = {}
+    for estimate in (k1, k2, k3):
+        mean = (chance * estimate(table, other)).sum()
+        assert mean.item() == pytest.approx(exact.item(), rel=0.1)
+        (slopes[estimate.__name__],) = torch.autograd.grad(mean, logits, retain_graph=True)
+    backwards = (other.exp() * (other - table)).sum()
+    (reverse,) = torch.autograd.grad(backwards, logits)
+    assert torch.allclose(slopes["k1"], torch.zeros_like(true), atol=1e-12)
+    assert torch.allclose(slopes["k2"], true, atol=1e-12)
+    assert torch.allclose(slopes["k3"], reverse, atol=1e-12)
+
+
+# Closed forms of single rules.
+
+
+@given(seed=seeds, lengths=shapes)
+def test_ratio_of_gspo_is_the_geometric_mean_of_the_ratios_of_its_tokens(
+    seed: int, lengths: list[int]
+) -> None:
+    inputs = random_inputs(seed, lengths)
+    found = terms_of(inputs, chosen("gspo")).ratio
+    ratios = (inputs.logprobs - inputs.behaviour).detach().exp()
+    for mine, part in zip(rows(inputs, found), rows(inputs, ratios), strict=True):
+        expected = math.prod(part.tolist()) ** (1 / len(part))
+        assert mine.tolist() == pytest.approx([expected] * len(part), rel=1e-9)
+
+
+@given(seed=seeds)
+def test_decoupled_ppo_without_a_clip_has_the_ratio_to_the_version_that_sampled(seed: int) -> None:
+    inputs = random_inputs(seed, [4, 3], proximal=True)
+    wide = {"clip_low": 1e6, "clip_high": 1e6, "weight_max": 1e6}
+    decoupled = terms_of(inputs, chosen("decoupled-ppo", **wide)).loss
+    ratio = (inputs.logprobs - inputs.behaviour).exp()
+    assert torch.allclose(decoupled, -ratio * inputs.advantages, rtol=1e-9)
+    assert torch.allclose(terms_of(inputs, chosen("tis", **wide)).loss, decoupled)
+
+
+@pytest.mark.parametrize("kind", ["decoupled-ppo", "tis"])
+def test_without_a_proximal_policy_the_decoupled_kinds_are_grpo(kind: str) -> None:
+    inputs = random_inputs(1, [4, 3])
+    decoupled = terms_of(inputs, chosen(kind, proximal="behaviour"))
+    assert torch.equal(decoupled.loss, terms_of(inputs, chosen("grpo")).loss)
+    assert decoupled.weight is None
+
+
+def test_tis_truncates_the_weight_and_decoupled_ppo_leaves_the_token_out() -> None:
+    lengths = (3,)
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    inputs = Inputs(
+        logprobs=logprobs.requires_grad_(),
+        behaviour=logprobs.detach() - torch.tensor([0.1, 3.0, -1.0], dtype=torch.float64),
+        proximal=logprobs.detach().clone(),
+        advantages=torch.ones(3, dtype=torch.float64),
+        lengths=lengths,
+    )
+    weights = [math.exp(0.1), math.exp(3.0), math.exp(-1.0)]
+    truncated = terms_of(inputs, chosen("tis", weight_max=2.0))
+    assert truncated.loss.tolist() == pytest.approx([-weights[0], -2.0, -weights[2]])
+    dropped = terms_of(inputs, chosen("decoupled-ppo", weight_max=2.0))
+    assert dropped.loss.tolist() == pytest.approx([-weights[0], 0.0, -weights[2]])
+    assert dropped.kept is not None
+    assert dropped.kept.tolist() == [True, False, True]
+    whole = terms_of(inputs, chosen("tis", weight_max=100.0, level="sequence"))
+    assert whole.loss.tolist() == pytest.approx([-math.prod(weights)] * 3)
+
+
+def test_topr_imitates_what_was_good_whatever_its_ratio_and_tapers_what_was_bad() -> None:
+    inputs = random_inputs(5, [3, 3, 3])
+    far = torch.tensor([-9.0] * 3 + [-9.0] * 3 + [9.0] * 3, dtype=torch.float64)
+    worth = torch.tensor([2.0] * 3 + [-2.0] * 3 + [-2.0] * 3, dtype=torch.float64)
+    inputs = replace(inputs, behaviour=inputs.logprobs.detach() - far, advantages=worth)
+    found = gradient(inputs, chosen("topr"))
+    assert found[:3].tolist() == [-2.0] * 3
+    assert found[3:6].tolist() == pytest.approx([2 * math.exp(-27.0)] * 3)
+    assert found[6:].tolist() == [2.0] * 3
+    clipped = terms_of(inputs, chosen("topr")).clipped
+    assert clipped.tolist() == [False] * 6 + [True] * 3
+
+
+def test_weighted_topr_with_weights_of_1_is_topr() -> None:
+    inputs = random_inputs(6, [2, 5])
+    plain, weighted = (terms_of(inputs, chosen(kind)) for kind in ("topr", "weighted-topr"))
+    assert torch.equal(plain.loss, weighted.loss)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", ["token", "sequence", "geometric"])
+@few
+@given(seed=seeds, kl=st.sampled_from([0.0, 0.2]))
+def test_mask_leaves_out_exactly_the_tokens_beyond_its_bounds(
+    kind: str, mask: str, seed: int, kl: float
+) -> None:
+    keys: dict[str, Any] = {"kl": kl} if "kl" in KEYS[kind] else {}
+    plain = chosen(kind, **keys)
+    masked = chosen(kind, mask=mask, mask_low=0.8, mask_high=1.3, **keys)
+    inputs = random_inputs(seed, [3, 1, 4], proximal=needs(plain).proximal)
+    before, after = terms_of(inputs, plain).loss, terms_of(inputs, masked)
+    trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
+    log_ratio = (trained - inputs.behaviour).detach()
+    expected: list[bool] = []
+    for part in rows(inputs, log_ratio):
+        whole = part.sum() if mask == "sequence" else part.mean()
+        ratio = part.exp() if mask == "token" else whole.exp().expand(len(part))
+        expected += [0.8 <= one <= 1.3 for one in ratio.tolist()]
+    assert after.kept is not None
+    assert after.kept.tolist() == expected
+    kept = after.kept
+    assert torch.equal(after.loss[kept], before[kept])
+    assert not after.loss[~kept].any()
+    assert torch.allclose(gradient(inputs, masked)[kept], gradient(inputs, plain)[kept])
+    assert not gradient(inputs, masked)[~kept].any()
+
+
+def test_mask_leaves_out_an_infinite_ratio_without_a_trace_in_the_gradient() -> None:
+    inputs = random_inputs(2, [4])
+    behaviour = inputs.behaviour.clone()
+    behaviour[1] = -2000.0
+    inputs = replace(inputs, behaviour=behaviour)
+    assert not gradient(inputs, chosen("grpo", clip_low=1.0)).isfinite().all()
+    found = gradient(inputs, chosen("grpo", mask="token"))
+    assert found.isfinite().all()
+    assert found[1] == 0
+
+
+def test_wide_mask_changes_nothing() -> None:
+    inputs = random_inputs(4, [4, 4])
+    wide = chosen("grpo", mask="token", mask_low=1e-9, mask_high=1e9)
+    assert torch.equal(terms_of(inputs, wide).loss, terms_of(inputs, chosen("grpo")).loss)
+
+
+def test_figures_name_the_weight_and_what_was_left_out() -> None:
+    settings = chosen("tis", mask="token", mask_low=0.9, mask_high=1.1)
+    inputs = random_inputs(8, [4, 6], proximal=True)
+    terms = terms_of(inputs, settings)
+    first, _ = row_figures(terms, torch.ones(10, dtype=torch.float64), inputs.lengths)
+    assert terms.kept is not None
+    assert terms.weight is not None
+    assert first.masked_share == pytest.approx(1 - terms.kept[:4].double().mean().item())
+    assert first.weight_mean == pytest.approx(terms.weight[:4].mean().item())
+    plain = row_figures(
+        terms_of(inputs, chosen("grpo")), torch.ones(10, dtype=torch.float64), inputs.lengths
+    )
+    assert plain[0].masked_share is None
+    assert plain[0].weight_mean is None
+
+
+@given(seed=seeds, lengths=shapes)
+def test_sums_of_trajectories_are_those_of_their_own_tokens(seed: int, lengths: list[int]) -> None:
+    inputs = random_inputs(seed, lengths)
+    found = rows(inputs, row_sums(inputs.behaviour, inputs.lengths))
+    for mine, part in zip(found, rows(inputs, inputs.behaviour), strict=True):
+        assert mine.tolist() == pytest.approx([math.fsum(part.tolist())] * len(part))
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.2])
+def test_grpo_has_the_bits_it_had_when_it_was_alone(kl: float) -> None:
+    made = torch.Generator().manual_seed(3)
+    lp, old, ref, worth = (torch.randn(500, generator=made) for _ in range(4))
+    ratio = (lp - old).exp()
+    expected = -(ratio * worth).minimum(ratio.clamp(1.0 - 0.2, 1.0 + 0.28) * worth)
+    if kl:
+        expected = expected + kl * ((ref - lp).exp() - (ref - lp) - 1.0)
+    inputs = Inputs(logprobs=lp, behaviour=old, advantages=worth, reference=ref, lengths=(200, 300))
+    assert torch.equal(terms_of(inputs, chosen("grpo", kl=kl)).loss, expected)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dora_pipe.cli.look import JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_rows, say
-from dora_pipe.cli.rundir import RUNS, opened
-from dora_pipe.clock import SystemClock
+from dora_pipe.cli.rundir import RUNS, OpenRun, opened
+from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.history import prune as history
 from dora_pipe.history.prune import Doomed
+from dora_pipe.history.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
+
+HOUR_S = 3600.0
 
 
 def prune(
@@ -26,6 +30,11 @@ def prune(
         int | None,
         typer.Option(min=0, help="Of the checkpoints; default: store.keep_every of the run."),
     ] = None,
+    claim_hours: Annotated[
+        float,
+        typer.Option(min=0.0, help="Values that no record claims: only those that are older."),
+    ] = AGE_MIN_S / HOUR_S,
+    archive: ArchiveOption = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -34,7 +43,7 @@ def prune(
     Nothing is deleted without --delete. A version that is needed again is made again by replay.
     """
     clock = SystemClock()
-    with opened(run, root) as open_run:
+    with opened(run, root, archive) as open_run:
         store = open_run.policies
         plan = history.plan_prune(
             open_run.bus,
@@ -44,14 +53,34 @@ def prune(
             stopped=stopped,
             clock=clock,
         )
-        emit_rows(("file", "bytes", "why", "version"), _rows(plan.doomed), as_json=as_json)
-        freed = f"{plan.freed_bytes / 1e6:.1f} of {plan.bytes / 1e6:.1f} MB"
+        claims = _claims(open_run, archive, claim_hours, clock)
+        doomed = (*plan.doomed, *claims.doomed)
+        emit_rows(("file", "bytes", "why", "version"), _rows(doomed), as_json=as_json)
+        files, size = plan.files + claims.files, plan.bytes + claims.bytes
+        freed = f"{(plan.freed_bytes + claims.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
+        if claims.note:
+            say(claims.note)
         if not delete:
-            say(f"{len(plan.doomed)} of {plan.files} files, {freed}; --delete deletes them")
+            say(f"{len(doomed)} of {files} files, {freed}; --delete deletes them")
             return
         user = getpass.getuser()
         count = history.prune(open_run.bus, open_run.topics, store, plan, user=user, clock=clock)
-        say(f"{count} of {plan.files} files deleted, {freed}")
+        count += prune_claims(store, claims)
+        say(f"{count} of {files} files deleted, {freed}")
+
+
+def _claims(run: OpenRun, archive: Path | None, hours: float, clock: Clock) -> ClaimPlan:
+    """Values beside the log that no record names; an archive's own are never touched."""
+    if run.directory.is_archive:
+        return ClaimPlan()
+    return plan_claims(
+        run.bus,
+        run.topics,
+        run.policies,
+        clock=clock,
+        archive=archive or run.directory.archive,
+        age_min_s=hours * HOUR_S,
+    )
 
 
 def _rows(doomed: Sequence[Doomed]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.claims import lost_claim
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.clock import Clock
 from dora_pipe.errors import BusError, LogTruncated, SchemaError
@@ -247,6 +248,8 @@ class BatchReader:
         try:
             headers = parse_headers(record.headers)
             parse_trajectory_id(headers.trajectory)
+            if lost := lost_claim(record):
+                raise SchemaError(lost)
             sha256 = sha256_hex(record.value)
             if headers.run != self._run:
                 raise SchemaError(f"a record of run {headers.run}", path="$.headers.run")

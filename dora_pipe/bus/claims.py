@@ -6,8 +6,8 @@ durably, before the record is appended. The reader puts it back and takes the he
 nobody above knows. Where the value is gone or has another digest, the record comes with an empty
 value, its claim's headers and ``claim-lost`` (why): it is unreadable, and named.
 
-A file that no record names (its append failed) does no harm: the next append of that value finds
-it there.
+A file that no record names (its append failed, or its writer died in between) does no harm: the
+next append of that value finds it there, and `prune` removes it when it is old.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class ClaimFiles:
     def write(self, digest: str, value: bytes) -> None:
         """Write a temporary file, fsync, rename, fsync the folder."""
         path = self.folder / digest
-        if path.is_file() and path.stat().st_size == len(value):
-            return
+        with suppress(OSError):
+            if path.stat().st_size == len(value):
+                os.utime(path)  # It is young again: whoever removes old ones leaves it.
+                return
         partial = self.folder / f".{digest}.{uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,12 @@ class ClaimFiles:
             raise BusError(
                 f"a claimed value in {self.folder} cannot be read: {error.strerror}"
             ) from error
+
+
+def claim_of(record: Record) -> str:
+    """The digest of the value that a record claims, whether that is there or not; else empty."""
+    claim = _claim(record)
+    return claim[0] if claim else ""
 
 
 def may_be_claimed(topic: str) -> bool:

@@ -25,7 +25,8 @@ from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
-Why = Literal["orphan", "dropped before", "retention"]
+Why = Literal["orphan", "dropped before", "retention", "unclaimed"]
+"""The last one is `prune_claims`'s."""
 
 STOP_RUN: Final = b'"kind":"stop-run"'
 

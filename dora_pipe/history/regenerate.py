@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from dora_pipe.bus.claims import lost_claim
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.history.ledger import Ledger
@@ -196,6 +197,8 @@ def _read(bus: Bus, topics: Topics, ledger: Ledger, name: str) -> Trajectory:
     record = record_at(bus, TopicPartition(topics.trajectories, fact.partition), fact.offset)
     if record is None:
         raise InvariantBroken(f"the record of {name} is gone from the log")
+    if lost := lost_claim(record):
+        raise InvariantBroken(f"the record of {name} cannot be read: {lost}")
     return decode_trajectory(record.value)
 
 

@@ -84,7 +84,7 @@ class ArrowFiles:
         base = self._base.lstrip("/")
         cut = len(base) + 1 if base else 0
         listed = [
-            Listed(name=one.path.lstrip("/")[cut:], bytes=one.size)
+            Listed(name=one.path.lstrip("/")[cut:], bytes=one.size, modified_ns=one.mtime_ns or 0)
             for one in found
             if one.type == fs.FileType.File
         ]

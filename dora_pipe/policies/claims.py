@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dora_pipe.errors import BusError, BusFull, ResourceError
-from dora_pipe.policies.port import TEMPORARY, Files
+from dora_pipe.policies.port import CLAIMS, TEMPORARY, Files
 
 
 class SharedClaims:
@@ -57,4 +57,4 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _name(digest: str) -> str:
-    return f"claims/{digest}"
+    return f"{CLAIMS}/{digest}"

@@ -9,8 +9,9 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final
 
 from dora_pipe.errors import ResourceError
@@ -60,14 +61,16 @@ class LocalFiles:
 
     def listed(self, folder: str) -> list[Listed]:
         """See Files."""
-        found = (path for path in (self.root / folder).rglob("*") if path.is_file())
-        return sorted(
-            (
-                Listed(name=path.relative_to(self.root).as_posix(), bytes=path.stat().st_size)
-                for path in found
-            ),
-            key=lambda one: one.name,
-        )
+        found: list[Listed] = []
+        for path in (self.root / folder).rglob("*"):
+            with suppress(FileNotFoundError):  # It went while this looked.
+                status = path.stat()
+                if S_ISREG(status.st_mode):
+                    name = path.relative_to(self.root).as_posix()
+                    found.append(
+                        Listed(name=name, bytes=status.st_size, modified_ns=status.st_mtime_ns)
+                    )
+        return sorted(found, key=lambda one: one.name)
 
 
 def sync(path: Path) -> None:

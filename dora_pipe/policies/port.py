@@ -6,12 +6,15 @@ twice under a name with other content, so whoever reads needs no lock; who doubt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
 TEMPORARY: Final = ".tmp-"
 """How the name of an unfinished file begins."""
+
+CLAIMS: Final = "claims"
+"""Folder of the values that were too large for the log (see `bus.claims`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,8 @@ class Listed:
 
     name: str
     bytes: int
+    modified_ns: int = field(default=0, compare=False)
+    """By the clock of the file system, ns since 1970; 0 where it does not say."""
 
 
 class Files(Protocol):

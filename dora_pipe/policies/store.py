@@ -8,6 +8,7 @@ harmless, and left alone until `dora-pipe prune`.
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
+    <root>/claims/<sha256>                  written by the log (`bus.claims`)
 
 A store may lie elsewhere, on any file system that pyarrow knows (`store.url`); `root` is then a
 bounded cache of it on this machine, and what is fetched is compared with its name.
@@ -30,7 +31,7 @@ from dora_pipe.policies import model_dir
 from dora_pipe.policies.cache import CACHE_BYTES_MAX, shrink, touch
 from dora_pipe.policies.digest import read_manifest
 from dora_pipe.policies.local_files import LocalFiles, resource_error, sync
-from dora_pipe.policies.port import TEMPORARY, Files, Listed
+from dora_pipe.policies.port import CLAIMS, TEMPORARY, Files, Listed
 from dora_pipe.schemas.policy import Blob, Manifest
 
 BlobKind = Literal["optimizer", "contributions"]
@@ -231,6 +232,10 @@ class PolicyStore:
         """Every file of the store, unfinished ones among them; sorted. Raises ResourceError."""
         folders = ("assets", "contributions", "optimizer", "weights")
         return [one for folder in folders for one in self._files.listed(folder)]
+
+    def claims(self) -> list[Listed]:
+        """Values too large for the log, which lie beside the policies. Raises ResourceError."""
+        return self._files.listed(CLAIMS)
 
     def orphans(self, named: Collection[str]) -> list[Listed]:
         """Files whose digest is not in `named`, unfinished ones among them; sorted by name."""

@@ -131,8 +131,12 @@ class Cluster:
         self.bus = self.open_bus()
         partitions = self.config.bus.partitions
         many = {self.topics.trajectories: partitions, self.topics.progress: partitions}
+        largest = self.config.bus.record_bytes_max
         self.bus.create(
-            [TopicSpec(name=name, partitions=many.get(name, 1)) for name in self.topics.all()]
+            [
+                TopicSpec(name=name, partitions=many.get(name, 1), record_bytes_max=largest)
+                for name in self.topics.all()
+            ]
         )
         self.run_started = self._run_started()
         for name in (ORCHESTRATOR, *self.workers, TRAINER):
@@ -156,13 +160,15 @@ class Cluster:
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
         """A bus of its own on the cluster's log."""
-        bus: Bus
-        if self.on_disk:
-            bus = SqliteBus(self.path)
-        else:
-            bus = MemoryBus(self._log, now_ms=lambda: self.clock.ns // 1_000_000)
+        bus = self.open_log()
         self._buses.append(bus)
         return BriskBus(bus, ears or Ears())
+
+    def open_log(self) -> Bus:
+        """The log itself."""
+        if self.on_disk:
+            return SqliteBus(self.path)
+        return MemoryBus(self._log, now_ms=lambda: self.clock.ns // 1_000_000)
 
     def start(self, name: str) -> None:
         """Start a role that does not run."""

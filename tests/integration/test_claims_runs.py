@@ -1,0 +1,311 @@
+"""A whole run with trajectories above what its topics take: proved, archived, damaged, pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from dora_pipe.bus.claims import ClaimBus, ClaimFiles, claim_of
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Append, Bus, Record
+from dora_pipe.bus.splice import spliced
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli import main, replay_lines
+from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
+from dora_pipe.errors import BusError, InvariantBroken
+from dora_pipe.history.archive import Archiver
+from dora_pipe.history.audit import audit
+from dora_pipe.history.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
+from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.history.report import AuditReport
+from dora_pipe.policies.arrow_files import ArrowFiles
+from dora_pipe.policies.claims import SharedClaims
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.topics import Topics
+from tests.support.bus_archive import log_in_memory
+from tests.support.claimed_run import CLAIMS, RECORD_BYTES_MAX, Killed, claim_cluster
+from tests.support.worker import VirtualClock
+
+TOPICS = Topics("claimed")
+HOUR_NS = 3600 * 10**9
+STEPS = 3
+LARGE = bytes(range(256)) * 400
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory; a worker died in it between a value and its record."""
+    directory = tmp_path_factory.mktemp("claims") / "claimed"
+    with claim_cluster(directory) as cluster:
+        cluster.until(lambda: cluster.version >= 1)
+        cluster.deaths.due = True
+        with pytest.raises(Killed):
+            cluster.run()
+        for name in [one for one in cluster.roles if one.startswith("w")]:
+            cluster.restart(name)
+        cluster.run()
+        assert len(cluster.deaths.died) == 1
+    return directory
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """The same elsewhere, to be damaged or pruned."""
+    shutil.copytree(run, tmp_path / "claimed")
+    return tmp_path / "claimed"
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
+    monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
+
+    def called(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return (0 if code is None else int(code)), printed.out, printed.err
+
+    return called
+
+
+def values(run: Path) -> dict[str, Path]:
+    """Claimed values by digest."""
+    return {path.name: path for path in (run / "policies" / CLAIMS).iterdir()}
+
+
+def claims(run: Path) -> Iterator[tuple[Record, str]]:
+    """Records that claim a value, as they lie in the log, with its digest."""
+    with closing(SqliteBus(run / "log.sqlite")) as bus:
+        for record in records_of(bus, ends_of(bus, TOPICS.trajectories)):
+            if digest := claim_of(record):
+                yield record, digest
+
+
+def opened(run: Path) -> Bus:
+    return open_bus(f"sqlite:{run / 'log.sqlite'}", claims=ClaimFiles(run / "policies" / CLAIMS))
+
+
+def audited(run: Path) -> AuditReport:
+    with closing(opened(run)) as bus:
+        return audit(bus, TOPICS, PolicyStore(run / "policies"))
+
+
+def test_run_with_trajectories_above_the_limit_is_proved(run: Path) -> None:
+    sizes = [path.stat().st_size for path in values(run).values()]
+    assert len(sizes) > 5 and min(sizes) > RECORD_BYTES_MAX
+    report = audited(run)
+    assert report.holds, report.violations
+    assert report.steps == STEPS
+    assert {digest for _, digest in claims(run)} < values(run).keys()
+
+
+def test_every_command_reads_large_values_from_log_and_archive(
+    call: Call, copy: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "kept"
+    record, _ = next(claims(copy))
+    name = dict(record.headers)["trajectory"].decode()
+    commands: list[tuple[object, ...]] = [
+        ("audit", "RUN", "--json", "--fresh"),
+        ("show", "RUN", name, "--json"),
+        ("cat", "RUN", "trajectories", "--partition", record.partition, "--json"),
+    ]
+
+    def answers(where: Path) -> list[tuple[int, str]]:
+        filled = [[where if one == "RUN" else one for one in command] for command in commands]
+        return [call(*command)[:2] for command in filled]
+
+    of_the_log = answers(copy)
+    assert [code for code, _ in of_the_log] == [0, 0, 0]
+    assert f'"{name}"' in of_the_log[2][1] and "unreadable" not in of_the_log[2][1]
+    assert call("archive", copy, "--to", place, "--with-policies")[0] == 0
+    kept = {path.name for path in (place / CLAIMS).iterdir()}
+    assert kept == {digest for _, digest in claims(copy)}, "what nobody claims is not archived"
+    code, out, _ = call("archive", "--verify", place)
+    assert (code, f"{len(kept)} claimed values" in out) == (0, True)
+    shutil.rmtree(copy)
+    assert answers(place) == of_the_log
+    assert call("replay", place)[0] == 0
+    assert call("export", place, "--parquet", tmp_path / "all.parquet")[0] == 0
+    tokens = pq.read_table(tmp_path / "all.parquet", columns=["token_ids"]).column(0)
+    assert max(len(one) for one in tokens.to_pylist()) * 4 > RECORD_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("gone", "there is no such value in the store"), ("changed", "has another digest")],
+)
+def test_value_that_is_gone_or_changed_is_one_line_of_audit(
+    call: Call, copy: Path, how: str, why: str
+) -> None:
+    record, digest = trained(copy)
+    path = values(copy)[digest]
+    if how == "gone":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    (violation,) = audited(copy).violations
+    name = dict(record.headers)["trajectory"].decode()
+    where = f"{name} at trajectories:{record.partition}:{record.offset}"
+    assert violation.line.startswith(f"records {where}: cannot be read: claim {digest}: ")
+    assert why in violation.line
+    code, _, err = call("audit", copy, "--fresh")
+    assert code == 5 and err.count("error:") == 1 and digest in err
+    code, _, err = call("replay", copy)
+    assert code != 0
+    assert f"trajectory {name} cannot be read: claim {digest}" in err
+
+
+def trained(run: Path) -> tuple[Record, str]:
+    """A claim of a trained group: its trajectory's id begins with g."""
+    return next(
+        (one, digest)
+        for one, digest in claims(run)
+        if dict(one.headers)["trajectory"].startswith(b"g")
+    )
+
+
+def plan(run: Path, *, hours: float = 2.0, archive: Path | None = None) -> ClaimPlan:
+    """What would be pruned so many hours from now."""
+    clock = VirtualClock()
+    latest = max(path.stat().st_mtime_ns for path in values(run).values())
+    clock.ns += latest + int(hours * HOUR_NS) - clock.wall_ns()
+    with closing(opened(run)) as bus:
+        return plan_claims(bus, TOPICS, PolicyStore(run / "policies"), clock=clock, archive=archive)
+
+
+def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Path) -> None:
+    named = {digest for _, digest in claims(copy)}
+    (unclaimed,) = values(copy).keys() - named
+    found = plan(copy)
+    assert [(one.file.name, one.why) for one in found.doomed] == [
+        (f"{CLAIMS}/{unclaimed}", "unclaimed")
+    ]
+    assert (found.files, found.note) == (len(named) + 1, "")
+    code, out, err = call("prune", copy)
+    assert (code, unclaimed in out) == (0, False), "it is younger than an hour"
+    code, out, err = call("prune", copy, "--claim-hours", "0", "--json")
+    assert code == 0 and "--delete deletes them" in err
+    assert [json.loads(line)["why"] for line in out.splitlines()] == ["unclaimed"]
+    assert unclaimed in values(copy), "a dry run deletes nothing"
+    code, _, err = call("prune", copy, "--claim-hours", "0", "--delete")
+    assert code == 0 and "1 of" in err
+    assert values(copy).keys() == named
+    assert audited(copy).holds
+    assert plan(copy).doomed == ()
+
+
+def test_young_value_stays_and_so_does_one_that_was_written_again(copy: Path) -> None:
+    assert plan(copy, hours=AGE_MIN_S / 3600 - 0.01).doomed == ()
+    found = plan(copy)
+    (doomed,) = found.doomed
+    path = copy / "policies" / doomed.file.name
+    os.utime(path, ns=(1, 1))
+    found = plan(copy)
+    ClaimFiles(path.parent).write(path.name, path.read_bytes())
+    assert prune_claims(PolicyStore(copy / "policies"), found) == 0
+    assert path.is_file()
+
+
+def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Path) -> None:
+    folder = copy / "policies" / CLAIMS
+    for name in (f".{'a' * 64}.0123", "notes.txt"):
+        (folder / name).write_bytes(b"half")
+    doomed = {one.file.name.rpartition("/")[2] for one in plan(copy).doomed}
+    assert f".{'a' * 64}.0123" in doomed and "notes.txt" not in doomed
+    assert len(doomed) == 2
+
+
+def test_values_of_records_that_retention_deleted_stay_while_an_archive_names_them(
+    copy: Path, tmp_path: Path
+) -> None:
+    named = {digest for _, digest in claims(copy)}
+    (unclaimed,) = values(copy).keys() - named
+    store, place, clock = PolicyStore(copy / "policies"), tmp_path / "kept", VirtualClock()
+    clock.ns += max(one.modified_ns for one in store.claims()) + 2 * HOUR_NS - clock.wall_ns()
+    with closing(opened(copy)) as bus, closing(Archiver(bus, TOPICS, place)) as archiver:
+        archiver.once()
+    with closing(SqliteBus(copy / "log.sqlite")) as bus:
+        log = log_in_memory(bus)
+    live = MemoryBus(log)
+    for tp in ends_of(live, TOPICS.trajectories):
+        log.delete_before(tp, live.end(tp))
+    found = plan_claims(live, TOPICS, store, clock=clock)
+    assert found.doomed == ()
+    assert f"{len(named) + 1} claimed values are left as they are: " in found.note
+    assert "the records from offset 0 on were deleted" in found.note
+    both = spliced(ClaimBus(live, ClaimFiles(store.root / CLAIMS)), place)
+    found = plan_claims(both, TOPICS, store, clock=clock, archive=place)
+    assert [one.file.name for one in found.doomed] == [f"{CLAIMS}/{unclaimed}"]
+    segment = next((place / "segments").glob("claimed.trajectories-*"))
+    segment.write_bytes(segment.read_bytes()[:-1])
+    with pytest.raises(InvariantBroken, match=segment.name):
+        plan_claims(both, TOPICS, store, clock=clock, archive=place)
+
+
+def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
+    clock = VirtualClock()
+    clock.ns = 0  # Before every file.
+    unread = MemoryBus(MemoryLog())
+    with pytest.raises(BusError):
+        ends_of(unread, TOPICS.trajectories)
+    found = plan_claims(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
+    assert (found.doomed, found.files) == ((), len(values(copy)))
+
+
+class _Struck(ClaimFiles):
+    """Kills this process when a value lies there, before its record is appended."""
+
+    def write(self, digest: str, value: bytes) -> None:
+        super().write(digest, value)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_process_that_is_killed_between_value_and_record_leaves_what_prune_removes(
+    copy: Path,
+) -> None:
+    before = values(copy).keys()
+    log = f"sqlite:{copy / 'log.sqlite'}"
+    if (pid := os.fork()) == 0:
+        try:
+            bus = open_bus(log, claims=_Struck(copy / "policies" / CLAIMS))
+            bus.writer().append([Append(topic=TOPICS.trajectories, value=LARGE)])
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    digest = sha256(LARGE).hexdigest()
+    assert values(copy).keys() - before == {digest}
+    assert audited(copy).holds
+    found = plan(copy)
+    assert digest in {one.file.name.rpartition("/")[2] for one in found.doomed}
+    assert prune_claims(PolicyStore(copy / "policies"), found) == 2
+    assert values(copy).keys() == {one for _, one in claims(copy)}
+
+
+def test_shared_store_says_how_old_its_values_are(tmp_path: Path) -> None:
+    files = ArrowFiles(fs.LocalFileSystem(), str(tmp_path / "shared"))
+    digest = sha256(LARGE).hexdigest()
+    SharedClaims(files, tmp_path / "here").write(digest, LARGE)
+    (one,) = PolicyStore(tmp_path / "here", files).claims()
+    path = tmp_path / "shared" / CLAIMS / digest
+    assert (one.name, one.bytes) == (f"{CLAIMS}/{digest}", len(LARGE))
+    assert one.modified_ns == path.stat().st_mtime_ns

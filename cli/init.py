@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from dora_pipe.cli.output import say
+from dora_pipe.cli.roles import ENGINES
 from dora_pipe.cli.settings import OverrideOption
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
@@ -25,6 +26,8 @@ SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 300}
 """Steps after which a policy gets a part of the task right, and has something left to learn."""
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
+TORCH: Final = "torch"
+"""The engine that needs nothing of a model but its family."""
 
 PROGRESS_EVERY: Final = 40
 """Steps between two lines of talk."""
@@ -33,6 +36,7 @@ PROGRESS_EVERY: Final = 40
 def init(
     directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
 ) -> None:
     """Make a folder with a configuration and a small random model for a built-in task."""
     if task not in EXAMPLES:
@@ -42,27 +46,34 @@ def init(
         )
     if directory.exists():
         raise UsageError(f"{directory} exists", hint="name a folder that does not")
+    if engine not in ENGINES:
+        raise UsageError(f"no engine {engine!r}", hint=f"one of {', '.join(ENGINES)}")
     directory.mkdir(parents=True)
-    (directory / "config.toml").write_text(example_config(task))
-    parameters = make_model(directory / "model", task)
+    (directory / "config.toml").write_text(example_config(task, engine))
+    parameters = make_model(directory / "model", task, engine)
     say(f"{directory}/config.toml and {directory}/model ({parameters:,} parameters)")
     steps = SFT_STEPS_OF[task]
     say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm --steps {steps}")
     say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
 
 
-def make_model(directory: Path, task: str) -> int:
-    """A small random model with the words of a built-in task; returns its parameters."""
-    from dora_pipe.cli.small_model import write_small_model
+def make_model(directory: Path, task: str, engine: str = TORCH) -> int:
+    """A small random model with the words of a built-in task, in a shape that the engine takes;
+    returns its parameters."""
+    from dora_pipe.cli.small_model import HEADS, VLLM_HEADS, write_small_model
     from dora_pipe.producers.tasks import arithmetic, calculator
 
     words = {"arithmetic": arithmetic.WORDS, "calculator": calculator.WORDS}[task]
-    return write_small_model(directory, words, context_tokens=CONTEXT_TOKENS)
+    heads = HEADS if engine == TORCH else VLLM_HEADS
+    return write_small_model(directory, words, context_tokens=CONTEXT_TOKENS, heads=heads)
 
 
-def example_config(task: str) -> str:
+def example_config(task: str, engine: str = TORCH) -> str:
     """The text of an example's configuration file."""
-    return example_file(task).read_text()
+    text = example_file(task).read_text()
+    section = "[workers]\n"
+    assert section in text, f"the example of {task} has no {section}"
+    return text if engine == TORCH else text.replace(section, f'{section}engine = "{engine}"\n')
 
 
 def example_file(task: str) -> Path:

@@ -10,16 +10,19 @@ import platform
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from dora_pipe import __version__
 from dora_pipe.cli.output import complain
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
-from dora_pipe.errors import ConfigError, DoraError, InvariantBroken, LogTruncated
+from dora_pipe.errors import ConfigError, DoraError, InvariantBroken, LogTruncated, UsageError
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.role import Decode
 from dora_pipe.schemas.control import RunStarted
@@ -28,8 +31,23 @@ from dora_pipe.schemas.topics import Topics
 ORCHESTRATOR = "orchestrator"
 TRAINER = "trainer"
 
-WORKER_PRELOAD = ("torch", "dora_pipe.producers.role", "dora_pipe.producers.engines.torch_engine")
-"""What workers need; imported once per machine. The engine does without transformers."""
+ENGINES: Final = {
+    "torch": ("torch", "transformers", "safetensors"),
+    "vllm": ("vllm", "torch", "transformers", "safetensors"),
+}
+"""Engines that a worker may have, and the packages they need."""
+
+HINTS: Final = {
+    "torch": "pip install 'dora-pipe[torch]'",
+    "vllm": "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU); see docs/vllm.md",
+}
+
+WORKER_PRELOAD: Final = {
+    "torch": ("torch", "dora_pipe.producers.role", "dora_pipe.producers.engines.torch_engine"),
+    "vllm": ("dora_pipe.producers.role", "dora_pipe.producers.engines.vllm_imported"),
+}
+"""What workers of an engine need; imported once per machine. The torch engine does without
+transformers."""
 
 TRAINER_PRELOAD = (
     "torch",
@@ -75,14 +93,35 @@ def worker_names(config: Config) -> tuple[str, ...]:
     return tuple(f"w{number}" for number in range(config.workers.count))
 
 
-def need_torch() -> None:
-    """Raise ConfigError where workers and trainer cannot run, before anything starts."""
-    for name in ("torch", "transformers", "safetensors"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"workers and trainer need {name}, which is not installed",
-                hint="pip install 'dora-pipe[torch]'",
-            )
+def worker_engine(config: Config, name: str) -> str:
+    """The engine of a worker that `run` starts; of any other, `workers.engine`.
+
+    Example: with ``engines = ["vllm", "torch"]``, w0 and w2 have vLLM, w1 and w3 torch.
+    """
+    engines, names = config.workers.engines, worker_names(config)
+    if not engines or name not in names:
+        return config.workers.engine
+    return engines[names.index(name) % len(engines)]
+
+
+def with_engine(config: Config, engine: str) -> Config:
+    """The configuration of a worker with this engine."""
+    workers = msgspec.structs.replace(config.workers, engine=engine, engines=())
+    return msgspec.structs.replace(config, workers=workers)
+
+
+def need_engines(engines: Iterable[str]) -> None:
+    """Raise, before anything starts, where these engines cannot run: ConfigError for a package that
+    is missing, UsageError for an engine that is unknown."""
+    for engine in sorted(set(engines)):
+        if engine not in ENGINES:
+            raise UsageError(f"no engine {engine!r}", hint=f"one of {', '.join(ENGINES)}")
+        for name in ENGINES[engine]:
+            if importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"engine {engine!r} needs {name}, which is not installed",
+                    hint=HINTS[engine],
+                )
 
 
 def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
@@ -162,32 +201,50 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
-    """Be the trainer until the run ends."""
+    """Be the trainer until the run ends; under torchrun, ranks above 0 obey rank 0 instead."""
     from dora_pipe.consumers.role import run_trainer
+    from dora_pipe.consumers.trainers.make import end_ranks, follows, make_trainer, need_trainer
 
-    run_trainer(
-        lambda: directory.open_bus(config),
-        Topics(config.run.name),
-        store=directory.policies(config),
-        stop=settle(),
-        config=config,
-        adopt=adopt,
-    )
+    need_trainer(config)
+    log, store = directory.log_place(config), directory.policies(config)
+    if follows(config, log, store):
+        return
+    try:
+        run_trainer(
+            lambda: directory.open_bus(config),
+            Topics(config.run.name),
+            store=store,
+            stop=settle(),
+            trainer_factory=partial(make_trainer, log=log),
+            config=config,
+            adopt=adopt,
+        )
+    finally:
+        end_ranks()
 
 
 def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
-    """The engine that a configuration means. Raises ConfigError where torch is not installed."""
-    try:
-        from dora_pipe.producers.engines.torch_engine import TorchEngine
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"engine {config.workers.engine!r} needs {error.name}, which is not installed",
-            hint="pip install 'dora-pipe[torch]'",
-        ) from None
+    """The engine that a configuration means. Raises ConfigError where it is not installed."""
+    workers = config.workers
+    need_engines([workers.engine])
+    if workers.engine == "vllm":
+        from dora_pipe.producers.engines.vllm_core import VllmSettings
+        from dora_pipe.producers.engines.vllm_engine import VllmEngine
+
+        return VllmEngine.open(
+            assets,
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            threads=workers.threads,
+            settings=VllmSettings(**msgspec.structs.asdict(workers.vllm)),
+            decode=decode,
+        )
+    from dora_pipe.producers.engines.torch_engine import TorchEngine
+
     return TorchEngine.open(
         assets,
-        slots=config.workers.slots,
-        context_tokens=config.workers.context_tokens,
-        threads=config.workers.threads,
+        slots=workers.slots,
+        context_tokens=workers.context_tokens,
+        threads=workers.threads,
         decode=decode,
     )

@@ -18,10 +18,17 @@ from dora_pipe.producers.tasks.vocabulary import (
 HIDDEN = 160
 LAYERS = 2
 HEADS = 4
+VLLM_HEADS = 5
+"""Heads of 32: vLLM's kernels for CPUs have none for heads of 40."""
 
 
 def write_small_model(
-    directory: Path, words: Sequence[str], *, context_tokens: int, seed: int = 0
+    directory: Path,
+    words: Sequence[str],
+    *,
+    context_tokens: int,
+    seed: int = 0,
+    heads: int = HEADS,
 ) -> int:
     """Write a Llama of about 800 000 parameters over `words`; returns their number.
 
@@ -41,8 +48,8 @@ def write_small_model(
             hidden_size=HIDDEN,
             intermediate_size=4 * HIDDEN,
             num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=context_tokens,
             tie_word_embeddings=False,
             pad_token_id=SPECIAL.index(PAD),

@@ -21,6 +21,7 @@ from dora_pipe.cli.zygote import Zygote
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.load import from_plain, load_config
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.trainers.make import need_trainer
 from dora_pipe.errors import (
     BusError,
     ConfigError,
@@ -149,12 +150,18 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     """Start every role, `tell` of it until all have ended; False when the user stopped it."""
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
-    roles.need_torch()
+    engines = {name: roles.worker_engine(config, name) for name in names}
+    roles.need_engines(["torch", *engines.values()])
+    need_trainer(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
     slim = Zygote(lambda name: _be(plan, name))
-    serving = Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD)
+    serving = {
+        engine: Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD[engine])
+        for engine in sorted(set(engines.values()))
+    }
     training = Zygote(lambda name: _be(plan, name), preload=roles.TRAINER_PRELOAD)
-    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training, **dict.fromkeys(names, serving)}
+    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training}
+    zygotes |= {name: serving[engine] for name, engine in engines.items()}
     try:
         with _bus(directory, config) as bus:
             topics = Topics(config.run.name)
@@ -179,7 +186,7 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
             progress.close()
             return finished
     finally:
-        for zygote in (slim, serving, training):
+        for zygote in (slim, *serving.values(), training):
             zygote.close()
 
 
@@ -215,9 +222,12 @@ def _be(plan: Plan, name: str) -> int:
         roles.ORCHESTRATOR: lambda: roles.orchestrator(directory, config, plan.first),
         roles.TRAINER: lambda: roles.trainer(directory, config, adopt=plan.adopt),
     }
-    return roles.be_role(
-        name, directory, starts.get(name, lambda: roles.worker(directory, config, name))
-    )
+
+    def worker() -> None:
+        own = roles.with_engine(config, roles.worker_engine(config, name))
+        roles.worker(directory, own, name)
+
+    return roles.be_role(name, directory, starts.get(name, worker))
 
 
 def orchestrator(
@@ -236,12 +246,18 @@ def orchestrator(
 def worker(
     config: ConfigArgument,
     name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
+    engine: Annotated[
+        str, typer.Option(help="torch or vllm, where it is not the run's workers.engine.")
+    ] = "",
     override: OverrideOption = None,
     root: RunsOption = RUNS,
 ) -> None:
-    """Start one rollout worker of a run."""
+    """Start one rollout worker of a run; its engine may be another than that of the others."""
     roles.talk(name)
     wanted = _load(config, override or ())
+    engine = engine or roles.worker_engine(wanted, name)
+    roles.need_engines([engine])
+    wanted = roles.with_engine(wanted, engine)
     roles.worker(run_dir(wanted, root), wanted, name)
 
 

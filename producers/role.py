@@ -347,7 +347,7 @@ def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
         pid=os.getpid(),
         slots=engine.slots,
         prefetch=here.config.workers.prefetch,
-        kv_tokens=engine.slots * engine.context_tokens,
+        kv_tokens=engine.kv_tokens,
         engine=engine.name,
         engine_version=engine.version,
         dtype=engine.dtype,

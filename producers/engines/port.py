@@ -154,6 +154,13 @@ class Engine(Protocol):
     context_tokens: int
     device: str
     dtype: str
+    versions_resident: int
+    """Policy versions that it can host at the same time."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV cache has room for."""
+        ...
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """Replace the weights by those in a safetensors file; only while no row is active.

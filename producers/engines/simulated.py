@@ -109,6 +109,7 @@ class SimulatedEngine:
     )
     device = "none"
     dtype = "none"
+    versions_resident = 1
 
     def __init__(
         self,
@@ -216,6 +217,11 @@ class SimulatedEngine:
                 events.append(RequestFinished(request=name, reason=reason))
                 del self._rows[name]
         return events
+
+    @property
+    def kv_tokens(self) -> int:
+        """See the port."""
+        return self.slots * self.context_tokens
 
     @property
     def active(self) -> int:

@@ -70,6 +70,7 @@ class TorchEngine:
     name = "torch"
     device = "cpu"
     dtype = "float32"
+    versions_resident = 1
 
     def __init__(
         self,
@@ -247,6 +248,11 @@ class TorchEngine:
         for slot in ended:
             self._leave(slot)
         return events
+
+    @property
+    def kv_tokens(self) -> int:
+        """See the port."""
+        return self.slots * self.context_tokens
 
     @property
     def active(self) -> int:

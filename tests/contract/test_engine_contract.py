@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,27 @@ from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
 from tests.support import engine_contract as contract
 from tests.support.engine_contract import Decode, Subject
 
-SUBJECTS = ("simulated", "qwen2", "llama_gqa")
+SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm")
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
     """Each engine with two policies, the first one loaded."""
+    folder = tmp_path_factory.mktemp(request.param)
     if request.param == "simulated":
-        return _simulated(tmp_path_factory.mktemp("simulated"))
-    from tests.support.torch_engines import torch_subject
+        yield _simulated(folder)
+    elif request.param == "vllm":
+        from tests.support.vllm_engines import need_vllm, vllm_subject
 
-    return torch_subject(request.param, tmp_path_factory.mktemp(request.param))
+        need_vllm()
+        with vllm_subject(folder) as opened:
+            yield opened
+    else:
+        from tests.support.torch_engines import torch_subject
+
+        yield torch_subject(request.param, folder)
 
 
 def _simulated(folder: Path) -> Subject:

@@ -1,0 +1,238 @@
+"""Opens vLLM in this process; decides its settings and the seed of every drawn token.
+
+vLLM is stepped in the caller's thread (no process of its own), takes its weights from `load` alone
+(it starts with random ones), and never looks at a tokenizer: stop strings are watched for outside.
+
+Drawing. vLLM gives each request a generator and draws from it once per step, so that a token would
+depend on how many were drawn before. Here the generator is seeded again for every token from
+(seed, position): the draw is a function of (logits, seed, position), and a request that goes on
+elsewhere after a prefill has the same random stream. Kernel and order are vLLM's own: temperature,
+min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from dora_pipe.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.policies.model_dir import read_config
+from dora_pipe.producers.engines.simulated import mix64
+
+BLOCK_TOKENS: Final = {"cpu": 32, "cuda": 16}
+"""Of vLLM's KV cache. Its CPU kernels want a multiple of 32; their default of 128 wastes half of a
+short context."""
+
+SPARE_BLOCKS: Final = 8
+"""Beside those of all slots: vLLM keeps one for itself."""
+
+STEP_TOKENS_MAX: Final = 2048
+"""Tokens of one step beyond one for each slot; a longer prompt is prefilled over several."""
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than the one below stands upon
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What vLLM reads when it is imported: in process, and nothing goes out."""
+
+HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU)"
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What a user may set of vLLM beside slots and context."""
+
+    dtype: Dtype = "float32"
+    eager: bool = True
+    kv_gb: float = 0.0
+    """0: what all slots need for whole contexts."""
+    prefix_cache: bool = True
+
+
+def prepare(threads: int) -> Any:
+    """vLLM, imported with its environment. Raises ConfigError where it is not installed."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        import vllm
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine 'vllm' needs {error.name}, which is not installed", hint=HINT
+        ) from None
+    torch.set_num_threads(threads)
+    return vllm
+
+
+def open_core(
+    model_dir: Path,
+    settings: VllmSettings,
+    *,
+    slots: int,
+    context_tokens: int,
+    backend: str,
+) -> Any:
+    """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
+
+    Raises PolicyError for a model that vLLM does not take, ResourceError without memory for it.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    device = device_name()
+    if settings.dtype == "bfloat16" and device == "cpu":
+        _wake_bfloat16()
+    arguments = EngineArgs(
+        model=str(model_dir),
+        dtype=settings.dtype,
+        max_model_len=context_tokens,
+        max_num_seqs=slots,
+        max_num_batched_tokens=STEP_TOKENS_MAX + slots,
+        kv_cache_memory_bytes=_kv_bytes(model_dir, settings, slots, context_tokens, device),
+        block_size=BLOCK_TOKENS[device],
+        load_format="dummy",
+        enforce_eager=settings.eager,
+        enable_prefix_caching=settings.prefix_cache,
+        skip_tokenizer_init=True,
+        async_scheduling=False,
+        disable_log_stats=True,
+        seed=0,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+    )
+    try:
+        _check_heads(arguments.create_model_config().get_head_size(), device)
+        return LLMEngine.from_engine_args(arguments)
+    except MemoryError as error:
+        raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        if "memory" in said.lower():
+            hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.kv_gb"
+            raise ResourceError(f"vLLM does not start: {said}", hint=hint) from error
+        raise PolicyError(f"vLLM does not take the model of {model_dir}: {said}") from error
+
+
+def device_name() -> str:
+    """`cpu` or `cuda`: where this vLLM computes. Raises ConfigError where it found neither."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if not current_platform.is_cuda_alike():
+        raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
+    return "cuda"
+
+
+def _check_heads(head_dim: int, device: str) -> None:
+    """Raise ValueError for heads that vLLM has no kernel for: on a CPU it notices in its first
+    step."""
+    if device == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in sizes:
+            known = ", ".join(map(str, sizes))
+            raise ValueError(f"heads of {head_dim} have no kernel on a CPU, only those of {known}")
+
+
+def install_sampler(core: Any) -> Any:
+    """Make vLLM draw by seed and position; the sampler, which knows the last step's draws."""
+    (sampler,) = core.collective_rpc(_replace_sampler)
+    return sampler
+
+
+def _replace_sampler(worker: Any) -> Any:
+    runner = worker.model_runner
+    runner.sampler = sampler_class()(runner)
+    return runner.sampler
+
+
+def sampler_class() -> type[Any]:
+    """A sampler of vLLM's own making that is seeded for every token. Needs vLLM."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    class PositionSampler(Sampler):  # type: ignore[misc]
+        """Raw log-probs as vLLM gives them; `drawn` has those of what was sampled from."""
+
+        def __init__(self, runner: Any) -> None:
+            super().__init__("raw_logprobs")
+            self._runner = runner
+            self._plain: Any = self.topk_topp_sampler
+            self._both: Any = TopKTopPSampler("processed_logprobs")
+            self.drawn: dict[str, float] = {}
+            """By vLLM's request id, log-probs of the last step's tokens in the distribution that
+            they were drawn from; of no meaning for greedy requests."""
+
+        def ask(self, wanted: bool) -> None:
+            """Whether the next step shall tell `drawn`: a softmax over the vocabulary more."""
+            self.topk_topp_sampler: Any = self._both if wanted else self._plain
+
+        def sample(self, logits: Any, metadata: Any, override: Any = None) -> Any:
+            """See vLLM's; in float32, over the rows of the running batch."""
+            batch, requests = self._runner.input_batch, self._runner.requests
+            for row, generator in metadata.generators.items():
+                seed = requests[batch.req_ids[row]].sampling_params.seed
+                generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
+            sampled, processed = super().sample(logits, metadata, override)
+            self.drawn = {}
+            if processed is not None:
+                chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten().tolist()
+                self.drawn = dict(zip(batch.req_ids, chosen, strict=False))
+            return sampled, None
+
+    return PositionSampler
+
+
+def token_seed(seed: int, position: int) -> int:
+    """The generator's seed for the token at `position`; 63 bits."""
+    return mix64(mix64(seed) ^ position) >> 1
+
+
+def _kv_bytes(
+    model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
+) -> int:
+    """Of the KV cache: what was set, or whole contexts in all slots."""
+    if settings.kv_gb:
+        return int(settings.kv_gb * 2**30)
+    block = BLOCK_TOKENS[device]
+    blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
+    itemsize = 4 if settings.dtype == "float32" else 2
+    return blocks * block * token_kv_values(read_config(model_dir)) * itemsize
+
+
+def token_kv_values(config: Mapping[str, Any]) -> int:
+    """Numbers that the KV cache holds of one token. Raises PolicyError for a config without."""
+    try:
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_dim
+    except (KeyError, TypeError, ValueError):
+        raise PolicyError(
+            "the model's config does not tell the sizes of its attention",
+            hint="set workers.kv_gb",
+        ) from None
+
+
+def _wake_bfloat16() -> None:
+    """vLLM 0.32 on a CPU dies of its first bfloat16 product if it is a very small one."""
+    import torch
+
+    square = torch.ones(256, 256, dtype=torch.bfloat16)
+    torch.matmul(square, square)

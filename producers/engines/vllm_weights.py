@@ -1,0 +1,149 @@
+"""Hands weights to vLLM through its own transfer interface; decides nothing but what fits.
+
+The bytes are read and digested here, once, and given as tensors to a transfer engine of this name
+that lives inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
+with those of the model before anything is replaced, so that a refusal leaves the old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dora_pipe.errors import PolicyError
+
+BACKEND: Final = "dora-pipe"
+NAMED_MAX: Final = 3
+"""Tensors that an error names."""
+
+
+def register() -> None:
+    """Make the transfer engine known to vLLM, once per process. Needs vLLM."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+
+    @dataclass
+    class Init(WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+        tensors: dict[str, Any] = field(default_factory=dict)
+
+    class Local(WeightTransferEngine):  # type: ignore[misc]
+        """Takes tensors of this process."""
+
+        init_info_cls, update_info_cls = Init, Update
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """There is nobody to meet."""
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Any) -> None:
+            self.model.load_weights(iter(update_info.tensors.items()))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """Nothing is held."""
+
+    WeightTransferEngineFactory.register_engine(BACKEND, Local)
+
+
+def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+    """Replace vLLM's weights and its label of them; what its prefix cache knew is forgotten.
+
+    Raises PolicyError where vLLM cannot load them.
+    """
+    with torch.no_grad():
+        core.collective_rpc("start_weight_update")
+        try:
+            core.collective_rpc(
+                "update_weights", kwargs={"update_info": {"tensors": dict(tensors)}}
+            )
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise PolicyError(f"vLLM cannot load these weights: {said}") from error
+        core.collective_rpc("finish_weight_update")
+    core.set_weight_version(label)
+    assert core.reset_prefix_cache(), "requests are running while weights change"
+
+
+def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Name and shape of every tensor of the model's weights files, and who is tied to whom.
+
+    Asked of transformers, which makes the model without memory for it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    load: Any = AutoConfig.from_pretrained
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            model = build(load(model_dir, local_files_only=True))
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise PolicyError(f"{model_dir}: transformers knows no such model: {said}") from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        shapes[name] = tuple(tensor.shape)
+    return shapes, tied
+
+
+def check_fit(
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    tensors: dict[str, torch.Tensor],
+    where: Path,
+) -> None:
+    """Raise PolicyError unless these are the tensors of the model; drop a tied one's equal twin."""
+    for name, twin in tied.items():
+        if name in tensors and twin in tensors:
+            if not torch.equal(tensors[name], tensors[twin]):
+                raise PolicyError(f"{where}: {name} is tied to {twin}, but they differ")
+            del tensors[name]
+    _refuse(where, "lacks", shapes.keys() - tensors.keys())
+    _refuse(where, "has the unexpected", tensors.keys() - shapes.keys())
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise PolicyError(
+                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}",
+                hint="these weights belong to another model than the config",
+            )
+
+
+def _refuse(where: Path, verb: str, names: set[str]) -> None:
+    if names:
+        some = ", ".join(sorted(names)[:NAMED_MAX])
+        more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+        raise PolicyError(
+            f"{where} {verb} tensor{'s' * (len(names) > 1)} {some}{more}",
+            hint="these weights belong to another model than the config",
+        )

@@ -1,0 +1,191 @@
+"""What only vLLM can get wrong: its log-probs, draws, weights and end (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora_pipe.errors import InvariantBroken, PolicyError
+from dora_pipe.producers.engines.port import INTERRUPTIBLE
+from tests.support import models
+from tests.support.engine_contract import Result, Subject, request, requests, run
+from tests.support.vllm_engines import need_vllm, open_vllm, vllm_subject
+
+LOGPROB_DISTANCE_MAX = 1e-4
+"""Of vLLM's float32 log-probs from those of transformers."""
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    need_vllm()
+    with vllm_subject(tmp_path_factory.mktemp("vllm")) as subject:
+        yield subject
+
+
+def _model(subject: Subject, number: int = 0) -> Path:
+    folders = [folder / f"seed{number}" for folder in subject.policies[0][0].parents]
+    return next(folder for folder in folders if folder.is_dir())
+
+
+def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
+    from tests.support.torch_engines import logprob_distance
+
+    wanted = requests(vllm, 12, seed=5)
+    results = run(vllm.open(slots=8), wanted)
+    for one in wanted:
+        distance = logprob_distance(_model(vllm), one.token_ids, results[one.request])
+        assert distance < LOGPROB_DISTANCE_MAX, one
+
+
+def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
+    from tests.support.torch_engines import greedy_tokens
+
+    one = request("r", [5, 9, 14], max_tokens=40, temperature=0.0)
+    assert run(vllm.open(slots=8), [one])["r"].tokens == greedy_tokens(_model(vllm), [5, 9, 14], 40)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 20, "top_p": 0.8},
+    ],
+    ids=lambda settings: ",".join(settings) or "plain",
+)
+def test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from(
+    vllm: Subject, settings: dict[str, Any]
+) -> None:
+    from tests.support.torch_engines import reference_logits
+
+    # Beside plain and greedy ones, so that rows of one batch differ.
+    others = [request("plain", [7], max_tokens=40), request("g", [8], temperature=0.0)]
+    one = request("r", [5, 9, 14, 21], max_tokens=40, seed=3, **settings)
+    result = run(vllm.open(slots=8), [others[0], one, others[1]])["r"]
+    logits = reference_logits(_model(vllm), [*one.token_ids, *result.tokens]).numpy()
+    for place, token in enumerate(result.tokens):
+        expected = _sampled_from(logits[len(one.token_ids) - 1 + place], settings)
+        assert expected[token] == pytest.approx(result.sampler_logprobs[place], abs=1e-3)
+
+
+def _sampled_from(logits: np.ndarray[Any, Any], settings: dict[str, Any]) -> list[float]:
+    """Log-probs after temperature, top-k, top-p and min-p, in numpy."""
+    scaled = logits / settings.get("temperature", 1.0)
+    order = np.argsort(-scaled, kind="stable")
+    keep = np.ones(len(scaled), bool)
+    if settings.get("top_k"):
+        keep[order[settings["top_k"] :]] = False
+    probs = np.where(keep, np.exp(scaled - scaled.max()), 0.0)
+    probs /= probs.sum()
+    if "top_p" in settings:
+        before = np.cumsum(probs[order]) - probs[order]
+        keep[order[before >= settings["top_p"]]] = False
+    if "min_p" in settings:
+        keep &= probs >= settings["min_p"] * probs.max()
+    probs = np.where(keep, probs, 0.0)
+    with np.errstate(divide="ignore"):
+        found: list[float] = np.log(probs / probs.sum()).tolist()
+    return found
+
+
+def test_draws_follow_the_distribution(vllm: Subject) -> None:
+    from tests.support.torch_engines import reference_logits
+
+    count = 4000
+    wanted = [request(f"r{seed}", [5, 9, 14], seed=seed, max_tokens=1) for seed in range(count)]
+    engine = vllm.open(slots=64)
+    drawn = [result.tokens[0] for result in run(engine, wanted).values()]
+    logits = reference_logits(_model(vllm), [5, 9, 14])[-1].numpy()
+    expected = np.exp(_sampled_from(logits, {})) * count
+    seen = np.bincount(drawn, minlength=len(expected))
+    common = expected >= 5
+    chi = float((((seen - expected) ** 2) / expected)[common].sum())
+    degrees = int(common.sum())
+    assert chi < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_another_order_of_min_p_and_top_p_is_refused(vllm: Subject) -> None:
+    engine = vllm.open(slots=1)
+    with pytest.raises(ValueError, match="min_p"):
+        engine.add(request("r", [5], min_p=0.1, top_p=0.9))
+    assert engine.active == 0
+
+
+def test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay(
+    vllm: Subject, tmp_path: Path
+) -> None:
+    from dora_pipe.policies.store import PolicyStore
+
+    other = models.make_qwen2(tmp_path / "wide", 0, intermediate_size=256)
+    store = PolicyStore(tmp_path / "policies")
+    manifest = store.import_model(other)[0]
+    engine = vllm.open(slots=2)
+    one = request("r", [5, 6], max_tokens=20)
+    before = run(engine, [one])
+    with pytest.raises(PolicyError, match="shape"):
+        engine.load(store.weights_path(manifest.digest), version=1, digest=manifest.digest)
+    with pytest.raises(PolicyError, match="digest"):
+        engine.load(vllm.policies[1][0], version=1, digest=vllm.policies[0][1])
+    assert run(engine, [one]) == before
+
+
+def test_new_weights_forget_the_prefixes_of_the_old_ones(vllm: Subject) -> None:
+    prompt = [5 + token % 90 for token in range(200)]
+    engine, fresh = vllm.open(slots=2), vllm.open(slots=2)
+    run(engine, [request("old", prompt, max_tokens=4)])
+    (_, _), (second, digest) = vllm.policies
+    for one in (engine, fresh):
+        one.load(second, version=1, digest=digest)
+    again = request("new", prompt, max_tokens=20)
+    assert run(engine, [again]) == run(fresh, [again])
+
+
+def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> None:
+    engine: Any = vllm.open(slots=2)
+    engine.add(request("r", [5, 6], max_tokens=3))
+    engine._core.set_weight_version("another")
+    with pytest.raises(InvariantBroken, match="another"):
+        while engine.active:
+            engine.step()
+
+
+def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -> None:
+    from dora_pipe.producers.engines.vllm_core import VllmSettings
+
+    wanted = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
+    roomy = run(vllm.open(slots=12), wanted)
+    tight = open_vllm(
+        _model(vllm), slots=12, context_tokens=256, settings=VllmSettings(kv_gb=0.0012)
+    )
+    assert tight.kv_tokens < 12 * 123
+    found = run(tight, wanted)
+    assert {name: one.tokens for name, one in found.items()} == {
+        name: one.tokens for name, one in roomy.items()
+    }
+    tight.close()
+
+
+def test_engine_that_was_closed_makes_room_for_the_next(vllm: Subject) -> None:
+    results = []
+    for _ in range(2):
+        engine = vllm.open(slots=3)
+        results.append(run(engine, [request("r", [5, 6], max_tokens=5)])["r"])
+        engine.close()
+    assert results[0] == results[1] != Result()
+
+
+def test_model_that_vllm_does_not_take_is_refused_in_one_line(
+    vllm: Subject, tmp_path: Path
+) -> None:
+    odd = models.make_qwen2(tmp_path / "odd", 0, hidden_size=160)  # heads of 40
+    with pytest.raises(PolicyError, match="vLLM does not take"):
+        open_vllm(odd, slots=2, context_tokens=64)
+    assert INTERRUPTIBLE in vllm.open(slots=1).declares

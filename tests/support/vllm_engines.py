@@ -1,0 +1,63 @@
+"""Opens the vLLM engine on a tiny model for tests, where vLLM is installed (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from tests.support import models
+from tests.support.engine_contract import Decode, Subject
+
+
+def need_vllm() -> None:
+    """Skip where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: make test-vllm")
+
+
+def open_vllm(model_dir: Path, **options: Any) -> Any:
+    """A VllmEngine on one thread; what vLLM's imports warn of is not ours."""
+    from dora_pipe.producers.engines.vllm_engine import VllmEngine
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return VllmEngine.open(model_dir, threads=1, **options)
+
+
+@contextmanager
+def vllm_subject(folder: Path, **changes: Any) -> Iterator[Subject]:
+    """The vLLM engine under contract, with two policies in a store of their own.
+
+    Engines live until the end: one that is closed takes with it what all of a process share.
+    """
+    directories = [
+        models.make_qwen2(folder / f"seed{seed}", seed, scale=8.0, **changes) for seed in (0, 1)
+    ]
+    store = PolicyStore(folder / "policies")
+    manifests = [store.import_model(directory)[0] for directory in directories]
+    opened: list[Engine] = []
+    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
+
+    def open_engine(
+        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+    ) -> Engine:
+        engine: Engine = open_vllm(
+            directories[0], slots=slots, context_tokens=context_tokens, decode=decode
+        )
+        engine.load(first[0], version=0, digest=first[1])
+        opened.append(engine)
+        return engine
+
+    vocabulary = models.QWEN2_VOCABULARY
+    policies = (first, second)
+    yield Subject(name="vllm", open=open_engine, vocabulary=vocabulary, policies=policies)
+    for engine in opened:
+        engine.close()

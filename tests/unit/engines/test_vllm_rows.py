@@ -1,0 +1,107 @@
+"""The part of the vLLM engine that knows no vLLM: tokens held back, ends, seeds, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.errors import PolicyError
+from dora_pipe.producers.engines.port import (
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    TokensSampled,
+)
+from dora_pipe.producers.engines.stops import StopText
+from dora_pipe.producers.engines.vllm_core import token_kv_values, token_seed
+from dora_pipe.producers.engines.vllm_rows import Row, is_plain
+
+
+def _row(*, emit_every: int = 0, stops: StopText | None = None) -> Row:
+    request = EngineRequest(
+        request="r",
+        token_ids=[1, 2, 3],
+        sampled=0,
+        seed=7,
+        params=SamplingParams(max_tokens=9),
+        emit_every=emit_every,
+    )
+    return Row(request=request, stops=stops, arrival=0)
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=8), every=st.integers(0, 6))
+def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) -> None:
+    row, count = _row(emit_every=every), 0
+    sent: list[int] = []
+    for size in sizes:
+        tokens = list(range(count, count + size))
+        assert row.take(tokens, [-1.0] * size, [-0.5] * size) is None
+        count += size
+        assert row.due() == (every > 0 and count - len(sent) >= every)
+        if row.due():
+            sent += row.emit().token_ids
+    *rest, last = row.end("length")
+    for event in rest:
+        assert isinstance(event, TokensSampled)
+        sent += event.token_ids
+    assert sent == list(range(count)) and isinstance(last, RequestFinished)
+    assert row.sequence == [1, 2, 3, *range(count)] and not row.pending
+
+
+def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
+    stops = StopText(lambda ids: "".join(chr(64 + one) for one in ids), ("BC",), [])
+    row = _row(stops=stops)
+    assert row.take([1, 2, 3, 4], [-1.0] * 4, [-1.0] * 4) == "stop"
+    assert row.tokens == [1, 2, 3]
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
+def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float) -> None:
+    row = _row()
+    assert row.take([4, 5, 6], [-1.0, logprob, -1.0], [-1.0] * 3) == "error"
+    tokens, finished = row.end("error")
+    assert tokens == row_tokens(row, [4])
+    assert isinstance(finished, RequestFinished)
+    assert finished.error is not None and "token 4" in finished.error
+
+
+def row_tokens(row: Row, tokens: list[int]) -> object:
+    """The event that a fresh copy of the row would make of these tokens."""
+    copy = Row(request=row.request, stops=None, arrival=0, first_ns=row.first_ns)
+    copy.take(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
+    return copy.emit()
+
+
+@pytest.mark.parametrize(
+    ("change", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0.0}, False),
+        ({"top_k": 3}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+    ],
+)
+def test_only_an_unchanged_distribution_is_plain(change: dict[str, float], plain: bool) -> None:
+    assert is_plain(replace(SamplingParams(), **change)) is plain  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
+def test_seeds_of_tokens_fit_and_differ_by_position(seed: int, position: int) -> None:
+    found = token_seed(seed, position)
+    assert 0 <= found < 2**63
+    assert found == token_seed(seed, position) != token_seed(seed, position + 1)
+    assert found != token_seed(seed ^ 1, position)
+
+
+def test_kv_of_a_token_counts_keys_and_values_of_all_layers() -> None:
+    config = {"num_attention_heads": 6, "num_hidden_layers": 2, "hidden_size": 144}
+    assert token_kv_values(config) == 2 * 2 * 6 * 24
+    assert token_kv_values({**config, "num_key_value_heads": 2}) == 2 * 2 * 2 * 24
+    assert token_kv_values({**config, "head_dim": 32}) == 2 * 2 * 6 * 32
+    with pytest.raises(PolicyError, match="sizes of its attention"):
+        token_kv_values({"num_attention_heads": 6})

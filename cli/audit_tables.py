@@ -21,6 +21,7 @@ def print_report(report: AuditReport) -> None:
     _fates(report)
     _staleness(report)
     _lengths(report)
+    _engines(report)
     _hosting(report)
     _notes(report)
     _violations(report)
@@ -112,6 +113,23 @@ def _bucket(line: LengthLine) -> str:
     if line.high == 0:
         return "no record"
     return f"{line.low}-{line.high}" if line.low < line.high else str(line.high)
+
+
+def _engines(report: AuditReport) -> None:
+    rows = [
+        (
+            f"{one.engine} {one.version}",
+            one.device,
+            one.dtype,
+            one.workers,
+            one.trajectories,
+            one.tokens,
+        )
+        for one in report.engines
+    ]
+    columns = ("engine", "device", "type", "workers", "trajectories", "sampled tokens")
+    _table("which engine generated what (workers: every joining counts)", columns, rows)
+    typer.echo()
 
 
 def _hosting(report: AuditReport) -> None:

@@ -61,6 +61,22 @@ class PairLine(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine generated: trajectories whose record counts, and their sampled tokens.
+
+    Example: vllm 0.32.0 on cpu in float32, 2 incarnations of workers, 4 112 trajectories.
+    """
+
+    engine: str
+    version: str
+    device: str
+    dtype: str
+    workers: int
+    """Incarnations of workers, each a role epoch."""
+    trajectories: int
+    tokens: int
+
+
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `audit` has to say of a run."""
 
@@ -88,6 +104,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int | None
     """Largest deadline minus version of a trained group."""
     lengths: tuple[LengthLine, ...]
+    engines: tuple[EngineLine, ...]
+    """Every trajectory with a record that counts is in one of them."""
     hosted_pairs: tuple[PairLine, ...]
     seconds: float
     several_versions_seconds: float
@@ -147,6 +165,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         staleness_max=max(staleness, default=None),
         staleness_bound=bound_of_groups(sums),
         lengths=length_lines(sums),
+        engines=engine_lines(ledger, sums),
         hosted_pairs=pair_lines(ledger),
         seconds=ledger.hosting.seconds,
         several_versions_seconds=ledger.hosting.several_seconds,
@@ -250,6 +269,27 @@ def pair_lines(ledger: Ledger) -> tuple[PairLine, ...]:
     return tuple(
         PairLine(older=older, newer=newer, seconds=seconds)
         for (older, newer), seconds in pairs.items()
+    )
+
+
+def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
+    """By engine, what its workers generated."""
+    epochs: dict[tuple[str, str, str, str], list[int]] = {}
+    for epoch, worker in ledger.accounts.workers.items():
+        joined = worker.joined
+        key = (joined.engine, joined.engine_version, joined.device, joined.dtype)
+        epochs.setdefault(key, []).append(epoch)
+    return tuple(
+        EngineLine(
+            engine=key[0],
+            version=key[1],
+            device=key[2],
+            dtype=key[3],
+            workers=len(found),
+            trajectories=sum(sums.epochs[epoch] for epoch in found),
+            tokens=sum(sums.epoch_tokens[epoch] for epoch in found),
+        )
+        for key, found in sorted(epochs.items())
     )
 
 

@@ -195,12 +195,17 @@ class _Teller:
                 "standing": one.standing,
                 "attempt": one.fact.attempt,
                 "worker": f"{one.fact.worker} (epoch {one.fact.epoch})",
+                "engine": self._engine(one.fact.epoch),
                 "logged": f"control:{one.at.offset}",
                 "bytes": one.fact.bytes,
                 "sha256": one.fact.sha256,
             }
             for one in found
         ]
+
+    def _engine(self, epoch: int) -> str:
+        worker = self._ledger.accounts.workers.get(epoch)
+        return "-" if worker is None else f"{worker.joined.engine} {worker.joined.engine_version}"
 
     def _read(self, logged: Logged) -> Trajectory | None:
         """The record's content; None when it is gone or cannot be read (audit says so)."""

@@ -37,6 +37,9 @@ class Sums:
         self.lengths: Counter[tuple[Bucket, str]] = Counter()
         """Training trajectories by length and fate."""
         self.length_tokens: Counter[Bucket] = Counter()
+        self.epochs: Counter[int] = Counter()
+        """Trajectories by the role epoch of the worker whose record counts."""
+        self.epoch_tokens: Counter[int] = Counter()
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
         """Count a group; -1 takes it off."""
@@ -48,6 +51,11 @@ class Sums:
         if group.step is not None:
             self.staleness[staleness_of(group.step, spec.version)] += times
             self.bounds[spec.deadline - spec.version] += times
+        for entry in group.requests.values():
+            if entry.bound is not None:
+                fact = entry.bound.fact
+                self.epochs[fact.epoch] += times
+                self.epoch_tokens[fact.epoch] += times * fact.tokens
         if spec.purpose == "train":
             for entry in group.requests.values():
                 tokens = 0 if entry.bound is None else entry.bound.fact.tokens

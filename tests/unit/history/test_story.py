@@ -56,6 +56,7 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
     assert story["contribution"]["trajectory"] == "g0000000010-001"
     assert story["contribution"]["advantage"] is not None
     assert story["records"][0]["standing"] == "bound"
+    assert story["records"][0]["engine"] == "simulated 1"
     assert [one["kind"] for one in story["segments"]] == ["prompt", "model"]
     assert list(story)[:3] == ["trajectory", "group", "attempts"]
 

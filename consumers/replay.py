@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dora_pipe.bus.claims import lost_claim
 from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
 from dora_pipe.consumers.commits import CommitNote
@@ -148,7 +149,8 @@ def committed_batch(
             with reader.meter.spend("codec"):
                 trajectories[taken.trajectory] = decode_trajectory(at.record.value)
         except SchemaError as error:
-            raise InvariantBroken(f"{who} cannot be read: {error.message}") from error
+            why = lost_claim(at.record) or error.message
+            raise InvariantBroken(f"{who} cannot be read: {why}") from error
     return batch_of(commit.step, commit.groups, trajectories)
 
 

@@ -8,9 +8,9 @@ sha256 is kept, so that batches can be digested from the bytes that are there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.history.check_mixed import wrong_mixture
 from dora_pipe.history.entries import GroupEntry, Logged
@@ -33,6 +33,20 @@ _HEADERS: Final = (
     "reward",
 )
 """What `trajectory logged` repeats of the headers, as it is told of."""
+
+
+_STAMPED: Final[Mapping[str, Check]] = {
+    "group": "records",
+    "partition": "records",
+    "deadline": "C3",
+    "version": "C1",
+}
+"""What the dispatch says of the headers, and whose concern it is."""
+
+_ASKED: Final[Mapping[str, Check]] = dict.fromkeys(
+    ("group_size", "purpose", "dataset_digest", "index", "data_epoch", "seed"), "records"
+)
+"""What it says of the value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,30 +208,36 @@ class RecordCheck:
     def _spec(self, headers: Headers, group: GroupEntry, one: Evidence) -> None:
         """What the dispatch stamped stands in the headers, and on a published version."""
         spec, who = group.spec, headers.trajectory
-        self._dispatched("records", who, "group", spec.group, headers.group)
-        self._dispatched("records", who, "partition", spec.partition, one.partition)
-        self._dispatched("C3", who, "deadline", spec.deadline, headers.deadline)
-        self._dispatched("C1", who, "version", spec.version, headers.version)
+        stamped = (spec.group, spec.partition, spec.deadline, spec.version)
+        found = (headers.group, one.partition, headers.deadline, headers.version)
+        self._dispatched(who, _STAMPED, stamped, found)
         published = self._ledger.versions.get(headers.version)
         if published is None:
-            found = f"version {headers.version}"
-            self._findings.add("C1", who, f"is of {found}, which nobody published")
+            message = f"is of version {headers.version}, which nobody published"
+            self._findings.add("C1", who, message)
         else:
             message = f"was sampled from other weights than version {headers.version}"
             self._findings.same("C1", who, message, expected=published.digest, found=headers.digest)
 
     def _value(self, content: Content, logged: Logged, group: GroupEntry) -> None:
         spec, who = group.spec, logged.fact.trajectory
-        wanted: dict[str, Any] = {
-            "group_size": spec.size,
-            "purpose": spec.purpose,
-            "dataset_digest": spec.dataset_digest,
-            "index": spec.index,
-            "data_epoch": spec.data_epoch,
-            "seed": trajectory_seed(spec.seed, content.sibling),
-        }
-        for name, expected in wanted.items():
-            self._dispatched("records", who, name, expected, getattr(content, name))
+        wanted = (
+            spec.size,
+            spec.purpose,
+            spec.dataset_digest,
+            spec.index,
+            spec.data_epoch,
+            trajectory_seed(spec.seed, content.sibling),
+        )
+        found = (
+            content.group_size,
+            content.purpose,
+            content.dataset_digest,
+            content.index,
+            content.data_epoch,
+            content.seed,
+        )
+        self._dispatched(who, _ASKED, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
         self._versions(content, logged, group)
 
@@ -244,13 +264,22 @@ class RecordCheck:
         self._findings.add(check, who, message, expected=expected, found=found)
 
     def _dispatched(
-        self, check: Check, who: str, name: str, expected: object, found: object
+        self,
+        who: str,
+        names: Mapping[str, Check],
+        expected: tuple[object, ...],
+        found: tuple[object, ...],
     ) -> None:
-        self._findings.looked[check] += 1
+        """What the dispatch says; all at once, and one by one where that differs."""
+        looked = self._findings.looked
+        for check in names.values():
+            looked[check] += 1
         if expected == found:
             return
-        message = f"{name} in the record is not what was dispatched"
-        self._findings.add(check, who, message, expected=expected, found=found)
+        for (name, check), one, other in zip(names.items(), expected, found, strict=True):
+            if one != other:
+                message = f"{name} in the record is not what was dispatched"
+                self._findings.add(check, who, message, expected=one, found=other)
 
 
 def _check_of(header: str) -> Check:

@@ -94,29 +94,15 @@ def open_core(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    device = device_name()
-    if settings.dtype == "bfloat16" and device == "cpu":
-        _wake_bfloat16()
-    arguments = EngineArgs(
-        model=str(model_dir),
-        dtype=settings.dtype,
-        max_model_len=context_tokens,
-        max_num_seqs=slots,
-        max_num_batched_tokens=STEP_TOKENS_MAX + slots,
-        kv_cache_memory_bytes=_kv_bytes(model_dir, settings, slots, context_tokens, device),
-        block_size=BLOCK_TOKENS[device],
-        load_format="dummy",
-        enforce_eager=settings.eager,
-        enable_prefix_caching=settings.prefix_cache,
-        skip_tokenizer_init=True,
-        async_scheduling=False,
+    transfer = WeightTransferConfig(backend=backend)
+    wanted = EngineArgs(
+        **arguments(model_dir, settings, slots=slots, context_tokens=context_tokens),
         disable_log_stats=True,
-        seed=0,
-        weight_transfer_config=WeightTransferConfig(backend=backend),
+        weight_transfer_config=transfer,
     )
     try:
-        _check_heads(arguments.create_model_config().get_head_size(), device)
-        return LLMEngine.from_engine_args(arguments)
+        _check_heads(wanted.create_model_config().get_head_size())
+        return LLMEngine.from_engine_args(wanted)
     except MemoryError as error:
         raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
@@ -125,6 +111,30 @@ def open_core(
             hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.kv_gb"
             raise ResourceError(f"vLLM does not start: {said}", hint=hint) from error
         raise PolicyError(f"vLLM does not take the model of {model_dir}: {said}") from error
+
+
+def arguments(
+    model_dir: Path, settings: VllmSettings, *, slots: int, context_tokens: int
+) -> dict[str, Any]:
+    """What vLLM is told, but for the transfer of weights."""
+    device = device_name()
+    if settings.dtype == "bfloat16" and device == "cpu":
+        _wake_bfloat16()
+    return {
+        "model": str(model_dir),
+        "dtype": settings.dtype,
+        "max_model_len": context_tokens,
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": STEP_TOKENS_MAX + slots,
+        "kv_cache_memory_bytes": _kv_bytes(model_dir, settings, slots, context_tokens, device),
+        "block_size": BLOCK_TOKENS[device],
+        "load_format": "dummy",
+        "enforce_eager": settings.eager,
+        "enable_prefix_caching": settings.prefix_cache,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "seed": 0,
+    }
 
 
 def device_name() -> str:
@@ -138,10 +148,10 @@ def device_name() -> str:
     return "cuda"
 
 
-def _check_heads(head_dim: int, device: str) -> None:
+def _check_heads(head_dim: int) -> None:
     """Raise ValueError for heads that vLLM has no kernel for: on a CPU it notices in its first
     step."""
-    if device == "cpu":
+    if device_name() == "cpu":
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()

@@ -1,12 +1,13 @@
 """vLLM behind the engine port, in this process: decides which stays vLLM has, and trusts nothing.
 
-One `step` is one step of vLLM. A request that is let go is aborted inside vLLM; one whose weights
+One `step` is one step of vLLM's engine core; what its front end would make of the answers (texts,
+an object per token) is left out. A request that is let go is aborted inside vLLM; one whose weights
 change under it is aborted and given again with all its tokens, so that it goes on as a fresh
 request with that prefix would. vLLM has no door for the KV cache of a running request here, so
 `export` gives none, and what moves is prefilled again under the same version.
 
-vLLM says of every finished request which of its weights made which tokens. That is compared with
-what was loaded: a difference is an InvariantBroken.
+vLLM says of every step by which of its weights it sampled. That is compared with what was loaded: a
+difference is an InvariantBroken.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class VllmEngine:
         self.device = vllm_core.device_name()
         self._sampler = vllm_core.install_sampler(self._core)
         self._vocabulary = int(self._core.model_config.get_vocab_size())
+        self._tasks = self._core.get_supported_tasks()
         self._decode = decode
         self._clock = clock or SystemClock()
         self._rows: dict[str, Row] = {}
@@ -184,17 +186,18 @@ class VllmEngine:
         if not self._rows:
             return []
         self._sampler.ask(any(not is_plain(row.request.params) for row in self._rows.values()))
+        answer = self._core.engine_core.get_output()
         moved: list[tuple[Row, StopReason | None]] = []
-        for output in self._core.step():
+        for output in answer.outputs:
             row = self._of_stay.get(output.request_id)
             if row is not None:
-                moved.append((row, self._advance(row, output)))
+                self._check_weights(row, answer.weight_version)
+                reason = self._advance(row, output)
+                if reason is not None or row.due():
+                    moved.append((row, reason))
         events: list[EngineEvent] = []
         for row, reason in sorted(moved, key=_arrival):
-            if reason is not None:
-                events += row.end(reason)
-            elif row.due():
-                events.append(row.emit())
+            events += [row.emit()] if reason is None else row.end(reason)
         return events
 
     @property
@@ -215,18 +218,16 @@ class VllmEngine:
 
     def _advance(self, row: Row, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
-        (completion,) = output.outputs
-        tokens = list(completion.token_ids)
-        if tokens and not row.tokens:
-            row.first_ns = self._clock.wall_ns()
-        logprobs = list(completion.logprobs.logprobs) if tokens else []
-        reason = row.take(tokens, logprobs, self._sampler_logprobs(row, logprobs))
-        row.cached = len(row.request.token_ids) + len(row.tokens) - 1
-        finished = completion.finish_reason
+        tokens, finished = output.new_token_ids, output.finish_reason
+        reason: StopReason | None = None
+        if tokens:
+            if not row.tokens:
+                row.first_ns = self._clock.wall_ns()
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+            reason = row.take(tokens, logprobs, self._sampler_logprobs(row, logprobs))
+            row.cached = len(row.request.token_ids) + len(row.tokens) - 1
         if reason is None and finished is not None:
-            reason = REASONS.get(finished, "error")
-        if finished is not None:
-            self._check_weights(row, completion)
+            reason = REASONS.get(str(finished), "error")
         if reason is not None:
             self._leave(row, running=finished is None)
         return reason
@@ -237,14 +238,13 @@ class VllmEngine:
             return [0.0] * len(logprobs)
         if is_plain(params):
             return logprobs
-        return [self._sampler.drawn[row.inner]] * len(logprobs)
+        return [self._sampler.drawn[row.stay]] * len(logprobs)
 
-    def _check_weights(self, row: Row, completion: Any) -> None:
-        """Raise InvariantBroken unless vLLM, too, has sampled this stay from the loaded weights."""
-        found = {span.version for span in completion.weight_versions or ()}
-        if found != {self._label}:
+    def _check_weights(self, row: Row, found: str | None) -> None:
+        """Raise InvariantBroken unless vLLM, too, has sampled this from the loaded weights."""
+        if found != self._label:
             raise InvariantBroken(
-                f"{row.request.request}: vLLM sampled from weights {sorted(found)}, loaded are"
+                f"{row.request.request}: vLLM sampled from weights {found!r}, loaded are"
                 f" {self._label!r}"
             )
 
@@ -254,14 +254,17 @@ class VllmEngine:
         row.stay, row.cached = f"{row.request.request}/{self._stays}", 0
         self._of_stay[row.stay] = row
         sequence = row.sequence
-        row.inner = self._core.add_request(
-            row.stay, {"prompt_token_ids": sequence}, self._params(row, len(sequence))
+        request = self._core.input_processor.process_inputs(
+            row.stay,
+            {"prompt_token_ids": sequence},
+            self._params(row, len(sequence)),
+            supported_tasks=self._tasks,
         )
+        self._core.engine_core.add_request(request)
 
     def _params(self, row: Row, tokens: int) -> Any:
         """vLLM's settings for what is left of a request."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
         params = row.request.params
         left = params.max_tokens - row.request.sampled - len(row.tokens)
@@ -276,8 +279,6 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA,
         )
 
     def _leave(self, row: Row, *, running: bool = True) -> None:
@@ -291,7 +292,7 @@ class VllmEngine:
     def _abort(self, row: Row) -> None:
         """End a stay in vLLM."""
         del self._of_stay[row.stay]
-        self._core.abort_request([row.stay])
+        self._core.engine_core.abort_requests([row.stay])
 
     def _read(self, weights: Path, version: int, digest: str) -> dict[str, Any]:
         """The tensors of a file. Raises PolicyError when its digest is another."""

@@ -7,10 +7,9 @@ no vLLM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
-
-import numpy as np
 
 from dora_pipe.producers.engines.port import (
     EngineEvent,
@@ -41,8 +40,6 @@ class Row:
     arrival: int
     stay: str = ""
     """The id that vLLM was given for the present stay."""
-    inner: str = ""
-    """The id that vLLM made of it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
@@ -70,7 +67,7 @@ class Row:
         What follows a stop string, or a log-prob that is not finite with its token, is dropped.
         """
         for token, logprob, sampler_logprob in zip(tokens, logprobs, sampler_logprobs, strict=True):
-            if not np.isfinite(logprob):
+            if not math.isfinite(logprob):
                 return "error"
             self.tokens.append(token)
             self.logprobs.append(logprob)

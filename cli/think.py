@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from dora_pipe.cli.output import emit_rows, say
+from dora_pipe.cli.roles import need_engines
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
+VLLM_ROWS = (1, 16, 64)
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
 ARCHIVED_BYTES = (1_000, 4_000, 64_000)
 TOKENS = (30, 256, 2_048, 16_384)
@@ -23,9 +25,18 @@ PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 
 def engine(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of the running batch.")] = None,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     as_json: JsonOption = False,
 ) -> None:
-    """Tokens per second of the own engine by rows, beside transformers' generate."""
+    """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
+    engine, vLLM's for vLLM."""
+    need_engines([engine])
+    if engine == "vllm":
+        from dora_pipe.bench.engine_vllm import bench_vllm
+
+        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+            _emit(bench_vllm(Path(folder), rows or VLLM_ROWS), as_json=as_json)
+        return
     from dora_pipe.bench.engine import bench_engine
 
     _emit(bench_engine(rows or (1, 16, 64, 256)), as_json=as_json)

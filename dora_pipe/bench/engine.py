@@ -73,7 +73,9 @@ class EngineFigure:
 
 
 @dataclass(slots=True)
-class _Spent:
+class Spent:
+    """Seconds of a measured part."""
+
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -123,13 +125,13 @@ def _figure(rows: int, count: int) -> EngineFigure:
     requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
     engine = _engine(rows)
     run_requests(engine, warm_up, rows)
-    own = _Spent()
-    with _measured(own):
+    own = Spent()
+    with measured(own):
         tokens = run_requests(engine, requests, rows)
     generate = _generate()
     generate(warm_up, rows)
-    theirs = _Spent()
-    with _measured(theirs):
+    theirs = Spent()
+    with measured(theirs):
         generate(requests, rows)
     return EngineFigure(
         rows=rows,
@@ -144,7 +146,8 @@ def _figure(rows: int, count: int) -> EngineFigure:
 
 
 @contextmanager
-def _measured(spent: _Spent) -> Iterator[None]:
+def measured(spent: Spent) -> Iterator[None]:
+    """Note what the block takes."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     spent.wall_s, spent.cpu_s = time.perf_counter() - wall, time.process_time() - cpu

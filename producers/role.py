@@ -39,6 +39,7 @@ from dora_pipe.patience import patiently
 from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
 from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
     INTERRUPTIBLE,
     KV_EXPORT,
     PREFILL_EXACT,
@@ -165,9 +166,10 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
 
 
 def declares(engine: Engine, *, single_turn: bool) -> tuple[str, ...]:
-    """What a worker says it can. Without an exact way to go on, requests stay where they are."""
-    exact = {KV_EXPORT, PREFILL_EXACT} & engine.declares
-    return tuple(sorted(engine.declares | ({MOVES} if exact and single_turn else set())))
+    """What a worker says it can. Requests stay where they are unless they go on elsewhere with
+    their cache, or after a prefill with the same random stream."""
+    goes_on = {KV_EXPORT, PREFILL_EXACT, COUNTER_SAMPLING} & engine.declares
+    return tuple(sorted(engine.declares | ({MOVES} if goes_on and single_turn else set())))
 
 
 def _config_of(run: RunStarted, local: model.Config | None) -> model.Config:

@@ -8,11 +8,12 @@ import pytest
 from dora_pipe.consumers.trainers.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.trainers.torch_trainer import TorchTrainer
 from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.engines.port import EngineRequest, SamplingParams, TokensSampled
+from dora_pipe.producers.engines.port import Engine, EngineRequest, SamplingParams, TokensSampled
 from dora_pipe.producers.engines.torch_engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.batches import SETTINGS, make_trajectory
 from tests.support.models import EOS_ID, make_llama_gqa, make_qwen2
+from tests.support.vllm_engines import need_vllm, open_vllm
 
 RATIO_DISTANCE_MAX = 1e-4
 """How far a ratio may lie from 1 on the policy that sampled the trajectory."""
@@ -20,19 +21,33 @@ RATIO_DISTANCE_MAX = 1e-4
 PROMPT = [5, 9, 14, 21]
 
 
-@pytest.mark.parametrize("make_model", [make_qwen2, make_llama_gqa])
+def _torch(model_dir: Path) -> Engine:
+    return TorchEngine.open(model_dir, slots=16, context_tokens=128, threads=1)
+
+
+def _vllm(model_dir: Path) -> Engine:
+    need_vllm()
+    engine: Engine = open_vllm(model_dir, slots=16, context_tokens=128)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("make_model", "open_engine"),
+    [(make_qwen2, _torch), (make_llama_gqa, _torch), (make_qwen2, _vllm)],
+    ids=["qwen2-torch", "llama_gqa-torch", "qwen2-vllm"],
+)
 def test_ratio_is_one_on_the_policy_that_sampled(
-    make_model: Callable[..., Path], tmp_path: Path
+    make_model: Callable[..., Path], open_engine: Callable[[Path], Engine], tmp_path: Path
 ) -> None:
     store = PolicyStore(tmp_path / "policies")
     policy, assets = store.import_model(make_model(tmp_path / "model"))
     trainer = TorchTrainer(store.assets_path(assets), reference=store.weights_path(policy.digest))
     trainer.load(store.weights_path(policy.digest), digest=policy.digest, optimizer=None)
     # A step first: the engine must take what the trainer published, not what it was opened with.
-    trainer.train(_batch(store, assets, policy.digest, step=0), SETTINGS)
+    trainer.train(_batch(open_engine, store, assets, policy.digest, step=0), SETTINGS)
     digest = store.publish_weights(trainer.save_weights).digest
     assert digest != policy.digest
-    batch = _batch(store, assets, digest, step=1)
+    batch = _batch(open_engine, store, assets, digest, step=1)
     figures = trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1}).figures
     assert figures["tokens"] > 300
     assert abs(figures["ratio_min"] - 1) < RATIO_DISTANCE_MAX
@@ -40,9 +55,16 @@ def test_ratio_is_one_on_the_policy_that_sampled(
     assert figures["clipped_share"] == 0.0
 
 
-def _batch(store: PolicyStore, assets: str, digest: str, *, step: int) -> TrainBatch:
+def _batch(
+    open_engine: Callable[[Path], Engine],
+    store: PolicyStore,
+    assets: str,
+    digest: str,
+    *,
+    step: int,
+) -> TrainBatch:
     """Four groups of four siblings, sampled by the engine under one policy."""
-    engine = TorchEngine.open(store.assets_path(assets), slots=16, context_tokens=128, threads=1)
+    engine = open_engine(store.assets_path(assets))
     engine.load(store.weights_path(digest), version=step, digest=digest)
     names = [
         trajectory_id(group_id("train", step * 4 + number), sibling)

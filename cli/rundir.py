@@ -21,16 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from dora_pipe.bus.archive_format import CLAIMS, MANIFEST
-from dora_pipe.bus.claims import ClaimFiles, ClaimStore
-from dora_pipe.bus.kafka_security import KafkaSecurity
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.claims import ClaimStore
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.bus.splice import spliced
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, ResourceError, UsageError
-from dora_pipe.policies.claims import SharedClaims
+from dora_pipe.policies.log_place import LogPlace
 from dora_pipe.policies.open import open_store
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.topics import Topics
@@ -93,22 +93,30 @@ class RunDir:
 
         The only way from a configuration to its log. Raises BusError, ConfigError.
         """
-        if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
-            return open_bus(self.bus_url(config), claims=ClaimFiles(self.path / CLAIMS))
-        security = KafkaSecurity.of(config.bus)
-        return open_bus(self.bus_url(config), security, claims=self.claims(config))
+        return self.log_place(config).open()
 
     def claims(self, config: Config) -> ClaimStore:
         """Where values too large for the log lie: with the policies, so that all machines see them.
 
         Raises ConfigError for a `store.url` that cannot be used.
         """
-        here = self.store(config) / CLAIMS
-        if not config.store.url:
-            return ClaimFiles(here)
-        from dora_pipe.policies.arrow_files import open_files
+        found = self.log_place(config).claim_store()
+        assert found is not None
+        return found
 
-        return SharedClaims(open_files(config.store.url, folder=config.run.name), here)
+    def log_place(self, config: Config) -> LogPlace:
+        """The log as another process can be told where it is."""
+        if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
+            return LogPlace(
+                run=config.run.name, url=self.bus_url(config), claims=str(self.path / CLAIMS)
+            )
+        return LogPlace(
+            run=config.run.name,
+            url=self.bus_url(config),
+            bus=config.bus,
+            claims=str(self.store(config) / CLAIMS),
+            store_url=config.store.url,
+        )
 
     def store(self, config: Config) -> Path:
         """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
@@ -145,6 +153,8 @@ class OpenRun:
     config: Config
     topics: Topics
     bus: Bus
+    log: LogPlace
+    """How another process opens the same."""
 
     @property
     def store(self) -> Path:
@@ -198,24 +208,24 @@ def opened(
             hint=f"start it with: dora-pipe run {directory.config_file}",
         )
     topics = Topics(config.run.name)
+    place = directory.log_place(config)
     bus = directory.open_bus(config)
     try:
-        if not alone:
-            bus = _with_archive(bus, topics, archive, directory.archive)
-        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus)
+        below = None if alone else _archive(bus, topics, archive, directory.archive)
+        if below is not None:
+            bus, place = spliced(bus, below), msgspec.structs.replace(place, archive=str(below))
+        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus, log=place)
     finally:
         bus.close()
 
 
-def _with_archive(bus: Bus, topics: Topics, given: Path | None, known: Path | None) -> Bus:
-    """The log with an archive below it: one that was given, or a known one that is needed."""
-    if given is not None:
-        return spliced(bus, given)
-    if known is None:
-        return bus
+def _archive(bus: Bus, topics: Topics, given: Path | None, known: Path | None) -> Path | None:
+    """The archive to read below the log: one that was given, or a known one that is needed."""
+    if given is not None or known is None:
+        return given
     there = [topic for topic in topics.all() if topic in set(bus.topics())]
     partitions = [TopicPartition(one, part) for one in there for part in range(bus.partitions(one))]
-    return spliced(bus, known) if any(map(bus.begin, partitions)) else bus
+    return known if any(map(bus.begin, partitions)) else None
 
 
 def remember_archive(directory: RunDir, archive: Path) -> None:

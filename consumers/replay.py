@@ -17,7 +17,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
 from dora_pipe.consumers.commits import CommitNote
 from dora_pipe.consumers.reader import BatchReader, Found, Place
-from dora_pipe.consumers.trainers.port import TrainBatch, Trainer, TrainGroup
+from dora_pipe.consumers.trainers.port import LoggedAt, TrainBatch, Trainer, TrainGroup
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS
 from dora_pipe.errors import InvariantBroken, PolicyError, SchemaError
 from dora_pipe.policies.store import PolicyStore
@@ -26,6 +26,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def committed_batch(
     """The batch of a commit from the log. Raises InvariantBroken for what it cannot be."""
     found = yield from find(reader, commit.groups)
     trajectories: dict[str, Trajectory] = {}
+    sha256s: dict[str, str] = {}
     for taken in (one for group in commit.groups for one in group.trajectories):
         at = found[Place(taken.partition, taken.offset)]
         who = f"step {commit.step}: trajectory {taken.trajectory}"
@@ -151,7 +153,8 @@ def committed_batch(
         except SchemaError as error:
             why = lost_claim(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error
-    return batch_of(commit.step, commit.groups, trajectories)
+        sha256s[taken.trajectory] = sha256_hex(at.record.value)
+    return batch_of(commit.step, commit.groups, trajectories, sha256s)
 
 
 def find(
@@ -170,22 +173,34 @@ def places_of(groups: Sequence[TakenGroup]) -> list[Place]:
 
 
 def batch_of(
-    step: int, groups: Sequence[TakenGroup], trajectories: Mapping[str, Trajectory]
+    step: int,
+    groups: Sequence[TakenGroup],
+    trajectories: Mapping[str, Trajectory],
+    sha256s: Mapping[str, str] | None = None,
 ) -> TrainBatch:
-    """A batch as the trainer takes it: groups in dispatch order, siblings in theirs."""
+    """A batch as the trainer takes it: groups in dispatch order, siblings in theirs.
+
+    `sha256s` are of the values as they lie in the log now, where that may be other than taken.
+    """
     ordered = sorted(groups, key=lambda group: group.group)
-    return TrainBatch(
-        step=step,
-        groups=[
-            TrainGroup(
-                group=group.group,
-                version=group.version,
-                trajectories=[
-                    trajectories[one]
-                    for one in sorted(taken.trajectory for taken in group.trajectories)
-                ],
+    return TrainBatch(step=step, groups=[_group(one, trajectories, sha256s) for one in ordered])
+
+
+def _group(
+    group: TakenGroup, trajectories: Mapping[str, Trajectory], sha256s: Mapping[str, str] | None
+) -> TrainGroup:
+    siblings = sorted(group.trajectories, key=lambda taken: taken.trajectory)
+    return TrainGroup(
+        group=group.group,
+        version=group.version,
+        trajectories=[trajectories[taken.trajectory] for taken in siblings],
+        places=[
+            LoggedAt(
+                partition=taken.partition,
+                offset=taken.offset,
+                sha256=taken.sha256 if sha256s is None else sha256s[taken.trajectory],
             )
-            for group in ordered
+            for taken in siblings
         ],
     )
 

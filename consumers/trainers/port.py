@@ -15,12 +15,24 @@ Settings = Mapping[str, float | int | str | bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedAt:
+    """Where a trajectory lies in the log, and the sha256 of its value there."""
+
+    partition: int
+    offset: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainGroup:
     """One group of a batch: its logged siblings in order, with invalid ones (masked) among them."""
 
     group: str
     version: int
     trajectories: Sequence[Trajectory]
+    places: Sequence[LoggedAt] = ()
+    """Of each trajectory, for a trainer of several ranks, which read their shares by themselves;
+    empty for a batch that is in no log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,146 @@
+"""DeepSpeed trainers for tests: as many ranks as DORA_PIPE_RANKS says, on batches that are logged.
+
+A process has one team of ranks for its life, so a test run has one number of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.consumers.trainers.port import LoggedAt, Settings, StepResult, TrainBatch
+from dora_pipe.policies.log_place import LogPlace
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+
+if TYPE_CHECKING:
+    from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedTrainer
+
+RANKS = int(os.environ.get("DORA_PIPE_RANKS", "1"))
+PARTITIONS = 2
+RUN = "r"
+
+
+def need_deepspeed(*, ranks: int | None = None) -> None:
+    """Skip a test where the package is absent, or where it wants another number of ranks."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; make test-deepspeed runs this")
+    if ranks not in (None, RANKS):
+        pytest.skip(f"needs DORA_PIPE_RANKS={ranks}; make test-deepspeed runs this")
+
+
+class BatchLog:
+    """A SQLite log that batches of a test are put into, so that ranks can read their shares."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.place = LogPlace(run=RUN, url=f"sqlite:{path}")
+        self._topic = Topics(RUN).trajectories
+        from dora_pipe.bus.sqlite import SqliteBus
+
+        SqliteBus(path).close()
+        self.bus = self.place.open()
+        self.bus.create([TopicSpec(name=self._topic, partitions=PARTITIONS)])
+        self._writer = self.bus.writer()
+
+    def logged(self, batch: TrainBatch) -> TrainBatch:
+        """The same batch with places; every group lies in one partition."""
+        groups = [
+            replace(group, places=self._log(number % PARTITIONS, group.trajectories))
+            for number, group in enumerate(batch.groups)
+        ]
+        return replace(batch, groups=groups)
+
+    def _log(self, partition: int, trajectories: Sequence[Trajectory]) -> list[LoggedAt]:
+        appends, sha256s = [], []
+        for one in trajectories:
+            value, headers = encode_trajectory(one)
+            sha256s.append(headers.sha256)
+            appends.append(
+                Append(
+                    topic=self._topic,
+                    partition=partition,
+                    key=headers.group.encode(),
+                    value=value,
+                    headers=header_pairs(headers),
+                )
+            )
+        offsets = self._writer.append(appends)
+        return [
+            LoggedAt(partition=partition, offset=offset, sha256=sha256)
+            for offset, sha256 in zip(offsets, sha256s, strict=True)
+        ]
+
+
+class LoggedTrainer:
+    """A trainer whose batches are put into a log first."""
+
+    def __init__(self, trainer: DeepspeedTrainer, log: BatchLog) -> None:
+        self.trainer = trainer
+        self._log = log
+        self.name = trainer.name
+        self.version = trainer.version
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        self.trainer.load(weights, digest=digest, optimizer=optimizer)
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        return self.trainer.train(self._log.logged(batch), settings)
+
+    def manifest(self) -> Manifest:
+        return self.trainer.manifest()
+
+    def save_weights(self, path: Path) -> Manifest:
+        return self.trainer.save_weights(path)
+
+    def save_optimizer(self, path: Path) -> None:
+        self.trainer.save_optimizer(path)
+
+    def numerics(self) -> dict[str, str]:
+        return self.trainer.numerics()
+
+
+@cache
+def batch_log(path: Path) -> BatchLog:
+    """The log at this path; made on first use."""
+    return BatchLog(path)
+
+
+def make_trainer(
+    assets: Path,
+    reference: Path,
+    log: BatchLog,
+    *,
+    zero_stage: int = 2,
+    offload: str = "none",
+    dtype: str = "float32",
+    micro_batch_tokens: int = 256,
+    rounds_min: int = 1,
+) -> LoggedTrainer:
+    """A trainer of `RANKS` ranks on the CPU."""
+    from dora_pipe.consumers.trainers.deepspeed_engine import EngineOptions
+    from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedOptions, DeepspeedTrainer
+
+    options = DeepspeedOptions(
+        engine=EngineOptions(
+            zero_stage=zero_stage,
+            offload=offload,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+        ),
+        ranks=RANKS,
+        rounds_min=rounds_min,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    return LoggedTrainer(
+        DeepspeedTrainer(assets, reference=reference, log=log.place, options=options), log
+    )

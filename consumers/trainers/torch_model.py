@@ -67,7 +67,7 @@ class TorchModel:
     def load(self, weights: Path) -> None:
         """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
         load_weights(self.network, weights)
-        self.lean = _head_is_all(self.network, self.device)
+        self.lean = head_is_all(self.network, self.device)
 
     def logprobs(self, passage: Passage) -> Tensor:
         """Log-probs of the counted tokens, [N] float32.
@@ -75,14 +75,7 @@ class TorchModel:
         Rows are padded on the right and attention is causal, so padding reaches no counted token
         and needs no mask.
         """
-        if self.lean:
-            hidden = self.network.base_model(input_ids=passage.ids, use_cache=False)[0]
-            chosen = hidden.flatten(0, 1).index_select(0, passage.places)
-            logits = self.network.get_output_embeddings()(chosen)
-        else:
-            logits = self.network(input_ids=passage.ids, use_cache=False).logits
-            logits = logits.flatten(0, 1).index_select(0, passage.places)
-        return -torch.nn.functional.cross_entropy(logits.float(), passage.targets, reduction="none")
+        return score(self.network, passage.ids, passage.places, passage.targets, lean=self.lean)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and parameter, tied ones once."""
@@ -189,7 +182,21 @@ def counted_positions(mask: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np
     return np.flatnonzero(np.asarray(mask)[1:]) + 1
 
 
-def _head_is_all(network: Any, device: str) -> bool:
+def score(network: Any, ids: Tensor, places: Tensor, targets: Tensor, *, lean: bool) -> Tensor:
+    """Log-probs of `targets` at `places` (see `Passage`), [N] float32.
+
+    `lean` is what `head_is_all` says of the network: logits are then computed at `places` only.
+    """
+    if lean:
+        hidden = network.base_model(input_ids=ids, use_cache=False)[0]
+        logits = network.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, places))
+    else:
+        logits = network(input_ids=ids, use_cache=False).logits
+        logits = logits.flatten(0, 1).index_select(0, places)
+    return -torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def head_is_all(network: Any, device: str) -> bool:
     """Whether logits are exactly the head on the last hidden states."""
     head = network.get_output_embeddings()
     if head is None or network.base_model is network:

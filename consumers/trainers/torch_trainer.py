@@ -17,8 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.consumers.objectives.table import needs, terms_of
-from dora_pipe.consumers.objectives.terms import Inputs, row_figures
+from dora_pipe.consumers.objectives.table import needs
 from dora_pipe.consumers.packing import minibatches
 from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
@@ -33,6 +32,7 @@ from dora_pipe.consumers.trainers.step import (
 from dora_pipe.consumers.trainers.torch_device import compute_clock, deterministic, device_class
 from dora_pipe.consumers.trainers.torch_model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.trainers.torch_optimizer import Optimizer
+from dora_pipe.consumers.trainers.torch_pass import pass_loss, per_token
 from dora_pipe.errors import NonFinite, PolicyError
 from dora_pipe.policies.digest import read_manifest
 from dora_pipe.policies.safetensors_file import manifest_in_memory, write_tensors
@@ -171,27 +171,18 @@ class TorchTrainer:
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
         """Add the gradient of one pass, and note what each of its rows did."""
         passage = self._passage(one)
-        weights = self._per_token(one.weights, passage)
-        logprobs = self._model.logprobs(passage)
-        needed = needs(step)
-        proximal = None
-        if needed.proximal:
-            # Before the first update the weights are the step's first ones.
-            proximal = logprobs.detach() if one.proximal is None else one.proximal
-        inputs = Inputs(
-            logprobs=logprobs,
-            behaviour=passage.behaviour,
-            proximal=proximal,
-            reference=self._reference_logprobs(passage) if needed.reference else None,
-            advantages=self._per_token([item.advantage or 0.0 for item in one.items], passage),
-            lengths=passage.lengths,
+        loss, figures = pass_loss(
+            passage,
+            self._model.logprobs(passage),
+            advantages=per_token([item.advantage or 0.0 for item in one.items], passage),
+            weights=per_token(one.weights, passage),
+            proximal=one.proximal,
+            reference=self._reference_logprobs,
+            step=step,
         )
-        terms = terms_of(inputs, step)
-        loss = (terms.loss * weights).sum()
         torch.autograd.backward(loss)
         sums.loss += float(loss.detach())
         sums.padded_tokens += one.micro.padded_tokens
-        figures = row_figures(terms, weights, passage.lengths)
         for item, of_item in zip(one.items, figures, strict=True):
             item.figures, item.micro_batch = of_item, one.number
 
@@ -201,12 +192,6 @@ class TorchTrainer:
             for row in (item.trajectory for item in one.items)
         ]
         return passage_of(rows, width=one.micro.width, device=self._options.device)
-
-    def _per_token(self, values: Sequence[float], passage: Passage) -> Tensor:
-        spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(
-            torch.tensor(passage.lengths)
-        )
-        return spread.to(self._options.device)
 
     def _reference_logprobs(self, passage: Passage) -> Tensor:
         if self._reference is None:

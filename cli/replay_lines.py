@@ -21,7 +21,6 @@ from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.rebuild import Rebuilder
 from dora_pipe.history.regenerate import Regenerated, pick, raise_if_different, regenerate
 from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import Purpose
@@ -44,7 +43,7 @@ def replay_steps(
     if started is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
     config = msgspec.convert(started.config, Config)
-    trainer = open_trainer(run.policies, started, config)
+    trainer = open_trainer(run, started, _here(config, run.config))
     first = 0 if first is None else first
     last = len(history.notes) if last is None else last
     lines: list[StepLine] = []
@@ -66,13 +65,21 @@ def replay_steps(
         raise_if_diverged(line)
 
 
-def open_trainer(store: PolicyStore, started: RunStarted, config: Config | None = None) -> Trainer:
-    """A trainer of a run, without weights yet. Raises ConfigError, PolicyError."""
+def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Trainer:
+    """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
+    store = run.policies
     return make_trainer(
         assets=store.assets(started.assets_digest),
         reference=store.held_weights(started.policy.digest),
         config=config or msgspec.convert(started.config, Config),
+        log=run.log,
     )
+
+
+def _here(config: Config, local: Config) -> Config:
+    """The run's configuration with the device that was chosen here."""
+    trainer = msgspec.structs.replace(config.trainer, device=local.trainer.device)
+    return msgspec.structs.replace(config, trainer=trainer)
 
 
 def rebuilder(run: OpenRun) -> Rebuilder:
@@ -82,7 +89,7 @@ def rebuilder(run: OpenRun) -> Rebuilder:
         run.bus,
         run.topics,
         store,
-        make_trainer=lambda started: open_trainer(store, started),
+        make_trainer=lambda started: open_trainer(run, started),
         clock=SystemClock(),
         told=lambda rebuilt: say(rebuilt.line),
     )

@@ -228,6 +228,7 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         micro_batch_tokens=local.trainer.micro_batch_tokens,
         checkpoint_every=local.trainer.checkpoint_every,
         threads=local.trainer.threads,
+        device=local.trainer.device,
     )
     return msgspec.structs.replace(
         config, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store

@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 from dora_pipe.config.model import Config
+from dora_pipe.config.model import Trainer as Section
+from dora_pipe.consumers.trainers.deepspeed_package import NAME, absent, prepare
 from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import ConfigError
+from dora_pipe.policies.log_place import LogPlace
+from dora_pipe.policies.store import PolicyStore
 
 
-def make_trainer(*, assets: Path, reference: Path, config: Config) -> Trainer:
+def make_trainer(
+    *, assets: Path, reference: Path, config: Config, log: LogPlace | None = None
+) -> Trainer:
     """The trainer of a run, without weights yet.
 
-    `assets` is the directory of config and tokenizer files, `reference` the weights of version 0.
-    Raises PolicyError for a model it cannot train, ConfigError where torch is not installed.
+    `assets` is the directory of config and tokenizer files, `reference` the weights of version 0;
+    `log` is where ranks beside this process read their share of a batch.
+    Raises PolicyError for a model it cannot train, ConfigError where a package or GPU is missing,
+    ResourceError when the other ranks do not come.
     """
+    need_trainer(config)
     try:
-        from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+        device = device_of(config.trainer)
+        if config.trainer.kind == "deepspeed":
+            return _deepspeed(assets, reference, config.trainer, log, device)
+        return _torch(assets, reference, config.trainer, device)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"trainer.kind = {config.trainer.kind!r} needs {error.name}, which is not installed",
             hint="pip install 'dora-pipe[torch]'",
         ) from error
-    section = config.trainer
+
+
+def need_trainer(config: Config) -> None:
+    """Raise ConfigError where DeepSpeed is wanted and not installed; imports nothing."""
+    if config.trainer.kind == "deepspeed" and importlib.util.find_spec(NAME) is None:
+        raise absent(NAME)
+
+
+def device_of(section: Section) -> str:
+    """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there."""
+    import torch
+
+    if section.device == "cpu" or (section.device == "auto" and section.kind == "torch"):
+        return "cpu"
+    there = torch.cuda.is_available()
+    if section.device == "cuda" and not there:
+        raise ConfigError(
+            "trainer.device is cuda, but torch finds no GPU here",
+            hint="-o trainer.device=cpu, or a machine with a GPU and its driver",
+        )
+    return "cuda" if there else "cpu"
+
+
+def follows(config: Config, log: LogPlace, store: PolicyStore) -> bool:
+    """Be a rank above 0 until that one ends, if torchrun started this process as one.
+
+    Raises ConfigError, ResourceError when another rank is lost.
+    """
+    if config.trainer.kind != "deepspeed" or os.environ.get("RANK", "0") in ("", "0"):
+        return False
+    device = device_of(config.trainer)
+    prepare(device)
+    from dora_pipe.consumers.trainers.deepspeed_follow import follow_torchrun
+
+    return follow_torchrun(device, log, store)
+
+
+def end_ranks() -> None:
+    """End the processes that trainers of this one have started; they would end with it, too."""
+    team = sys.modules.get("dora_pipe.consumers.trainers.deepspeed_team")
+    if team is not None:
+        team.end_team()
+
+
+def _torch(assets: Path, reference: Path, section: Section, device: str) -> Trainer:
+    from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+
+    if device != "cpu":
+        prepare(device)
     options = TorchOptions(
         betas=section.betas,
         weight_decay=section.weight_decay,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
+        device=device,
     )
     return TorchTrainer(assets, reference=reference, options=options)
+
+
+def _deepspeed(
+    assets: Path, reference: Path, section: Section, log: LogPlace | None, device: str
+) -> Trainer:
+    prepare(device)
+    from dora_pipe.consumers.trainers.deepspeed_engine import EngineOptions
+    from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedOptions, DeepspeedTrainer
+
+    engine = EngineOptions(
+        zero_stage=section.zero_stage,
+        offload=section.offload,
+        dtype=section.dtype,
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+    )
+    options = DeepspeedOptions(
+        engine=engine,
+        ranks=section.ranks,
+        rounds_min=section.gradient_accumulation,
+        micro_batch_tokens=section.micro_batch_tokens,
+        threads=section.threads,
+        device=device,
+    )
+    return DeepspeedTrainer(assets, reference=reference, log=log, options=options)

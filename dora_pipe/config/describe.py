@@ -33,6 +33,7 @@ _TYPES: Mapping[str, str] = {
     "NonNegativeFloat": "number >= 0",
     "Share": "number, 0 to 1",
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
+    "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
     "RunName": "name",
     "RecordBytes": "integer, 65536 to 32505856",
     "str": "string",

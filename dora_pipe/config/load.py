@@ -313,9 +313,20 @@ def _check_advantages(config: Config) -> Iterator[str]:
         )
 
 
-def _check_rest(config: Config) -> Iterator[str]:
-    if not all(beta < 1 for beta in config.trainer.betas):
+def _check_trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not all(beta < 1 for beta in trainer.betas):
         yield "trainer.betas: they must be below 1"
+    given = {name: getattr(trainer, name) for name in _DEEPSPEED}
+    odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
+    if trainer.kind != "deepspeed" and odd:
+        yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
+    elif trainer.offload == "all" and trainer.zero_stage < 3:
+        yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
+    elif trainer.zero_stage == 0 and trainer.offload != "none":
+        yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
+    elif trainer.zero_stage == 0 and trainer.dtype == "bfloat16":
+        yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
 
 
 def _check_bus(config: Config) -> Iterator[str]:
@@ -339,12 +350,20 @@ def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
     return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
 
 
+_DEEPSPEED: Final = {
+    "ranks": 1,
+    "offload": "none",
+    "gradient_accumulation": 1,
+    "dtype": "float32",
+}
+"""Keys of [trainer] that another kind takes only as they are by default."""
+
 _CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     _check_staleness,
     _check_groups,
     _check_lengths,
     _check_timing,
     _check_advantages,
-    _check_rest,
+    _check_trainer,
     _check_bus,
 )

@@ -205,8 +205,8 @@ class Objective(Section, frozen=True, kw_only=True):
 class Trainer(Section, frozen=True, kw_only=True):
     """The training engine and its optimizer (AdamW)."""
 
-    kind: Literal["torch"] = "torch"
-    """Which engine."""
+    kind: Literal["torch", "deepspeed"] = "torch"
+    """Which engine; `deepspeed` has the keys from `ranks` to `dtype`. See docs/deepspeed.md."""
     learning_rate: PositiveFloat = 1e-5
     """Constant; it may be changed between steps."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -223,6 +223,18 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps between checkpoints of the optimizer state."""
     threads: Positive = 1
     """Of the trainer's process; equal bits are promised under an equal number."""
+    ranks: Positive = 1
+    """Processes. They are started on the trainer's machine, or by torchrun on several."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
+    """What is spread over the ranks: 1 AdamW's moments, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the host's memory: AdamW's moments and its update, or weights too (stage 3)."""
+    gradient_accumulation: Positive = 1
+    """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of computation; weights are updated and published in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
 
 
 class Vllm(Section, frozen=True, kw_only=True):
@@ -372,6 +384,7 @@ _FROZEN = """
 run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward
 task.options task.turns_max sampling groups staleness.interruptible evaluation trainer.kind
 trainer.betas trainer.weight_decay trainer.micro_batch_tokens bus.partitions
+trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
 """
 FROZEN = frozenset(_FROZEN.split())
 """A resumed run must have the same; a name stands for its whole section."""

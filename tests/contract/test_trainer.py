@@ -14,6 +14,7 @@ from dora_pipe.errors import PolicyError
 from dora_pipe.policies.digest import read_manifest
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
+from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa, make_qwen2
 
@@ -53,11 +54,36 @@ def _simulated_subject(root: Path) -> Subject:
     )
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama-gqa", "simulated"])
+def _deepspeed_subject(root: Path, kind: str) -> Subject:
+    """`deepspeed-STAGE[-DTYPE]`, of as many ranks as DORA_PIPE_RANKS says."""
+    deepspeed.need_deepspeed()
+    _, stage, *dtype = kind.split("-")
+    store = PolicyStore(root / "policies")
+    policy, assets = store.import_model(make_llama_gqa(root / "model"))
+    log = deepspeed.BatchLog(root / "log.sqlite")
+    return Subject(
+        store=store,
+        policy=policy,
+        make=lambda: deepspeed.make_trainer(
+            store.assets_path(assets),
+            store.weights_path(policy.digest),
+            log,
+            zero_stage=int(stage),
+            dtype=dtype[0] if dtype else "float32",
+        ),
+    )
+
+
+DEEPSPEED = [f"deepspeed-{stage}" for stage in range(4)] + ["deepspeed-2-bfloat16"]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama-gqa", "simulated", *DEEPSPEED])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root = tmp_path_factory.mktemp(str(request.param))
     if request.param == "simulated":
         return _simulated_subject(root)
+    if request.param in DEEPSPEED:
+        return _deepspeed_subject(root, str(request.param))
     return _torch_subject(root, {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[request.param])
 
 

@@ -30,6 +30,10 @@ kind = "arithmetic"
 """
 
 
+DEEPSPEED = ["trainer.kind=deepspeed"]
+STAGE_0 = ["trainer.zero_stage=0"]
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
@@ -239,6 +243,11 @@ def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str
         (["sampling.stop=['']"], "an empty string"),
         (["timing.lease_s=1.0"], "not more than two heartbeats"),
         (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
+        (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
+        (["trainer.dtype=bfloat16"], "bfloat16 needs trainer.kind = 'deepspeed'"),
+        ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
+        ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
+        ([*DEEPSPEED, *STAGE_0, "trainer.dtype=bfloat16"], "needs zero_stage 1, 2 or 3"),
         (["bus.url=http://x"], "`http://x` is neither"),
         (["bus.url=sqlite:"], "`sqlite:` is neither"),
     ],
@@ -253,6 +262,7 @@ def test_sections_that_do_not_fit_together_are_refused(
     "overrides",
     [
         ["staleness.in_flight_batches=1"],
+        [*DEEPSPEED, "trainer.ranks=8", "trainer.zero_stage=3", "trainer.offload=all"],
         ["staleness.in_flight_batches=3"],
         ["staleness.max_staleness=0"],
         ["groups.min_valid_siblings=8"],

@@ -1,0 +1,1 @@
+"""What the DeepSpeed trainer has beyond the contract; skipped where the package is absent."""

@@ -1,0 +1,65 @@
+"""Skips what needs DeepSpeed, with one line each, where it is not installed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.trainers.port import Settings, TrainBatch
+from dora_pipe.policies.store import PolicyStore
+from tests.support import deepspeed
+from tests.support.models import make_llama_gqa
+
+Make = Callable[..., deepspeed.LoggedTrainer]
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    deepspeed.need_deepspeed()
+
+
+class Bench:
+    """A policy, a log, and trainers of either kind on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = PolicyStore(root / "policies")
+        self.policy, assets = self.store.import_model(make_llama_gqa(root / "model"))
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.policy.digest)
+        self.log = deepspeed.BatchLog(root / "log.sqlite")
+
+    def deepspeed(self, **options: Any) -> deepspeed.LoggedTrainer:
+        """One that has loaded version 0."""
+        made = deepspeed.make_trainer(self.assets, self.weights, self.log, **options)
+        made.load(self.weights, digest=self.policy.digest, optimizer=None)
+        return made
+
+    def torch(self, micro_batch_tokens: int = 256) -> Any:
+        """The torch trainer, likewise."""
+        from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+
+        options = TorchOptions(micro_batch_tokens=micro_batch_tokens)
+        made = TorchTrainer(self.assets, reference=self.weights, options=options)
+        made.load(self.weights, digest=self.policy.digest, optimizer=None)
+        return made
+
+    def tensors(self, trainer: Any, path: Path) -> dict[str, Any]:
+        """The weights of a trainer by name."""
+        from dora_pipe.consumers.trainers.torch_model import read_tensor
+        from dora_pipe.policies.digest import mapped, read_entries
+
+        trainer.save_weights(path)
+        with mapped(path) as data:
+            return {entry.name: read_tensor(data, entry) for entry in read_entries(path)}
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    deepspeed.need_deepspeed()
+    yield Bench(tmp_path_factory.mktemp("deepspeed"))
+
+
+def steps(trainer: Any, batches: list[TrainBatch], settings: Settings) -> list[Any]:
+    """The results of training these."""
+    return [trainer.train(batch, settings) for batch in batches]

@@ -1,0 +1,127 @@
+"""A DeepSpeed step is a torch step: sharded, spread over ranks, offloaded, but the same numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.trainers.port import StepResult, TrainBatch
+from dora_pipe.errors import NonFinite
+from tests.deepspeed.conftest import Bench
+from tests.support.batches import SETTINGS, make_batch
+
+DISTANCE_MAX = 2e-4
+"""Largest distance of a weight after three steps at a learning rate of 1e-3: sums have another
+order, and AdamW divides small gradients by their own size."""
+
+HARD = {
+    **SETTINGS,
+    "trainer.minibatches": 3,
+    "objective.kl": 0.2,
+    "objective.kind": "decoupled-ppo",
+    "objective.proximal": "recomputed",
+    "objective.level": "token",
+    "objective.weight_max": 2.0,
+}
+"""Log-probs of three policies: trained, proximal, reference."""
+
+
+def _batches() -> list[TrainBatch]:
+    return [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
+
+
+def _compare(ours: list[StepResult], theirs: list[StepResult], *, relative: float = 1e-3) -> None:
+    for one, two in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm", "ratio_mean", "clipped_share", "kl", "tokens"):
+            expected = pytest.approx(two.figures[name], rel=relative, abs=relative)
+            assert one.figures[name] == expected, name
+        for row, other in zip(one.contributions, two.contributions, strict=True):
+            assert row["trajectory"] == other["trajectory"]
+            assert row["advantage"] == other["advantage"]
+            assert row["minibatch"] == other["minibatch"]
+            assert (row["loss_share"] is None) == (other["loss_share"] is None)
+            if row["loss_share"] is not None:
+                expected = pytest.approx(other["loss_share"], rel=0.02, abs=relative)
+                assert row["loss_share"] == expected
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, HARD], ids=["grpo", "hard"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 2, "offload": "optimizer"},
+        {"zero_stage": 3, "offload": "all"},
+        {"zero_stage": 2, "rounds_min": 3},
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_torch_trainer(
+    bench: Bench, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    ours, theirs = bench.deepspeed(**options), bench.torch()
+    found = [ours.train(batch, settings) for batch in _batches()]
+    _compare(found, [theirs.train(batch, settings) for batch in _batches()])
+    expected = bench.tensors(theirs, tmp_path / "theirs")
+    for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
+        assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
+
+
+def test_bfloat16_computes_about_the_same_and_publishes_float32(
+    bench: Bench, tmp_path: Path
+) -> None:
+    ours, theirs = bench.deepspeed(dtype="bfloat16"), bench.torch()
+    batch = _batches()[0]
+    found, expected = ours.train(batch, SETTINGS), theirs.train(batch, SETTINGS)
+    assert found.figures["grad_norm"] == pytest.approx(expected.figures["grad_norm"], rel=0.05)
+    assert found.figures["grad_norm"] != expected.figures["grad_norm"]
+    tensors = bench.tensors(ours, tmp_path / "ours").values()
+    assert any(bool((one != one.bfloat16().float()).any()) for one in tensors)
+
+
+def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
+    first, theirs = _batches()[0], bench.torch()
+    theirs.train(first, SETTINGS)
+    manifest = theirs.save_weights(tmp_path / "weights")
+    theirs.save_optimizer(tmp_path / "optimizer")
+    ours = bench.deepspeed()
+    ours.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "optimizer")
+    assert ours.manifest() == manifest
+    ours.save_optimizer(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "optimizer").read_bytes()
+    _compare([ours.train(_batches()[1], SETTINGS)], [theirs.train(_batches()[1], SETTINGS)])
+
+
+def test_gradient_is_clipped_to_what_is_in_force_for_the_step(bench: Bench) -> None:
+    norms = []
+    for norm_max in (1.0, 1e-3):
+        trainer = bench.deepspeed()
+        settings = {**SETTINGS, "trainer.grad_norm_max": norm_max}
+        trainer.train(_batches()[0], settings)
+        norms.append(trainer.manifest().digest)
+    assert norms[0] != norms[1]
+
+
+def test_step_that_is_not_finite_ends_alike_on_all_ranks_and_they_can_load_again(
+    bench: Bench,
+) -> None:
+    trainer = bench.deepspeed()
+    with pytest.raises(NonFinite):
+        for batch in _batches():
+            trainer.train(batch, {**SETTINGS, "trainer.learning_rate": 999.0})
+            trainer.train(batch, {**SETTINGS, "trainer.learning_rate": 999.0})
+    trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
+    fresh = bench.deepspeed()
+    for one in (trainer, fresh):
+        one.train(_batches()[0], SETTINGS)
+    assert trainer.manifest() == fresh.manifest()
+
+
+def test_batch_without_a_gradient_changes_nothing(bench: Bench) -> None:
+    trainer = bench.deepspeed()
+    figures = trainer.train(make_batch(seed=1, groups=2, valid=0.0), SETTINGS).figures
+    assert figures["updates"] == 0
+    assert trainer.manifest() == bench.policy

@@ -1,0 +1,133 @@
+"""Whole runs with a DeepSpeed trainer of two ranks: replayed bit for bit, and through a death."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.schemas.control import RoleStarted, StepCommitted
+from tests.support import deepspeed
+from tests.support.user_run import assert_clean, facts, furnish, start, steps
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 400
+TRAINER = ["-o", "trainer.kind=deepspeed", "-o", "trainer.ranks=2", "-o", "trainer.zero_stage=2"]
+COMMAND = str(Path(sys.executable).parent / "dora-pipe")
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks() -> None:
+    deepspeed.need_deepspeed(ranks=2)
+
+
+def _call(place: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *words],
+        cwd=place,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def _said(place: Path) -> str:
+    said = place / "said"
+    return said.read_text() if said.exists() else ""
+
+
+def _ranks(place: Path) -> Iterator[int]:
+    """Process ids of ranks above 0 that run for the user's folder."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace")
+            here = (entry / "cwd").resolve() == place.resolve()
+        except OSError:
+            continue
+        if "deepspeed_follow" in words and here:
+            yield int(entry.name)
+
+
+def _until(done: object, what: str) -> None:
+    give_up_s = time.monotonic() + LIMIT_S
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with a run of three steps, whose rank 1 was killed on the way."""
+    deepspeed.need_deepspeed(ranks=2)
+    place = furnish(tmp_path_factory.mktemp("run"))
+    run = start(place, "run", "config.toml", *TRAINER)
+    control = place / "runs" / "tiny" / "log.sqlite"
+    _until(lambda: control.exists() and len(steps(place, "tiny")) >= 1, _said(place))
+    (rank,) = _ranks(place)
+    os.kill(rank, signal.SIGKILL)
+    assert run.wait(LIMIT_S) == 0, _said(place)
+    return place
+
+
+def test_run_goes_on_after_the_death_of_a_rank_and_every_promise_holds(finished: Path) -> None:
+    assert steps(finished, "tiny") == [0, 1, 2]
+    assert_clean(finished, "tiny")
+    roles = [one for one in facts(finished, "tiny") if isinstance(one, RoleStarted)]
+    assert sum(one.role == "trainer" for one in roles) == 2
+    log = (finished / "runs" / "tiny" / "logs" / "trainer.log").read_text()
+    assert "error: rank 1 of the trainer was killed (SIGKILL)" in log
+    assert list(_ranks(finished)) == []
+
+
+def test_replay_starts_as_many_ranks_by_itself_and_every_step_is_bit_equal(finished: Path) -> None:
+    done = _call(finished, "replay", "tiny")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("step") and "equal" in line for line in lines), done.stdout
+    assert "3 of 3 steps bit-equal" in done.stderr
+    commits = [one for one in facts(finished, "tiny") if isinstance(one, StepCommitted)]
+    assert {one.numerics["world_size"] for one in commits} == {"2"}
+    assert {one.numerics["zero_stage"] for one in commits} == {"2"}
+
+
+def test_replay_with_another_number_of_ranks_is_one_line(finished: Path) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = _call(finished, "replay", "tiny", **torchrun)
+    assert done.returncode == 3
+    assert "error: trainer.ranks is 2, but torchrun started 3" in done.stderr
+
+
+def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:
+    place = furnish(tmp_path)
+    parts = [
+        start(place, "orchestrator", "config.toml", *TRAINER),
+    ]
+    _until((place / "runs" / "tiny" / "log.sqlite").exists, _said(place))
+    parts.append(start(place, "worker", "config.toml", "--name", "w0", *TRAINER))
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    words = ["--nproc-per-node", "2", "--master-port", "29417", "--no-python", COMMAND]
+    with (place / "torchrun").open("wb") as said:
+        done = subprocess.run(
+            [torchrun, *words, "trainer", "config.toml", *TRAINER],
+            cwd=place,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert done.returncode == 0, (place / "torchrun").read_text()
+    assert [part.wait(60) for part in parts] == [0, 0], _said(place)
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")

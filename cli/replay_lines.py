@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from dora_pipe.cli.output import emit_json, emit_table, say, show
-from dora_pipe.cli.roles import open_engine
+from dora_pipe.cli.roles import open_engine, with_engine
 from dora_pipe.cli.rundir import OpenRun
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
@@ -19,7 +19,13 @@ from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import InvariantBroken, UsageError
 from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.rebuild import Rebuilder
-from dora_pipe.history.regenerate import Regenerated, pick, raise_if_different, regenerate
+from dora_pipe.history.regenerate import (
+    Regenerated,
+    engines_of,
+    pick,
+    raise_if_different,
+    regenerate,
+)
 from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.schemas.control import RunStarted
@@ -109,28 +115,30 @@ def replay_trajectories(
     assets = run.policies.assets(ledger.started.assets_digest)
     tokenizer = Tokenizer(assets)
     config = ledger.config
-    engine = open_engine(assets=assets, config=config, decode=tokenizer.full_text)
     params: dict[Purpose, SamplingParams] = {
         "train": sampling_params(config.sampling, tokenizer.stop_ids),
         "eval": sampling_params(config.evaluation.sampling, tokenizer.stop_ids),
     }
     found: list[Regenerated] = []
-    try:
-        again = regenerate(
-            run.bus,
-            run.topics,
-            run.policies,
-            ledger,
-            engine,
-            names,
-            params,
-            weights_of=rebuilder(run).weights,
-        )
-        for one in again:
-            found.append(one)
-            _print_trajectory(one, as_json=as_json)
-    finally:
-        engine.close()
+    for name, some in engines_of(run.bus, run.topics, ledger, names).items():
+        own = with_engine(config, name or config.workers.engine)
+        engine = open_engine(assets=assets, config=own, decode=tokenizer.full_text)
+        try:
+            again = regenerate(
+                run.bus,
+                run.topics,
+                run.policies,
+                ledger,
+                engine,
+                some,
+                params,
+                weights_of=rebuilder(run).weights,
+            )
+            for one in again:
+                found.append(one)
+                _print_trajectory(one, as_json=as_json)
+        finally:
+            engine.close()
     equal = sum(one.equal for one in found)
     tokens = sum(one.tokens for one in found)
     say(f"{equal} of {len(found)} trajectories bit-equal, {tokens} sampled tokens")

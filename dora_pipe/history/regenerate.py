@@ -148,6 +148,26 @@ def pick(ledger: Ledger, count: int, seed: int) -> list[str]:
     return sorted(random.Random(seed).sample(names, min(count, len(names))))
 
 
+def engines_of(
+    bus: Bus, topics: Topics, ledger: Ledger, wanted: Sequence[str]
+) -> dict[str, list[str]]:
+    """Trajectories by the name of the engine that sampled them.
+
+    Raises UsageError for an id without a record, and for one that several engines sampled: their
+    random streams differ, so that none of them can generate it again.
+    """
+    found: dict[str, list[str]] = {}
+    workers = ledger.accounts.workers
+    for name in sorted(wanted):
+        segments = _read(bus, topics, ledger, name).segments
+        epochs = {one.epoch for one in segments if one.kind == "model"}
+        engines = sorted({workers[epoch].joined.engine for epoch in epochs})
+        if len(engines) > 1:
+            raise UsageError(f"{name} was sampled by several engines: {', '.join(engines)}")
+        found.setdefault(engines[0] if engines else "", []).append(name)
+    return found
+
+
 def regenerate(
     bus: Bus,
     topics: Topics,

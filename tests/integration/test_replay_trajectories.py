@@ -15,6 +15,7 @@ from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.regenerate import (
     Regenerated,
+    engines_of,
     pick,
     raise_if_different,
     regenerate,
@@ -36,6 +37,26 @@ from tests.support.tamper import Tamper
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """The session's run, not to be changed."""
     return recorded_in(tmp_path_factory.getbasetemp())
+
+
+def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        ledger = build_ledger(bus, recorded.topics)
+        names = pick(ledger, 20, 5)
+        assert engines_of(bus, recorded.topics, ledger, names) == {"simulated": names}
+        moved = next(
+            entry
+            for group in ledger.accounts.groups.values()
+            for entry in group.requests.values()
+            if entry.bound is not None and entry.placements[-1].resume is not None
+        )
+        worker = ledger.accounts.workers[moved.placements[-1].epoch]
+        worker.joined = msgspec.structs.replace(worker.joined, engine="another")
+        with pytest.raises(UsageError, match="another, simulated"):
+            engines_of(bus, recorded.topics, ledger, [moved.trajectory])
+    finally:
+        bus.close()
 
 
 def _params(config: Config) -> dict[Purpose, SamplingParams]:

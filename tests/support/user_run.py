@@ -101,9 +101,9 @@ def assert_clean(place: Path, run: str) -> None:
     assert found.holds, found.violations
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
     """Wait for something that has to happen."""
-    give_up_s = time.monotonic() + WAIT_S
+    give_up_s = time.monotonic() + wait_s
     while not done():
         assert time.monotonic() < give_up_s, "it never happened"
         time.sleep(0.05)

@@ -1,0 +1,102 @@
+"""`dora-pipe run` with records above what its topics take, processes and all: SQLite and Kafka."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.claims import ClaimBus, claim_of
+from dora_pipe.cli.rundir import opened
+from dora_pipe.history.reading import ends_of, records_of
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.user_run import WAIT_S, assert_clean, call, furnish, steps
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+RECORD_BYTES_MAX = 64 * 1024
+PARTS = 4000
+REWARD = f"""
+import random
+from dora_pipe.producers.tasks.port import Reward
+
+def score(row, text):
+    chance = random.Random(text)
+    parts = {{}}
+    if chance.random() < 0.5:  # 32 characters and a fraction each: nothing compresses them
+        parts = {{f"{{chance.getrandbits(128):032x}}": chance.random() for _ in range({PARTS})}}
+    return Reward(value=chance.random(), parts=parts)
+"""
+
+
+def furnished(place: Path, url: str) -> Path:
+    """A user's folder whose reward says so much that every second record is too large."""
+    config = furnish(place) / "config.toml"
+    bus = f'[bus]\nrecord_bytes_max = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
+    config.write_text(config.read_text() + bus)
+    (place / "judge.py").write_text(REWARD)
+    return place
+
+
+def claimed(place: Path, run: str) -> dict[str, str]:
+    """Digests by trajectory, of records that claim their value."""
+    with opened(str(place / "runs" / run)) as open_run:
+        assert isinstance(open_run.bus, ClaimBus)
+        ends = ends_of(open_run.bus.bus, open_run.topics.trajectories)
+        records = records_of(open_run.bus.bus, ends)
+        names = ((dict(one.headers)["trajectory"].decode(), claim_of(one)) for one in records)
+        return {name: digest for name, digest in names if digest}
+
+
+def answer(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a command says."""
+    program = Path(sys.executable).parent / "dora-pipe"
+    command = [str(program), *words]
+    return subprocess.run(
+        command, cwd=place, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+
+
+def prove(place: Path) -> None:
+    """Run, audit, replay, archive, export, show, prune; lose a value, and hear which."""
+    assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
+    assert steps(place, "tiny") == list(range(STEPS))
+    names = claimed(place, "tiny")
+    values = place / "runs" / "tiny" / "policies" / "claims"
+    assert len(names) > 5
+    assert {path.name for path in values.iterdir()} == set(names.values())
+    assert all(path.stat().st_size > RECORD_BYTES_MAX for path in values.iterdir())
+    assert_clean(place, "tiny")
+    assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", "tiny").stderr
+    archived = answer(place, "archive", "tiny", "--to", "kept", "--with-policies")
+    assert archived.returncode == 0, archived.stderr
+    assert f"{len(names)} claimed values" in answer(place, "archive", "--verify", "kept").stdout
+    for run in ("tiny", "kept"):
+        assert answer(place, "audit", run, "--fresh").returncode == 0
+        assert answer(place, "export", run, "--parquet", f"{run}.parquet").returncode == 0
+    lost = next(name for name in names if name.startswith("g"))
+    shown = json.loads(answer(place, "show", "tiny", lost, "--json").stdout)
+    assert len(json.loads(shown["result"]["reward parts"])) == PARTS
+    pruned = answer(place, "prune", "tiny", "--claim-hours", "0", "--delete")
+    assert (pruned.returncode, pruned.stdout.count("unclaimed")) == (0, 0)
+    (values / names[lost]).unlink()
+    audited = answer(place, "audit", "tiny", "--fresh")
+    (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
+    assert audited.returncode == 5
+    assert f"{lost} at trajectories:" in error and f"claim {names[lost]}" in error
+
+
+def test_run_on_sqlite_with_records_above_the_limit_is_proved(tmp_path: Path) -> None:
+    prove(furnished(tmp_path, ""))
+
+
+@pytest.mark.kafka
+def test_run_on_a_broker_with_records_above_the_limit_is_proved(
+    tmp_path: Path, kafka_broker: KafkaBroker
+) -> None:
+    prove(furnished(tmp_path, f"kafka://{kafka_broker.bootstrap}"))

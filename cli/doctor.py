@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -92,9 +93,17 @@ def _extras() -> list[Finding]:
         ("deepspeed", "the DeepSpeed trainer"),
     ):
         there = importlib.util.find_spec(name) is not None
-        detail = importlib.metadata.version(name) if there else f"not installed; for {use}"
+        detail = _version(name) if there else f"not installed; for {use}"
         findings.append(Finding(what=name, state="ok" if there else "note", detail=detail))
     return findings
+
+
+def _version(module: str) -> str:
+    """Of the distribution that brings a module: that of vLLM for CPUs is called otherwise."""
+    for name in (module, f"{module}-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "of unknown version"
 
 
 def _disk() -> Finding:

@@ -104,6 +104,11 @@ def worker_engine(config: Config, name: str) -> str:
     return engines[names.index(name) % len(engines)]
 
 
+def worker_engines(config: Config) -> dict[str, str]:
+    """The engines of the workers that `run` starts, by name."""
+    return {name: worker_engine(config, name) for name in worker_names(config)}
+
+
 def with_engine(config: Config, engine: str) -> Config:
     """The configuration of a worker with this engine."""
     workers = msgspec.structs.replace(config.workers, engine=engine, engines=())

@@ -80,6 +80,7 @@ def run(
     wanted = _load(config, override or (), paradigm)
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
+    roles.need_engines(["torch", *roles.worker_engines(wanted).values()])
     plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
     if not supervise(replace(plan, adopt=adopt)):
         say(f"go on with: dora-pipe run {plan.directory.path} --resume")
@@ -150,7 +151,7 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     """Start every role, `tell` of it until all have ended; False when the user stopped it."""
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
-    engines = {name: roles.worker_engine(config, name) for name in names}
+    engines = roles.worker_engines(config)
     roles.need_engines(["torch", *engines.values()])
     need_trainer(config)
     shutil.rmtree(directory.handover, ignore_errors=True)

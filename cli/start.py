@@ -81,6 +81,7 @@ def run(
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
     roles.need_engines(["torch", *roles.worker_engines(wanted).values()])
+    need_trainer(wanted)
     plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
     if not supervise(replace(plan, adopt=adopt)):
         say(f"go on with: dora-pipe run {plan.directory.path} --resume")

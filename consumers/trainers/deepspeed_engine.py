@@ -27,9 +27,6 @@ BUCKET_ELEMENTS: Final = {"cpu": 1_000_000, "cuda": 50_000_000}
 """Elements that are reduced and gathered together, by device. DeepSpeed's own default fills 2 GB
 per bucket, which costs a CPU seconds in every step. Sums depend on it: it is a constant."""
 
-NETWORK: Final = "network."
-"""Before the names of parameters inside `_Scored`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -114,10 +111,6 @@ class Engine:
         """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3."""
         found: Tensor = self._engine(passage.ids, passage.places, passage.targets)
         return found
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        self._engine.optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a rank's part of the loss; collective. `last`: an update follows.

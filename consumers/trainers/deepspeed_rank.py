@@ -67,7 +67,7 @@ class _Update:
 class Rank:
     """One trainer's part in this process: an engine, and the way to the log.
 
-    `bus` is given in tests; elsewhere a rank opens the log by itself, when it needs it.
+    Making one, `read` and `train` are collective; the log is opened when it is first needed.
     """
 
     def __init__(self, team: Team, order: Open, store: PolicyStore | None = None) -> None:

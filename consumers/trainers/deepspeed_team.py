@@ -191,13 +191,21 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around collectives: a failure is a lost rank. Raises ResourceError."""
+        """Around collectives, which fail when a rank is lost. Raises ResourceError."""
         try:
             with self._busy:
                 yield
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"no memory is left on {self.device}: {error}",
+                hint="a smaller trainer.micro_batch_tokens, or more trainer.ranks in a new run",
+            ) from error
         except RuntimeError as error:
             self._settle()
-            raise ResourceError(self._lost() or f"the ranks lost each other: {error}") from error
+            lost = self._lost()
+            if not lost and not _is_of_wire(error):
+                raise
+            raise ResourceError(lost or f"a rank of the trainer is gone: {error}") from error
 
     # The other ranks as processes
 
@@ -208,6 +216,9 @@ class Team:
         self._ended = True
         if self.ranks > 1:
             self._end_others()
+        self._forget_rendezvous()
+
+    def _forget_rendezvous(self) -> None:
         if self.seat.rendezvous:
             shutil.rmtree(Path(self.seat.rendezvous).parent, ignore_errors=True)
 
@@ -234,6 +245,7 @@ class Team:
                 if not self._ended:
                     sys.stderr.write(f"error: {self._lost()}\n")
                     sys.stderr.flush()
+                    self._forget_rendezvous()
                     os._exit(ResourceError.exit_code)
             time.sleep(WATCH_S)
 
@@ -253,6 +265,14 @@ class Team:
                     how = f"was killed ({signal.Signals(-code).name})"
                 return f"rank {rank} of the trainer {how}"
         return ""
+
+
+def _is_of_wire(error: RuntimeError) -> bool:
+    """Whether a collective failed, not what was computed: gloo has no error type of its own."""
+    if isinstance(error, dist.DistError):
+        return True
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out")
+    return any(word in str(error) for word in words)
 
 
 _TEAM: list[Team] = []

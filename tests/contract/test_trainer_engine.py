@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.consumers.trainers.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.trainers.port import TrainBatch, Trainer, TrainGroup
 from dora_pipe.consumers.trainers.torch_trainer import TorchTrainer
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine, EngineRequest, SamplingParams, TokensSampled
 from dora_pipe.producers.engines.torch_engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
+from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_trajectory
 from tests.support.models import EOS_ID, make_llama_gqa, make_qwen2
 from tests.support.vllm_engines import need_vllm, open_vllm
@@ -31,18 +32,31 @@ def _vllm(model_dir: Path) -> Engine:
     return engine
 
 
+def _trainer(kind: str, assets: Path, reference: Path, root: Path) -> Trainer:
+    if kind == "torch":
+        return TorchTrainer(assets, reference=reference)
+    deepspeed.need_deepspeed()
+    log = deepspeed.BatchLog(root / "log.sqlite")
+    return deepspeed.make_trainer(assets, reference, log, micro_batch_tokens=16384)
+
+
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
 @pytest.mark.parametrize(
     ("make_model", "open_engine"),
     [(make_qwen2, _torch), (make_llama_gqa, _torch), (make_qwen2, _vllm)],
     ids=["qwen2-torch", "llama_gqa-torch", "qwen2-vllm"],
 )
 def test_ratio_is_one_on_the_policy_that_sampled(
-    make_model: Callable[..., Path], open_engine: Callable[[Path], Engine], tmp_path: Path
+    make_model: Callable[..., Path],
+    open_engine: Callable[[Path], Engine],
+    kind: str,
+    tmp_path: Path,
 ) -> None:
     store = PolicyStore(tmp_path / "policies")
     policy, assets = store.import_model(make_model(tmp_path / "model"))
-    trainer = TorchTrainer(store.assets_path(assets), reference=store.weights_path(policy.digest))
-    trainer.load(store.weights_path(policy.digest), digest=policy.digest, optimizer=None)
+    weights = store.weights_path(policy.digest)
+    trainer = _trainer(kind, store.assets_path(assets), weights, tmp_path)
+    trainer.load(weights, digest=policy.digest, optimizer=None)
     # A step first: the engine must take what the trainer published, not what it was opened with.
     trainer.train(_batch(open_engine, store, assets, policy.digest, step=0), SETTINGS)
     digest = store.publish_weights(trainer.save_weights).digest

@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dora_pipe.consumers.trainers.deepspeed_orders import Ready, StepReply
 from dora_pipe.consumers.trainers.port import TrainBatch
 from dora_pipe.errors import ConfigError, InvariantBroken
 from dora_pipe.policies.safetensors_file import Source
@@ -65,6 +67,28 @@ def test_rank_that_finds_other_bytes_in_the_log_is_named_and_the_others_go_on(be
     for one in (trainer, fresh):
         one.train(batch, SETTINGS)
     assert trainer.manifest() == fresh.manifest()
+
+
+def test_rank_reads_its_own_share_of_the_batch_from_the_log_and_no_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = bench.deepspeed()
+    team, said = trainer.trainer._team, []
+    heard = team.replies
+
+    def replies() -> list[bytes]:
+        said.append(heard())
+        return said[-1]
+
+    monkeypatch.setattr(team, "replies", replies)
+    settings = {**SETTINGS, "trainer.minibatches": 1}
+    result = trainer.train(make_batch(seed=3, groups=5, siblings=5), settings)
+    ((ready,), (reply,)) = said
+    rows = sum(map(len, msgspec.msgpack.decode(reply, type=StepReply).updates[0].rows))
+    assert 0 < rows < result.figures["trajectories"]
+    between = msgspec.msgpack.decode(ready, type=Ready).records - rows
+    # A record whose neighbours are both its own is read with them.
+    assert 0 <= between <= rows / 2
 
 
 def test_team_of_another_size_is_one_line(bench: Bench) -> None:

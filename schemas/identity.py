@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import Literal
 
 from dora_pipe.errors import SchemaError
@@ -25,7 +26,10 @@ SIBLINGS_MAX = 10**SIBLING_DIGITS
 _LETTERS: dict[Purpose, str] = {"train": "g", "eval": "e"}
 _PURPOSES: dict[str, Purpose] = {"g": "train", "e": "eval"}
 _TRAJECTORY = re.compile(r"(?P<letter>[ge])(?P<ordinal>[0-9]{10})-(?P<sibling>[0-9]{3})")
+_SIBLINGS = [f"-{sibling:0{SIBLING_DIGITS}d}" for sibling in range(SIBLINGS_MAX)]
 _FEISTEL_ROUNDS = 6
+_PROMPTS_KEPT = 4096
+"""Who asks for the prompt of an ordinal asks more than once."""
 
 
 def group_id(purpose: Purpose, ordinal: int) -> str:
@@ -37,7 +41,7 @@ def group_id(purpose: Purpose, ordinal: int) -> str:
 def trajectory_id(group: str, sibling: int) -> str:
     """``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
     assert 0 <= sibling < SIBLINGS_MAX, sibling
-    return f"{group}-{sibling:0{SIBLING_DIGITS}d}"
+    return group + _SIBLINGS[sibling]
 
 
 def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
@@ -60,7 +64,7 @@ def partition_of(ordinal: int, partitions: int) -> int:
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from parts; equal parts give equal seeds on every machine."""
-    text = "\x1f".join(str(part) for part in parts).encode()
+    text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
@@ -78,6 +82,7 @@ def trajectory_seed(seed: int, sibling: int) -> int:
     return derive_seed("trajectory", seed, sibling)
 
 
+@lru_cache(maxsize=_PROMPTS_KEPT)
 def prompt_index(run_seed: int, ordinal: int, rows: int) -> tuple[int, int]:
     """(data epoch, row) of the prompt that the group with this ordinal gets.
 

@@ -167,12 +167,15 @@ class Accounts:
 
     def log(self, fact: TrajectoryLogged, at: Moment) -> None:
         """A record lies in the log: which standing it has."""
-        entry, worker = self.request(fact.trajectory), self.workers.get(fact.epoch)
-        if entry is None or worker is None:
+        name = group_of(fact.trajectory)
+        group, worker = self.groups.get(name), self.workers.get(fact.epoch)
+        entry = None if group is None else group.requests.get(fact.trajectory)
+        if group is None or entry is None or worker is None:
             what = "was never dispatched" if entry is None else f"epoch {fact.epoch} never joined"
             self._wrong(at, f"logs {fact.trajectory}, but {what}")
             return
-        logged = Logged(fact=fact, standing=self._standing(fact, entry, worker), at=at)
+        standing = self._standing(fact, entry, worker, name in self.open)
+        logged = Logged(fact=fact, standing=standing, at=at)
         known = self.logged.get(logged.place)
         if known is not None:
             # A writer that was not told whether an append landed appends the same bytes again.
@@ -181,21 +184,20 @@ class Accounts:
             return
         self.logged[logged.place] = self.unread[logged.place] = logged
         self.records += 1
-        group = self.groups[group_of(fact.trajectory)]
         group.records.append(logged)
         if group.fate is not None:
-            self.ended[group.spec.group] = None
+            self.ended[name] = None
         if logged.standing == "bound":
             entry.bound = logged
             self.sibling_ended(group)
 
     def _standing(
-        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry
+        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry, is_open: bool
     ) -> Standing:
         if worker.departure:
             return "fenced" if worker.departure == "fenced" else "superseded"
         over = entry.bound is not None or entry.failed or entry.waiting or not entry.placements
-        if over or group_of(fact.trajectory) not in self.open:
+        if over or not is_open:
             return "superseded"
         present = entry.placements[-1]
         same = (present.attempt, present.epoch) == (fact.attempt, fact.epoch)

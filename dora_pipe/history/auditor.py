@@ -23,7 +23,7 @@ from dora_pipe.history.entries import Logged
 from dora_pipe.history.findings import Findings
 from dora_pipe.history.gathering import Gathering, OwnReader, Source
 from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.reading import Horizon, horizon_of, read_buried
+from dora_pipe.history.reading import Horizon, horizon_of, rare_collections, read_buried
 from dora_pipe.history.report import AuditReport
 from dora_pipe.history.walk import Footing, Turn, Walk
 from dora_pipe.policies.store import PolicyStore, as_store
@@ -115,6 +115,10 @@ class Auditor:
 
     def advance(self) -> None:
         """Read every round that is there now, and what it names. Raises BusError."""
+        with rare_collections():
+            self._advance()
+
+    def _advance(self) -> None:
         books = self.books
         self._horizon = horizon = horizon_of(self._bus, self._topics)
         books.records.buried = buried = read_buried(self._bus, self._topics)

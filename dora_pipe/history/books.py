@@ -115,12 +115,15 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
 def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
     """What a training group can still come to, from how its siblings ended."""
-    size = group.spec.size
-    bound = group.results
-    valid = [logged.fact.reward for logged in bound if logged.fact.valid]
-    ended = len(bound) + sum(
-        entry.failed for entry in group.requests.values() if entry.bound is None
-    )
+    size, ended = group.spec.size, 0
+    valid: list[float] = []
+    for entry in group.requests.values():
+        if entry.bound is not None:
+            ended += 1
+            if entry.bound.fact.reward is not None:
+                valid.append(entry.bound.fact.reward)
+        else:
+            ended += entry.failed
     if size - (ended - len(valid)) < min(rules.min_valid_siblings, size):
         return "doomed"
     if ended < size:

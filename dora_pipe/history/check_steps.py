@@ -163,8 +163,8 @@ class _Look:
         logged = self._ledger.accounts.logged.get(place)
         if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
             return one
-        sha256 = self._other_bytes.get(place, logged.fact.sha256)
-        return msgspec.structs.replace(_names(logged), sha256=sha256)
+        named, sha256 = _names(logged), self._other_bytes.get(place)
+        return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
 
 
 def _names(logged: Logged) -> TakenTrajectory:

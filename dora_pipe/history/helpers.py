@@ -22,7 +22,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.errors import BusError, DoraError
 from dora_pipe.history.evidence import Evidence
 from dora_pipe.history.gathering import OwnReader
-from dora_pipe.history.reading import EMPTY_POLLS_MAX, wait_after
+from dora_pipe.history.reading import EMPTY_POLLS_MAX, rare_collections, wait_after
 
 HELPERS_MAX: Final = 8
 
@@ -62,6 +62,11 @@ def helpers_for(records: int, partitions: int) -> int:
 
 def serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
     """Be a helper: read to the ends and write frames; what goes wrong is the last frame."""
+    with rare_collections():
+        _serve(bus, request, out)
+
+
+def _serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
     encode = msgspec.msgpack.Encoder().encode
     reader = OwnReader(bus, request.topic, request.positions, opened=request.opened)
     at, empty = dict(request.positions), 0

@@ -110,7 +110,7 @@ class AuditIndex:
         if made is None:
             self._set("remembered", b"")
         elif made != self.remembered():
-            self._set("books", _squeeze(freeze(books)))
+            self._set("books", _squeeze([freeze(books)])[0])
             self._set("remembered", self._encode(made))
         self._connection.execute("COMMIT")
         self._connection.execute("BEGIN IMMEDIATE")
@@ -213,9 +213,10 @@ class _Table(Generic[T]):
     def store(self, entries: Iterable[tuple[Any, T]]) -> None:
         """Many entries."""
         sql = f"INSERT OR REPLACE INTO {self._name} VALUES (?, ?)"
-        self._index.write(
-            sql, [(self._number(key), _squeeze(self._encode(entry))) for key, entry in entries]
-        )
+        kept = list(entries)
+        numbers = [self._number(key) for key, _ in kept]
+        squeezed = _squeeze(self._encode(entry) for _, entry in kept)
+        self._index.write(sql, zip(numbers, squeezed, strict=True))
 
 
 class _Groups:
@@ -252,15 +253,11 @@ class _Groups:
 
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
         """Many groups."""
+        kept = list(entries)
+        squeezed = _squeeze(self._encode(group) for _, group in kept)
         rows = [
-            (
-                _group_number(name),
-                group.spec.version,
-                group.fate,
-                group.step,
-                _squeeze(self._encode(group)),
-            )
-            for name, group in entries
+            (_group_number(name), group.spec.version, group.fate, group.step, entry)
+            for (name, group), entry in zip(kept, squeezed, strict=True)
         ]
         self._index.write("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)", rows)
 
@@ -310,5 +307,6 @@ def _group_number(name: str) -> int:
     return -1
 
 
-def _squeeze(data: bytes) -> bytes:
-    return zstandard.compress(data, 1)
+def _squeeze(entries: Iterable[bytes]) -> list[bytes]:
+    compress = zstandard.ZstdCompressor(level=1).compress
+    return [compress(entry) for entry in entries]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,21 @@ EMPTY_POLLS_MAX: Final = 30
 RECORDS_MAX: Final = 2000
 BYTES_MAX: Final = 4 * 1024 * 1024
 """Of one poll: it bounds the memory of whoever reads a log from end to end."""
+
+
+GARBAGE_MIN: Final = 50_000
+"""New objects, less those that have gone, after which a reader looks for cycles among them."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Whoever reads a long log makes many values and no cycles: to look for some takes a tenth."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE_MIN, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

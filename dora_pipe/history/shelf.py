@@ -48,9 +48,9 @@ class Shelf(dict[K, V]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dictionary, with what was put away."""
-        if dict.__contains__(self, key):
-            return self[key]
-        found = self._fetch(key)
+        found: Any = dict.get(self, key)
+        if found is None:
+            found = self._fetch(key)
         return default if found is None else found
 
     def put_away(self, keys: Iterable[K]) -> list[V]:

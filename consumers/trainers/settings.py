@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dora_pipe.config.objectives import (
     Level,
     Mask,
     Proximal,
+    settled,
     uses,
 )
 from dora_pipe.consumers.trainers.port import Settings
@@ -26,12 +27,14 @@ MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
 LEARNING_RATE_MAX: Final = 1e3
 """Gradients are clipped, so below this an update cannot overflow float32."""
 
+_OF: Final = "objective."
+
 _KEYS: Final = {
     **{
         name: f"trainer.{name}"
         for name in ("learning_rate", "grad_norm_max", "minibatches", "micro_batch_tokens")
     },
-    **{name: f"objective.{name}" for name in Objective.__struct_fields__},
+    **{name: f"{_OF}{name}" for name in Objective.__struct_fields__},
 }
 
 
@@ -81,6 +84,32 @@ def step_settings(settings: Settings) -> StepSettings:
             f" `objective.{missing[0]}` of kind {step.kind}"
         )
     return step
+
+
+def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) -> Settings:
+    """A step's settings with other values, as `set` would have changed them.
+
+    Another kind of objective starts from its own defaults; `max_tokens` is sampling.max_tokens.
+    Raises ConfigError for a value or a key that cannot be.
+    """
+    named = settled(_of_objective(settings), _of_objective(changes))
+    merged = {**settings, **changes}
+    for key in [key for key in merged if key.startswith(_OF)]:
+        del merged[key]
+    try:
+        objective = msgspec.convert(named, Objective)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"these settings cannot be used: {error}") from None
+    if objective.loss == "constant" and objective.loss_tokens is None:
+        objective = msgspec.structs.replace(objective, loss_tokens=max_tokens)
+    for key, value in msgspec.to_builtins(objective).items():
+        if value is not None:
+            merged[_OF + key] = value
+    return merged
+
+
+def _of_objective(settings: Settings) -> dict[str, Any]:
+    return {key.removeprefix(_OF): v for key, v in settings.items() if key.startswith(_OF)}
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage, bool]:

@@ -44,6 +44,8 @@ _CONTRIBUTED: Final = (
     "loss_share",
     "minibatch",
     "micro_batch",
+    "weight_mean",
+    "masked_share",
 )
 """Columns of the contributions file that a trained trajectory carries over."""
 

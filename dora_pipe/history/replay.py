@@ -19,10 +19,11 @@ import numpy as np
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
-from dora_pipe.config.model import LOGGED
+from dora_pipe.config.model import LOGGED, Config
 from dora_pipe.consumers.recovery import History, read_commits, read_history
 from dora_pipe.consumers.replay import ReplayedStep, load_base, replay_steps
 from dora_pipe.consumers.trainers.port import Trainer
+from dora_pipe.consumers.trainers.settings import changed_settings
 from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.policies.digest import mapped, read_entries
 from dora_pipe.policies.store import PolicyStore, as_store
@@ -95,7 +96,10 @@ def replay(
     settings = dict(changed or {})
     if unknown := sorted(settings.keys() - SETTABLE):
         raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=_settable())
-    again = replay_steps(bus, topics, trainer, _with(commits, settings, first), clock=clock)
+    if settings:
+        most = msgspec.convert(started.config, Config).sampling.max_tokens
+        commits = _with(commits, settings, first, max_tokens=most)
+    again = replay_steps(bus, topics, trainer, commits, clock=clock)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:
@@ -146,13 +150,16 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
 
 def _with(
     commits: Iterator[StepCommitted],
-    settings: Mapping[str, float | int | str | bool],
+    changes: Mapping[str, float | int | str | bool],
     first: int,
+    *,
+    max_tokens: int,
 ) -> Iterator[StepCommitted]:
     """The commits, from step `first` on with other settings; what they are compared with stays."""
     for commit in commits:
         if commit.step >= first:
-            commit = msgspec.structs.replace(commit, settings={**commit.settings, **settings})
+            settings = changed_settings(commit.settings, changes, max_tokens=max_tokens)
+            commit = msgspec.structs.replace(commit, settings=dict(settings))
         yield commit
 
 

@@ -111,7 +111,11 @@ def test_leave_one_out_is_the_group_advantage_times_n_over_n_minus_1() -> None:
 
 
 def test_version_baseline_compares_a_reward_with_all_that_its_version_earned() -> None:
-    groups = [(3, [1.0, None]), (4, [1.0, 1.0]), (3, [0.0, 0.5])]
+    groups: list[tuple[int, list[float | None]]] = [
+        (3, [1.0, None]),
+        (4, [1.0, 1.0]),
+        (3, [0.0, 0.5]),
+    ]
     found = version_advantages(groups, divide_by_std=False)
     assert found == [[0.5, None], [0.0, 0.0], [-0.5, 0.0]]
 

@@ -33,7 +33,7 @@ def gradient(inputs: Inputs, settings: StepSettings) -> Tensor:
 
 
 def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
-    return list(values.split(list(inputs.lengths)))
+    return list(torch.split(values, list(inputs.lengths)))
 
 
 def test_every_kind_of_the_configuration_has_a_rule() -> None:

@@ -1,0 +1,199 @@
+"""Objectives in the torch trainer: what it computes for them, and that steps stay repeatable."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.trainers.settings import changed_settings, step_settings
+from dora_pipe.consumers.trainers.torch_model import TorchModel
+from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+from dora_pipe.errors import ConfigError
+from dora_pipe.policies.store import PolicyStore
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_qwen2
+from tests.support.objectives import KINDS, OF_TRAINER, objective_settings
+
+RECOMPUTED = ("grpo", "dapo", "dr-grpo", "decoupled-ppo", "tis", "cispo", "gspo")
+
+
+class Policy:
+    """Version 0 of a small model, with trainers for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = PolicyStore(root / "policies")
+        self.manifest, assets = self.store.import_model(make_qwen2(root / "model"))
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def train(self, batch: TrainBatch, settings: Settings) -> tuple[StepResult, str]:
+        """One step from version 0; what it said, and the digest of its weights."""
+        trainer = self.trainer()
+        result = trainer.train(batch, settings)
+        return result, trainer.manifest().digest
+
+    def trainer(self) -> TorchTrainer:
+        options = TorchOptions(micro_batch_tokens=128)
+        made = TorchTrainer(self.assets, reference=self.weights, options=options)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, Any]:
+    """Without `micro_batch_tokens`, which is an option of the trainer."""
+    found = {**OF_TRAINER, **objective_settings(kind, **keys), "trainer.minibatches": minibatches}
+    found.pop("trainer.micro_batch_tokens")
+    return found
+
+
+def batch_of(seed: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0)) -> TrainBatch:
+    made = make_batch(seed=seed, step=max(versions), groups=len(versions), siblings=3, valid=0.9)
+    groups = [replace(one, version=v) for one, v in zip(made.groups, versions, strict=True)]
+    return replace(made, groups=groups)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_of_every_kind_moves_the_policy_and_comes_out_the_same_again(
+    policy: Policy, kind: str
+) -> None:
+    recomputes: dict[str, Any] = {"proximal": "recomputed"} if kind in RECOMPUTED else {}
+    settings = settings_for(kind, mask="geometric", **recomputes)
+    result, digest = policy.train(batch_of(), settings)
+    again, same = policy.train(batch_of(), settings)
+    assert digest == same != policy.manifest.digest
+    assert result.figures == again.figures
+    assert list(result.contributions) == list(again.contributions)
+    assert 0 <= result.figures["masked_share"] < 1
+
+
+def test_kinds_lead_to_different_weights(policy: Policy) -> None:
+    keys: dict[str, dict[str, Any]] = {
+        kind: {"loss": "token-mean", "advantage_std": True, "clip_high": 0.28}
+        for kind in ("grpo", "dapo", "dr-grpo")
+    }
+    same = {policy.train(batch_of(), settings_for(kind, **keys[kind]))[1] for kind in keys}
+    assert len(same) == 1, "they differ by their keys alone"
+    tight: dict[str, dict[str, Any]] = {"tis": {"weight_max": 0.9}}
+    kinds = ("grpo", "dr-grpo", "decoupled-ppo", "tis", "cispo", "topr", "gspo")
+    found = [policy.train(batch_of(), settings_for(one, **tight.get(one, {}))) for one in kinds]
+    assert len({digest for _, digest in found}) == len(kinds)
+
+
+def test_settings_of_an_older_log_are_grpo_with_the_same_bits(policy: Policy) -> None:
+    older = {**SETTINGS, "trainer.minibatches": 2}
+    assert {key for key in older if key.startswith("objective.")} == {
+        f"objective.{key}" for key in ("clip_low", "clip_high", "loss", "advantage_std", "kl")
+    }
+    assert policy.train(batch_of(), older)[1] == policy.train(batch_of(), settings_for("grpo"))[1]
+
+
+def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy) -> None:
+    result, _ = policy.train(batch_of(), settings_for("decoupled-ppo", weight_max=1e6))
+    first = [row for row in result.contributions if row["minibatch"] == 0 and row["ratio_mean"]]
+    later = [row for row in result.contributions if row["minibatch"] == 1 and row["ratio_mean"]]
+    assert first
+    assert later
+    # The first update starts at the proximal policy itself; the second has moved away from it.
+    assert {(row["ratio_min"], row["ratio_max"]) for row in first} == {(1.0, 1.0)}
+    assert all(row["ratio_min"] < 1.0 or row["ratio_max"] > 1.0 for row in later)
+    model = TorchModel(policy.assets, device="cpu")
+    model.load(policy.weights)
+    by_name = {one.trajectory: one for group in batch_of().groups for one in group.trajectories}
+    for row in (*first, *later):
+        weight = _weight(model, by_name[row["trajectory"]])
+        assert row["weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
+
+
+def _weight(model: TorchModel, trajectory: Any) -> Tensor:
+    """pi_0 / behaviour of the sampled tokens, one trajectory at a time."""
+    ids = torch.tensor([list(trajectory.token_ids)])
+    with torch.no_grad():
+        logits: Tensor = model.network(input_ids=ids).logits[0, :-1]
+    table = logits.log_softmax(-1)
+    found = table.gather(1, ids[0, 1:, None])[:, 0]
+    first = trajectory.meta.prompt_tokens
+    behaviour = torch.tensor(list(trajectory.logprobs)[first:])
+    return (found[first - 1 :] - behaviour).exp()
+
+
+@pytest.mark.parametrize(("minibatches", "extra"), [(1, 0), (3, 2)])
+def test_recomputation_costs_a_pass_for_every_update_but_the_first(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, minibatches: int, extra: int
+) -> None:
+    passes: list[bool] = []
+    plain = TorchModel.logprobs
+
+    def counted(self: TorchModel, passage: Any) -> Tensor:
+        passes.append(torch.is_grad_enabled())
+        return plain(self, passage)
+
+    monkeypatch.setattr(TorchModel, "logprobs", counted)
+    trainer = policy.trainer()
+    object.__setattr__(trainer._options, "micro_batch_tokens", 100_000)
+    trainer.train(batch_of(), settings_for("tis", minibatches=minibatches))
+    one_pass_each = passes.count(True) == minibatches
+    assert one_pass_each
+    assert passes.count(False) == extra
+
+
+def test_version_baseline_is_over_the_whole_batch_and_not_over_its_minibatches(
+    policy: Policy,
+) -> None:
+    batch = batch_of(versions=(0, 1, 0, 1))
+    result, _ = policy.train(batch, settings_for("grpo", advantage="version-baseline"))
+    groups = [(one.version, [row.reward for row in one.trajectories]) for one in batch.groups]
+    expected = [
+        advantage
+        for of_group in batch_advantages(groups, "version-baseline", True)
+        for advantage in of_group
+    ]
+    assert [row["advantage"] for row in result.contributions] == expected
+
+
+def test_constant_loss_counts_every_trajectory_as_so_many_tokens(policy: Policy) -> None:
+    def norm(tokens: int) -> float:
+        settings = settings_for("dr-grpo", minibatches=1, loss_tokens=tokens)
+        return policy.train(batch_of(), settings)[0].figures["grad_norm"]
+
+    assert norm(10) == pytest.approx(2 * norm(20), rel=1e-5)
+
+
+def test_mask_that_leaves_everything_out_leaves_the_policy_as_it_was(policy: Policy) -> None:
+    settings = settings_for("grpo", mask="token", mask_low=1e6, mask_high=1e7, minibatches=1)
+    result, digest = policy.train(batch_of(), settings)
+    assert result.figures["grad_norm"] == 0.0
+    assert result.figures["masked_share"] == 1.0
+    assert digest == policy.manifest.digest
+
+
+# Settings of a step.
+
+
+def test_key_that_the_kind_needs_and_the_log_lacks_is_named() -> None:
+    settings = {**OF_TRAINER, **objective_settings("tis")}
+    del settings["objective.weight_max"]
+    with pytest.raises(ConfigError, match=r"objective\.weight_max"):
+        step_settings(settings)
+
+
+def test_changed_kind_of_a_recorded_step_starts_from_its_own_defaults() -> None:
+    found = changed_settings(SETTINGS, {"objective.kind": "dr-grpo"}, max_tokens=77)
+    assert found["objective.loss_tokens"] == 77
+    assert found["objective.advantage_std"] is False
+    assert found["trainer.learning_rate"] == SETTINGS["trainer.learning_rate"]
+    step_settings({**OF_TRAINER, **found})
+
+
+def test_changed_key_that_the_kind_does_not_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not use it"):
+        changed_settings(SETTINGS, {"objective.weight_max": 2.0}, max_tokens=77)

@@ -16,6 +16,7 @@ from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
+from dora_pipe.cli.mismatch import mismatch
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.paper import paper
 from dora_pipe.cli.paradigms import paradigms
@@ -56,7 +57,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
     ),
     "Look": (look.runs, look.topics, look.cat, show, why),
     "Trust": (audit, trust.replay, trust.export, archive, prune),
-    "Think": (whatif,),
+    "Think": (whatif, mismatch),
 }
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:

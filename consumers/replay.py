@@ -157,6 +157,21 @@ def committed_batch(
     return batch_of(commit.step, commit.groups, trajectories, sha256s)
 
 
+def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
+    """The batch of a commit, read as it lies in the log now. Raises InvariantBroken, BusError."""
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    try:
+        waiting = committed_batch(reader, commit, strict=False)
+        while True:
+            try:
+                next(waiting)
+            except StopIteration as done:
+                batch: TrainBatch = done.value
+                return batch
+    finally:
+        reader.close()
+
+
 def find(
     reader: BatchReader, groups: Sequence[TakenGroup]
 ) -> Generator[None, None, dict[Place, Found]]:

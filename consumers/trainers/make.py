@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dora_pipe.config.model import Config
 from dora_pipe.config.model import Trainer as Section
@@ -14,6 +15,9 @@ from dora_pipe.consumers.trainers.port import Trainer
 from dora_pipe.errors import ConfigError
 from dora_pipe.policies.log_place import LogPlace
 from dora_pipe.policies.store import PolicyStore
+
+if TYPE_CHECKING:
+    from dora_pipe.consumers.trainers.torch_trainer import TorchTrainer
 
 
 def make_trainer(
@@ -35,6 +39,20 @@ def make_trainer(
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"trainer.kind = {config.trainer.kind!r} needs {error.name}, which is not installed",
+            hint="pip install 'dora-pipe[torch]'",
+        ) from error
+
+
+def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchTrainer:
+    """What computes log-probs of a run's versions again: torch, whatever trained it.
+
+    Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
+    """
+    try:
+        return _torch(assets, reference, config.trainer, device_of(config.trainer))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"log-probs are computed with {error.name}, which is not installed",
             hint="pip install 'dora-pipe[torch]'",
         ) from error
 
@@ -81,7 +99,7 @@ def end_ranks() -> None:
         team.end_team()
 
 
-def _torch(assets: Path, reference: Path, section: Section, device: str) -> Trainer:
+def _torch(assets: Path, reference: Path, section: Section, device: str) -> TorchTrainer:
     from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 
     if device != "cpu":

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from dora_pipe.consumers.objectives.table import needs
-from dora_pipe.consumers.packing import minibatches
+from dora_pipe.consumers.packing import Row, minibatches, pack
 from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.trainers.step import (
@@ -109,6 +109,30 @@ class TorchTrainer:
             contributions=[contribution(item) for item in flat],
             compute_s=clock() - start_s,
         )
+
+    def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """Log-probs under the present weights of rows (token ids, mask), where the mask is 1.
+
+        The first token of a row is predicted by nothing and has none.
+        """
+        found: list[list[float]] = [[] for _ in rows]
+        sized = [
+            Row(ordinal=place, sibling=0, tokens=len(ids)) for place, (ids, _) in enumerate(rows)
+        ]
+        chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
+        micros = pack(
+            [sized[place] for place in chosen],
+            padded_tokens_max=self._options.micro_batch_tokens,
+        )
+        with deterministic(self._options.threads), torch.no_grad():
+            for micro in micros:
+                places = [chosen[row] for row in micro.rows]
+                parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
+                passage = passage_of(parts, width=micro.width, device=self._options.device)
+                scored = torch.split(self._model.logprobs(passage), list(passage.lengths))
+                for place, part in zip(places, scored, strict=True):
+                    found[place] = part.tolist()
+        return found
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights."""

@@ -1,0 +1,1 @@
+"""Objectives against the code of other packages; run by `make test-objectives`."""

@@ -1,0 +1,109 @@
+"""Rows of unequal length as the padded rectangles that other packages take, and the comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.objectives.advantage import token_weights
+from dora_pipe.consumers.objectives.table import needs, terms_of
+from dora_pipe.consumers.objectives.terms import Inputs
+from tests.support.objectives import chosen, random_inputs
+
+TOLERANCE: Final = 1e-6
+"""Greatest absolute difference of a loss or of a gradient's element."""
+
+TOKENS: Final = 64
+"""What a trajectory counts as with loss = "constant"."""
+
+LENGTHS: Final = ((5, 1, 12), (3, 3, 3, 3), (40, 2, 17, 9, 1, 26))
+SPREADS: Final = (0.05, 0.4, 1.5)
+"""Nats between the policies: next to on-policy, stale, far off."""
+
+RECORD: Final = os.environ.get("OBJECTIVES_RECORD", "")
+"""A file that gets a JSON line per comparison, for docs/objectives.md."""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Inputs as [rows, width] tensors; whatever stands in the padding must not matter."""
+
+    inputs: Inputs
+
+    def padded(self, values: Tensor, *, padding: float = -0.7) -> Tensor:
+        """[rows, width] with something in the padding."""
+        parts = torch.split(values, list(self.inputs.lengths))
+        whole = torch.full((len(parts), self.width), padding, dtype=values.dtype)
+        rows = [torch.cat([part, pad[len(part) :]]) for part, pad in zip(parts, whole, strict=True)]
+        return torch.stack(rows)
+
+    @property
+    def width(self) -> int:
+        return max(self.inputs.lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where a token is."""
+        size = sum(self.inputs.lengths)
+        return self.padded(torch.ones(size, dtype=torch.float64), padding=0.0)
+
+    @property
+    def scores(self) -> Tensor:
+        """The advantage of each row, [rows]."""
+        return self.padded(self.inputs.advantages)[:, 0]
+
+
+Theirs = Callable[[Rectangle, Tensor], Tensor]
+"""Their loss, from the rectangle and the log-probs [N] of the policy that is trained."""
+
+
+def difference(
+    package: str, kind: str, theirs: Theirs, *, spreads: Sequence[float] = SPREADS, **keys: Any
+) -> float:
+    """Greatest difference of our loss and gradient to theirs, over every shape and spread."""
+    worst = 0.0
+    settings = chosen(kind, **keys)
+    for seed, lengths in enumerate(LENGTHS):
+        for spread in spreads:
+            inputs = random_inputs(seed, lengths, spread=spread, proximal=needs(settings).proximal)
+            weights = token_weights(lengths, settings.loss, tokens=settings.loss_tokens)
+            spread_weights = torch.tensor(weights, dtype=torch.float64).repeat_interleave(
+                torch.tensor(lengths)
+            )
+
+            def ours(at: Tensor, of: Inputs = inputs, by: Tensor = spread_weights) -> Tensor:
+                return (terms_of(replace(of, logprobs=at), settings).loss * by).sum()
+
+            def other(at: Tensor, of: Inputs = inputs) -> Tensor:
+                return theirs(Rectangle(of), at)
+
+            worst = max(worst, _difference(ours, other, inputs.logprobs))
+    note(package, kind, keys, worst)
+    return worst
+
+
+def note(package: str, what: str, keys: dict[str, Any], worst: float) -> None:
+    """Write a comparison down where somebody asked for it."""
+    if RECORD:
+        line = {"package": package, "what": what, "keys": keys, "difference": worst}
+        with Path(RECORD).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _difference(
+    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], logprobs: Tensor
+) -> float:
+    found = []
+    for loss in (ours, theirs):
+        at = logprobs.detach().clone().requires_grad_()
+        value = loss(at)
+        (slope,) = torch.autograd.grad(value, at)
+        found.append(torch.cat([value.detach().reshape(1).double(), slope]))
+    return float((found[0] - found[1]).abs().max())

@@ -202,10 +202,10 @@ class Team:
             ) from error
         except RuntimeError as error:
             self._settle()
-            lost = self._lost()
-            if not lost and not _is_of_wire(error):
+            lost, broken = self._lost(), _of_wire(error)
+            if not lost and not broken:
                 raise
-            raise ResourceError(lost or f"a rank of the trainer is gone: {error}") from error
+            raise ResourceError(lost or f"a rank of the trainer is gone: {broken}") from error
 
     # The other ranks as processes
 
@@ -267,12 +267,13 @@ class Team:
         return ""
 
 
-def _is_of_wire(error: RuntimeError) -> bool:
-    """Whether a collective failed, not what was computed: gloo has no error type of its own."""
-    if isinstance(error, dist.DistError):
-        return True
-    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out")
-    return any(word in str(error) for word in words)
+def _of_wire(error: RuntimeError) -> str:
+    """What broke between ranks, in a few words; empty if it was something else that failed."""
+    text = str(error)
+    for words in ("Connection closed by peer", "Connection reset by peer", "Timed out", "gloo"):
+        if words in text:
+            return words.lower()
+    return text.partition("\n")[0] if isinstance(error, dist.DistError) else ""
 
 
 _TEAM: list[Team] = []

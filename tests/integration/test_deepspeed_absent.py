@@ -1,0 +1,31 @@
+"""A run whose trainer's package is missing is refused before anything is made."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.cli import start
+from dora_pipe.errors import ConfigError
+from tests.support.user_run import furnish
+
+
+def test_run_without_deepspeed_is_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = furnish(tmp_path)
+    find_spec = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name == "deepspeed" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(ConfigError, match="needs deepspeed, which is not installed") as caught:
+        start.run(
+            place / "config.toml",
+            override=["trainer.kind=deepspeed", "trainer.ranks=2"],
+            root=place / "runs",
+        )
+    assert caught.value.exit_code == 3
+    assert not (place / "runs").exists()

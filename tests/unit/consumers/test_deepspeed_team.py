@@ -1,0 +1,53 @@
+"""What breaks between ranks is told in a few words; a seat is what torchrun says it is."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dora_pipe.consumers.trainers import deepspeed_team
+from dora_pipe.consumers.trainers.deepspeed_team import Seat, Team, the_team, torchrun_seat
+from dora_pipe.errors import ConfigError, ResourceError
+
+GLOO = "[/a/b/pair.cc:553] Connection closed by peer [127.0.0.1]:21659. Check the logs."
+
+
+def test_closed_connection_is_a_lost_rank_and_another_fault_stays_itself() -> None:
+    team = Team(Seat(rank=0, ranks=1, local_rank=0), "cpu")
+    with pytest.raises(ResourceError) as caught, team.together():
+        raise RuntimeError(GLOO)
+    assert caught.value.message == "a rank of the trainer is gone: connection closed by peer"
+    with pytest.raises(ResourceError, match="gone: store"), team.together():
+        raise dist.DistError("store\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), team.together():
+        raise RuntimeError("shapes do not fit")
+
+
+def test_seat_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "h")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert torchrun_seat() is None
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert torchrun_seat() == Seat(rank=3, ranks=4, local_rank=1)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ConfigError, match="RANK"):
+        torchrun_seat()
+
+
+def test_more_ranks_than_torchrun_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "h")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(deepspeed_team, "_TEAM", [])
+    with pytest.raises(ConfigError, match=r"trainer.ranks is 2, but torchrun started 3") as caught:
+        the_team(2, "cpu")
+    assert "torchrun --nproc-per-node 2" in str(caught.value.hint)
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(deepspeed_team, "_TEAM", [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks .* and there are 1"):
+        the_team(2, "cuda")

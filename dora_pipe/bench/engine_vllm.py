@@ -29,7 +29,7 @@ from dora_pipe.bench.engine import (
 from dora_pipe.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest
 
-TURNS: Final = 3
+TURNS: Final = 7
 _SEED: Final = 20
 
 

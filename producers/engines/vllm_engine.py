@@ -24,6 +24,7 @@ from dora_pipe.producers.engines.port import (
     EngineEvent,
     EngineRequest,
     Exported,
+    SamplingParams,
     StopReason,
     WeightsLoaded,
 )
@@ -85,6 +86,8 @@ class VllmEngine:
         self._stays = 0
         self._label = ""
         """vLLM's name of the weights that are loaded; empty while they are random."""
+        if context_tokens > 1:
+            self._warm_up()
 
     @classmethod
     def open(
@@ -216,6 +219,16 @@ class VllmEngine:
             self.cancel(request)
         self._core.engine_core.shutdown()
 
+    def _warm_up(self) -> None:
+        """Sample with the random weights: vLLM's first steps take seconds, which here nobody waits
+        for, while a worker that has joined would be silent for longer than its lease."""
+        self._label = self._core.get_weight_version()
+        warm = SamplingParams(max_tokens=2, temperature=0.7)
+        self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
+        while self._rows:
+            self.step()
+        self._label = ""
+
     def _advance(self, row: Row, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
         tokens, finished = output.new_token_ids, output.finish_reason
@@ -264,11 +277,11 @@ class VllmEngine:
 
     def _params(self, row: Row, tokens: int) -> Any:
         """vLLM's settings for what is left of a request."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams as VllmParams
 
         params = row.request.params
         left = params.max_tokens - row.request.sampled - len(row.tokens)
-        return SamplingParams(
+        return VllmParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,

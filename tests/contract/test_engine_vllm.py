@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,20 @@ def test_model_that_vllm_does_not_take_is_refused_in_one_line(
     with pytest.raises(PolicyError, match="vLLM does not take"):
         open_vllm(odd, slots=2, context_tokens=64)
     assert INTERRUPTIBLE in vllm.open(slots=1).declares
+
+
+def test_bench_runs_the_same_tokens_through_the_port_and_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dora_pipe.bench import engine_vllm
+
+    need_vllm()
+    monkeypatch.setattr(engine_vllm, "TURNS", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (figure,) = engine_vllm.bench_vllm(tmp_path, [8], requests_per_row=1)
+    assert (figure.rows, figure.requests) == (8, engine_vllm.REQUESTS_MIN)
+    assert figure.tokens == sum(
+        one.params.max_tokens for one in engine_vllm.demo_requests(figure.requests)
+    )
+    assert figure.ratio > 0

@@ -108,18 +108,26 @@ class Supervisor:
                 role.starts_s.append(now_s)
                 role.zygote.spawn(name)
         pause_s = TICK_S
+        reports: list[Report] = []
         for zygote in {id(role.zygote): role.zygote for role in self._roles.values()}.values():
-            for report in zygote.reports(pause_s):
-                self._take(report, restart=restart)
+            reports += zygote.reports(pause_s)
             pause_s = 0.0
+        for report in reports:  # all, before one of them ends the run: nobody reports twice
+            self._note(report)
+        for report in reports:
+            if isinstance(report, Ended):
+                self._take(report, restart=restart)
         self._watch()
 
-    def _take(self, report: Report, *, restart: bool) -> None:
+    def _note(self, report: Report) -> None:
         role = self._roles[report.name]
         if isinstance(report, Started):
             role.pid, role.asked = report.pid, False
-            return
-        role.pid = None
+        else:
+            role.pid = None
+
+    def _take(self, report: Ended, *, restart: bool) -> None:
+        role = self._roles[report.name]
         if report.code == 0 or not restart:
             role.done = True
             return

@@ -195,3 +195,37 @@ def test_an_interrupt_stops_the_roles_in_the_given_order(tmp_path: Path) -> None
     zygote.close()
     assert not finished
     assert said.read_text().split("\n")[3:6] == ["w0 down", "trainer down", "orchestrator down"]
+
+
+def test_roles_that_end_for_good_at_once_end_the_run_and_not_the_supervisor(
+    tmp_path: Path,
+) -> None:
+    go, dead = tmp_path / "go", [tmp_path / name for name in ("w0", "w1")]
+
+    def role(name: str) -> int:
+        until(go.exists)
+        (tmp_path / name).touch()
+        return 9
+
+    zygote = Zygote(role)
+
+    def watch() -> None:
+        if all(supervisor.pid(name) is not None for name in ("w0", "w1")) and not go.exists():
+            go.touch()
+            until(lambda: all(path.exists() for path in dead))
+            time.sleep(0.5)  # both ends are in the pipe before it is read again
+
+    supervisor = supervise(zygote, "w0", "w1", watch=watch, logs=tmp_path)
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(int(WAIT_S))
+    try:
+        with pytest.raises(RunFailed) as raised:
+            supervisor.run()
+    finally:
+        signal.alarm(0)
+        zygote.close()
+    assert raised.value.exit_code == 9
+
+
+def _too_long(*_: object) -> None:
+    raise AssertionError("the supervisor waits for ends that it was told of")

@@ -15,7 +15,7 @@ from packaging.version import Version
 from tests.support.tidy import FOLDERS, ROOT, files, module_imports
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LOCKS = ("base", "slim", "dev")
+LOCKS = ("base", "slim", "dev", "vllm-cpu")
 TORCH = {"torch", "transformers", "safetensors", "vllm", "deepspeed"}
 
 

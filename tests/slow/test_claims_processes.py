@@ -62,8 +62,11 @@ def answer(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def prove(place: Path) -> None:
-    """Run, audit, replay, archive, export, show, prune; lose a value, and hear which."""
+def prove(place: Path) -> int:
+    """Run, audit, replay, archive, export, show, prune; lose a value, and hear which.
+
+    How many records had their value beside the log.
+    """
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     assert steps(place, "tiny") == list(range(STEPS))
     names = claimed(place, "tiny")
@@ -89,14 +92,15 @@ def prove(place: Path) -> None:
     (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
     assert audited.returncode == 5
     assert f"{lost} at trajectories:" in error and f"claim {names[lost]}" in error
+    return len(names)
 
 
 def test_run_on_sqlite_with_records_above_the_limit_is_proved(tmp_path: Path) -> None:
-    prove(furnished(tmp_path, ""))
+    assert prove(furnished(tmp_path, "")) > 0
 
 
 @pytest.mark.kafka
 def test_run_on_a_broker_with_records_above_the_limit_is_proved(
     tmp_path: Path, kafka_broker: KafkaBroker
 ) -> None:
-    prove(furnished(tmp_path, f"kafka://{kafka_broker.bootstrap}"))
+    assert prove(furnished(tmp_path, f"kafka://{kafka_broker.bootstrap}")) > 0

@@ -34,7 +34,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 PRELOAD: Final = (
-    *roles.WORKER_PRELOAD,
+    *roles.WORKER_PRELOAD["torch"],
     *roles.TRAINER_PRELOAD,
     "transformers.models.llama.modeling_llama",
     "dora_pipe.orchestrator.role",

@@ -117,6 +117,8 @@ def _serve(
             importlib.import_module(module)
         _fork_roles(role, requests, reports)
         code = 0
+    except (ImportError, OSError) as error:
+        sys.stderr.write(f"error: what starts roles ends: {type(error).__name__}: {error}\n")
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -79,7 +79,7 @@ def test_every_reading_command_reads_an_archive_whose_run_is_gone(
 ) -> None:
     place = tmp_path / "kept"
     commands: list[tuple[object, ...]] = [
-        ("audit", "RUN", "--json"),
+        ("audit", "RUN", "--json", "--fresh"),
         ("topics", "RUN", "--json"),
         ("cat", "RUN", "control", "--json"),
         ("show", "RUN", "1", "--json"),

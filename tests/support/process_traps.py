@@ -38,11 +38,13 @@ STOPPED: Final = Order(
 )
 KILLED_AT: Final = 200
 CHECKPOINT_TOKENS: Final = 32
+CONTEXT_TOKENS: Final = 640
 KILLED: Final = Order(
     number=0,
     seed=SEED,
     role="w1",
-    at=Point(moment="after", what="progress", nth=1, tokens=KILLED_AT),
+    # Both of its requests are that far, and a turn of the bus later the orchestrator knows.
+    at=Point(moment="after", what="progress", nth=3, tokens=KILLED_AT),
 )
 UNHARMED: Final = Order(
     number=1, seed=SEED, role="nobody", at=Point(moment="before", what="round", nth=1)
@@ -55,17 +57,18 @@ LONG_REQUESTS: Final[dict[str, Any]] = {
     "groups.size": 2,
     "groups.per_step": 2,
     "evaluation.prompts": 0,
-    "sampling.max_tokens": 260,
+    "sampling.max_tokens": 600,
     # The row of the end token is zero: never among the ten likeliest words.
     "sampling.top_k": 10,
     "workers.slots": 2,
     "workers.prefetch": 1,
-    "workers.context_tokens": 320,
+    "workers.context_tokens": CONTEXT_TOKENS,
     "workers.checkpoint_tokens": CHECKPOINT_TOKENS,
     # What the orchestrator knows of progress comes with the heartbeat.
     "timing.heartbeat_s": 0.02,
 }
-"""Four requests of 260 tokens, two per worker."""
+"""Four requests of 600 tokens, two per worker: some turns of the bus fall between token 200 and
+the last one."""
 
 
 def run_traps(folder: Path, *, limit_s: float) -> None:
@@ -133,7 +136,9 @@ def _never_end(model: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps(settings | {"max_position_embeddings": 320}))
+        (model / name).write_text(
+            json.dumps(settings | {"max_position_embeddings": CONTEXT_TOKENS})
+        )
 
 
 def _check(played: Played) -> None:

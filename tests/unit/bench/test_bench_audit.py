@@ -13,7 +13,7 @@ from dora_pipe.history.audit import audit
 from dora_pipe.schemas.topics import Topics
 
 GROWTH_BYTES_MAX = 400
-"""Of memory, per trajectory: what is open is bounded, some bytes of each that has ended are kept."""
+"""Of memory, per trajectory: what is open is bounded, some bytes of what has ended are kept."""
 
 
 @pytest.mark.parametrize(

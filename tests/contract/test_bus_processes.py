@@ -119,9 +119,11 @@ def test_a_process_is_fenced_by_another(harness: Any) -> None:
         pass
     writer = bus.writer(exclusive=name)
     rest = zombie.end()
-    assert rest[-1] == "fenced"
-    acknowledged = [line, *rest[:-1]]
-    assert told(bus, topic)["zombie"] == sequence((int(acknowledged[-1]) + 1) * BATCH)
+    calls = int([line, *rest[:-1]][-1]) + 1
+    # A broker may answer the commit that a fence overtakes with an unknown error.
+    outcomes = {"fenced": {calls}, "unknown": {calls, calls + 1}}
+    said = told(bus, topic)["zombie"]
+    assert said in [sequence(count * BATCH) for count in outcomes[rest[-1]]]
     writer.close()
 
 

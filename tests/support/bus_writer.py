@@ -3,14 +3,15 @@
     python -m tests.support.bus_writer URL TOPIC PARTITION WHO BATCH COUNT [EXCLUSIVE]
 
 Appends COUNT calls of BATCH records `WHO call index`; prints the call's number after each
-acknowledgement, `fenced` if it was fenced. Starts with `ready` and waits for a line of input.
+acknowledgement, `fenced` if it was fenced, `unknown` if the log did not
+say. Starts with `ready` and waits for a line of input.
 """
 
 import sys
 
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Append
-from dora_pipe.errors import Fenced
+from dora_pipe.errors import Fenced, OutcomeUnknown
 
 
 def say(line: str) -> None:
@@ -36,6 +37,9 @@ def main(arguments: list[str]) -> int:
             writer.append(records)
         except Fenced:
             say("fenced")
+            break
+        except OutcomeUnknown:
+            say("unknown")
             break
         say(str(call))
     bus.close()

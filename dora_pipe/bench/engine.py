@@ -165,13 +165,11 @@ def _engine(rows: int) -> Any:
     return TorchEngine(MODEL, weights, slots=rows, context_tokens=CONTEXT_TOKENS)
 
 
-def _generate() -> Callable[[Sequence[EngineRequest], int], None]:
-    """transformers' `generate` on a random model of the same shapes, in batches of `rows`."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def demo_config(**more: Any) -> Any:
+    """transformers' configuration of the demo's shapes, without a token that ends."""
+    from transformers import Qwen2Config
 
-    build: Any = Qwen2ForCausalLM
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=MODEL.vocabulary,
         hidden_size=MODEL.hidden,
         intermediate_size=MODEL.intermediate,
@@ -181,8 +179,17 @@ def _generate() -> Callable[[Sequence[EngineRequest], int], None]:
         max_position_embeddings=CONTEXT_TOKENS,
         pad_token_id=0,
         eos_token_id=None,
+        **more,
     )
-    model = build(config).eval()
+
+
+def _generate() -> Callable[[Sequence[EngineRequest], int], None]:
+    """transformers' `generate` on a random model of the same shapes, in batches of `rows`."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    build: Any = Qwen2ForCausalLM
+    model = build(demo_config()).eval()
 
     def generate(requests: Sequence[EngineRequest], rows: int) -> None:
         for start in range(0, len(requests), rows):

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from dora_pipe.bench.engine import (
     CONTEXT_TOKENS,
-    MODEL,
     REQUESTS_MIN,
     REQUESTS_PER_ROW,
     ROWS_MAX,
     WARM_UP_REQUESTS,
     EngineFigure,
     Spent,
+    demo_config,
     demo_requests,
     measured,
     run_requests,
@@ -81,23 +81,11 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
 def _write_model(directory: Path) -> Path:
     """The demo's shapes with random weights, as a model directory."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(_SEED)
     build: Any = Qwen2ForCausalLM
-    config = Qwen2Config(
-        vocab_size=MODEL.vocabulary,
-        hidden_size=MODEL.hidden,
-        intermediate_size=MODEL.intermediate,
-        num_hidden_layers=MODEL.layers,
-        num_attention_heads=MODEL.heads,
-        num_key_value_heads=MODEL.kv_heads,
-        max_position_embeddings=CONTEXT_TOKENS,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
+    config = demo_config(tie_word_embeddings=False, bos_token_id=1)
     build(config).float().save_pretrained(directory)
     return directory
 

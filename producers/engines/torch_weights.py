@@ -66,14 +66,24 @@ def check_tensors(model: CausalLM, tensors: dict[str, torch.Tensor], where: Path
 
     A head that the config ties may stand beside the embedding if it is equal; it is dropped.
     """
-    wanted = model.tensors()
-    if model.tied and _HEAD in tensors and _EMBEDDING in tensors:
-        if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-            raise PolicyError(f"{where}: {_HEAD} is tied to {_EMBEDDING}, but they differ")
-        del tensors[_HEAD]
-    _refuse(where, "lacks", wanted.keys() - tensors.keys())
-    _refuse(where, "has the unexpected", tensors.keys() - wanted.keys())
-    for name, shape in wanted.items():
+    check_fit(model.tensors(), {_HEAD: _EMBEDDING} if model.tied else {}, tensors, where)
+
+
+def check_fit(
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    tensors: dict[str, torch.Tensor],
+    where: Path,
+) -> None:
+    """Raise PolicyError unless these are the tensors of a model; drop a tied one's equal twin."""
+    for name, twin in tied.items():
+        if name in tensors and twin in tensors:
+            if not torch.equal(tensors[name], tensors[twin]):
+                raise PolicyError(f"{where}: {name} is tied to {twin}, but they differ")
+            del tensors[name]
+    _refuse(where, "lacks", shapes.keys() - tensors.keys())
+    _refuse(where, "has the unexpected", tensors.keys() - shapes.keys())
+    for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise PolicyError(
                 f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}",

@@ -30,7 +30,7 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.requests import check_request, stop_text
 from dora_pipe.producers.engines.stops import Decode
-from dora_pipe.producers.engines.torch_weights import read_tensors, weight_files
+from dora_pipe.producers.engines.torch_weights import check_fit, read_tensors, weight_files
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_rows import REASONS, Row, is_plain
 
@@ -137,7 +137,7 @@ class VllmEngine:
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; vLLM gets every running request again, as a prompt."""
         tensors = self._read(weights, version, digest)
-        vllm_weights.check_fit(self._shapes, self._tied, tensors, weights)
+        check_fit(self._shapes, self._tied, tensors, weights)
         pending: list[EngineEvent] = [row.emit() for row in self._rows.values() if row.pending]
         for row in self._rows.values():
             self._abort(row)
@@ -326,7 +326,7 @@ class VllmEngine:
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 
     def _transfer(self, tensors: dict[str, Any], where: Path, label: str) -> None:
-        vllm_weights.check_fit(self._shapes, self._tied, tensors, where)
+        check_fit(self._shapes, self._tied, tensors, where)
         self._label = ""  # what breaks in there leaves an engine that takes no request
         vllm_weights.transfer(self._core, tensors, label)
         self._label = label

@@ -17,8 +17,6 @@ import torch
 from dora_pipe.errors import PolicyError
 
 BACKEND: Final = "dora-pipe"
-NAMED_MAX: Final = 3
-"""Tensors that an error names."""
 
 
 def register() -> None:
@@ -115,35 +113,3 @@ def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
         first[id(tensor)] = name
         shapes[name] = tuple(tensor.shape)
     return shapes, tied
-
-
-def check_fit(
-    shapes: Mapping[str, tuple[int, ...]],
-    tied: Mapping[str, str],
-    tensors: dict[str, torch.Tensor],
-    where: Path,
-) -> None:
-    """Raise PolicyError unless these are the tensors of the model; drop a tied one's equal twin."""
-    for name, twin in tied.items():
-        if name in tensors and twin in tensors:
-            if not torch.equal(tensors[name], tensors[twin]):
-                raise PolicyError(f"{where}: {name} is tied to {twin}, but they differ")
-            del tensors[name]
-    _refuse(where, "lacks", shapes.keys() - tensors.keys())
-    _refuse(where, "has the unexpected", tensors.keys() - shapes.keys())
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise PolicyError(
-                f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, not {shape}",
-                hint="these weights belong to another model than the config",
-            )
-
-
-def _refuse(where: Path, verb: str, names: set[str]) -> None:
-    if names:
-        some = ", ".join(sorted(names)[:NAMED_MAX])
-        more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-        raise PolicyError(
-            f"{where} {verb} tensor{'s' * (len(names) > 1)} {some}{more}",
-            hint="these weights belong to another model than the config",
-        )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dora_pipe.errors import BusError
@@ -25,24 +21,8 @@ from tests.support.bus_broken import (
     bus_with,
 )
 from tests.support.bus_contract import CHECKS
-from tests.support.bus_harness import KafkaHarness, MemoryHarness, SqliteHarness
+from tests.support.bus_harness import MemoryHarness
 from tests.support.bus_steps import Check, Harness
-
-BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
-
-
-@pytest.fixture(params=BUSES)
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """One fresh log of each kind."""
-    made: Any
-    if request.param == "memory":
-        made = MemoryHarness()
-    elif request.param == "sqlite":
-        made = SqliteHarness(tmp_path)
-    else:
-        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

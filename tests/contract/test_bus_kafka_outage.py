@@ -20,9 +20,6 @@ from tests.support.kafka_broker import KafkaBroker
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    # The client leaves the sockets of refused connections to the collector.
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 AT = TopicPartition("t", 0)

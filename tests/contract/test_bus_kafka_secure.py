@@ -29,9 +29,6 @@ from tests.support.kafka_secure import (
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    # The client leaves the sockets of refused connections to the collector.
-    pytest.mark.filterwarnings("ignore:unclosed <s:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 AT_ONCE_S = 8.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -12,24 +9,7 @@ import pytest
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.errors import Fenced
 from dora_pipe.schemas.topics import Topics
-from tests.support.bus_harness import KafkaHarness, MemoryHarness, SqliteHarness
 from tests.support.bus_steps import Harness, catch_up, values
-
-BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
-
-
-@pytest.fixture(params=BUSES)
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """One fresh log of each kind."""
-    made: Any
-    if request.param == "memory":
-        made = MemoryHarness()
-    elif request.param == "sqlite":
-        made = SqliteHarness(tmp_path)
-    else:
-        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
-    yield made
-    made.close()
 
 
 def runs() -> list[Topics]:

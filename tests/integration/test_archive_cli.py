@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -23,15 +22,14 @@ from dora_pipe.bus.archive_format import MANIFEST, SEGMENTS, load_manifest
 from dora_pipe.bus.archive_writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.cli import main, replay_lines, rundir
+from dora_pipe.cli import replay_lines, rundir
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
 from dora_pipe.history.archive_verify import verify
 from dora_pipe.history.reading import records_of
 from tests.support.bus_archive import everything, log_in_memory, partitions_of
+from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -44,16 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
     monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dora-pipe", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        printed = capsys.readouterr()
-        code = ended.value.code
-        return (0 if code is None else int(code)), printed.out, printed.err
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 def test_archive_and_verify_print_the_same_head(

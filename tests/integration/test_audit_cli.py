@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.cli import main, replay_lines
+from dora_pipe.cli import replay_lines
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
 from dora_pipe.producers import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from tests.support import damage
+from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.tamper import Tamper
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -34,16 +31,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
     monkeypatch.setattr(replay_lines, "open_engine", _engine)
     monkeypatch.setattr(tokenizer, "Tokenizer", _NoTokenizer)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dora-pipe", *args])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        printed = capsys.readouterr()
-        code = ended.value.code
-        return (0 if code is None else int(code)), printed.out, printed.err
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 class _NoTokenizer:

@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +21,7 @@ from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.splice import spliced
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli import main, replay_lines
+from dora_pipe.cli import replay_lines
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
 from dora_pipe.errors import BusError, InvariantBroken
 from dora_pipe.history.archive import Archiver
@@ -36,14 +35,13 @@ from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.topics import Topics
 from tests.support.bus_archive import log_in_memory
 from tests.support.claimed_run import CLAIMS, RECORD_BYTES_MAX, Killed, claim_cluster
+from tests.support.command_line import Call, caller
 from tests.support.worker import VirtualClock
 
 TOPICS = Topics("claimed")
 HOUR_NS = 3600 * 10**9
 STEPS = 3
 LARGE = bytes(range(256)) * 400
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +71,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
     monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
-
-    def called(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dora-pipe", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        printed = capsys.readouterr()
-        code = ended.value.code
-        return (0 if code is None else int(code)), printed.out, printed.err
-
-    return called
+    return caller(monkeypatch, capsys)
 
 
 def values(run: Path) -> dict[str, Path]:

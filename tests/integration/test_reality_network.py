@@ -24,9 +24,6 @@ from tests.support.proxy import Proxy
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    # The client leaves the sockets of cut connections to the collector.
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 AT = TopicPartition("t", 0)

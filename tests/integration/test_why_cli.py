@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from tests.support.cluster import TICK_NS, Cluster, make_config
+from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
-Call = Callable[..., tuple[int, str, str]]
 SECOND_TICKS = 1_000_000_000 // TICK_NS
 
 
@@ -29,16 +26,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dora-pipe", *args])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        printed = capsys.readouterr()
-        code = ended.value.code
-        return (0 if code is None else int(code)), printed.out, printed.err
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> None:

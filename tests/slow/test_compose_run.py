@@ -16,9 +16,6 @@ pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    # The client leaves the sockets of refused connections to the collector.
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 VARIABLES = {"DORA_PIPE_STEPS": "3", "DORA_PIPE_SFT_STEPS": "20"}

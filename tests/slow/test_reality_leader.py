@@ -17,8 +17,6 @@ from tests.support.kafka_broker import KafkaCluster
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 PARTITIONS = 3

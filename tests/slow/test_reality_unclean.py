@@ -26,8 +26,6 @@ from tests.support.user_run import WAIT_S, furnish, start, steps, until
 pytestmark = [
     pytest.mark.kafka,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 AT = TopicPartition("t", 0)

@@ -1,0 +1,28 @@
+"""The log of each kind that the contract's suites run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bus_harness import KafkaHarness, MemoryHarness, SqliteHarness
+from tests.support.bus_steps import Harness
+
+BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
+
+
+@pytest.fixture(params=BUSES)
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """One fresh log of each kind."""
+    made: Any
+    if request.param == "memory":
+        made = MemoryHarness()
+    elif request.param == "sqlite":
+        made = SqliteHarness(tmp_path)
+    else:
+        made = KafkaHarness(request.getfixturevalue("kafka_broker").bootstrap)
+    yield made
+    made.close()

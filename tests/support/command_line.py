@@ -1,0 +1,26 @@
+"""The command line, called in the process of a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from dora_pipe.cli import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs `dora-pipe` with these words: exit code, stdout, stderr."""
+
+    def called(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return (0 if code is None else int(code)), printed.out, printed.err
+
+    return called

@@ -13,7 +13,7 @@ from __future__ import annotations
 import array
 import operator
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,15 +73,15 @@ class Layout:
         self.names = tuple(schema.names)
         self.head = schema.serialize().to_pybytes()
         """The stream's first message; equal for every record of this version."""
+        self._makers = {field.name: (field.type, field.nullable, _whole(field)) for field in schema}
 
     def column(self, name: str, value: Any) -> pa.Array:
         """One value as a column of one row. Raises SchemaError."""
-        field = self.schema.field(name)
-        kind = field.type
-        if value is None and not field.nullable:
+        kind, nullable, whole = self._makers[name]
+        if value is None and not nullable:
             raise SchemaError("null", path=f"$.{name}")
         try:
-            return pa.array([_whole(value, kind)], kind, from_pandas=True)
+            return pa.array([whole(value) if whole else value], kind, from_pandas=True)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise SchemaError(_first_line(error), path=f"$.{name}") from None
 
@@ -91,12 +91,13 @@ class Layout:
         # The same bytes as pa.ipc.new_stream writes, at a third of the time: the schema message
         # is not built again for each record.
         raw = b"".join((self.head, memoryview(batch.serialize()), _END_OF_STREAM))
-        for name, column in zip(self.names, arrays, strict=True):
-            _check_bytes(column, name)
-            _check_entries(column, name)
+        if len(raw) > ROWS_MAX:  # In fewer bytes no column of ours has that many entries.
+            for name, column in zip(self.names, arrays, strict=True):
+                _check_bytes(column, name)
+                _check_entries(column, name)
         if len(raw) > RAW_BYTES_MAX:
             raise SchemaError(f"record of {len(raw)} bytes is above {RAW_BYTES_MAX}")
-        return _compressor().compress(raw)
+        return compress(raw)
 
     def unseal(self, value: bytes, *, leave: Collection[str] = ()) -> Row:
         """The known columns of a record, each valid, of one row and of its type.
@@ -163,15 +164,19 @@ def _find(batch: pa.RecordBatch, field: pa.Field) -> pa.Array | None:
     return column
 
 
-def _whole(value: Any, kind: pa.DataType) -> Any:
-    """The value, with whole numbers made sure of: Arrow would cut 1.5 to 1 without a word."""
-    if pa.types.is_integer(kind):
-        return operator.index(value)
-    code = _ARRAY_CODES.get(kind)
+def _whole(field: pa.Field) -> Callable[[Any], Any] | None:
+    """What makes sure of a column's whole numbers: Arrow would cut 1.5 to 1 without a word."""
+    if pa.types.is_integer(field.type):
+        return operator.index
+    code = _ARRAY_CODES.get(field.type)
     if code is None:
-        return value
-    plain = value.tolist() if isinstance(value, np.ndarray) else value
-    return np.asarray(array.array(code, plain))
+        return None
+
+    def whole(value: Any) -> Any:
+        plain = value.tolist() if isinstance(value, np.ndarray) else value
+        return np.asarray(array.array(code, plain))
+
+    return whole
 
 
 def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
@@ -187,9 +192,31 @@ def _next(raw: bytes, stream: pa.BufferReader, wanted: str) -> pa.ipc.Message:
     return message
 
 
-# Made anew each time, for 9 and 7 microseconds: two threads on one of them end the process.
-def _compressor() -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+# Idle ones, as many as threads were at work at once: two on one of them end the process, and a new
+# one costs its pages, more than a short record does. Popping and appending are atomic.
+_COMPRESSORS: list[zstandard.ZstdCompressor] = []
+_DECOMPRESSORS: list[zstandard.ZstdDecompressor] = []
+
+
+def compress(raw: bytes) -> bytes:
+    """One zstd frame with its checksum."""
+    try:
+        one = _COMPRESSORS.pop()
+    except IndexError:
+        one = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+    frame = one.compress(raw)
+    _COMPRESSORS.append(one)
+    return frame
+
+
+def _decompress(frame: bytes) -> bytes:
+    try:
+        one = _DECOMPRESSORS.pop()
+    except IndexError:
+        one = _decompressor()
+    raw = one.decompress(frame, allow_extra_data=False)
+    _DECOMPRESSORS.append(one)  # One that has failed is not used again.
+    return raw
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
@@ -203,7 +230,7 @@ def decompress(value: bytes) -> bytes:
         if size > RAW_BYTES_MAX:
             raise SchemaError(f"frame of {size} bytes is above {RAW_BYTES_MAX}")
         if size >= 0:
-            return _decompressor().decompress(value, allow_extra_data=False)
+            return _decompress(value)
         return _stream(value)
     except (zstandard.ZstdError, MemoryError, ValueError) as error:
         raise SchemaError(f"not a zstd frame: {_first_line(error)}") from None

@@ -207,7 +207,9 @@ def check_arrays(arrays: Arrays) -> None:
     """Raise SchemaError unless the arrays fit each other."""
     size = len(arrays.token_ids)
     mask = arrays.loss_mask
-    named = (("logprobs", arrays.logprobs), ("sampler_logprobs", arrays.sampler_logprobs))
+    named = [("logprobs", arrays.logprobs)]
+    if arrays.sampler_logprobs is not arrays.logprobs:
+        named.append(("sampler_logprobs", arrays.sampler_logprobs))
     for name, values in (("loss_mask", mask), *named):
         if len(values) != size:
             raise SchemaError(f"{len(values)} entries for {size} tokens", path=f"$.{name}")
@@ -300,7 +302,7 @@ def _array(
 
 def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
     """Raise SchemaError naming the first place where `wrong` is true."""
-    if wrong.any():
+    if np.count_nonzero(wrong):  # A third of the time of `any`.
         raise SchemaError(why, path=f"$.{name}[{int(wrong.argmax())}]")
 
 

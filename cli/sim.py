@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import IO, Annotated, Any, Final
@@ -36,6 +37,9 @@ COLLECT_AFTER: Final = (50_000, 20, 100)
 
 CHUNK_MAX: Final = 50
 """Seeds that a process plays before the next one begins."""
+
+LOOK_S: Final = 0.2
+"""How often it looks whether a process has ended."""
 
 _MAIN: Final = "from dora_pipe.cli.main import main; main()"
 
@@ -164,10 +168,13 @@ def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
     running: deque[tuple[subprocess.Popen[bytes], IO[bytes]]] = deque()
     seen = 0
     while waiting or running:
-        while waiting and len(running) < jobs:
+        if waiting and sum(process.poll() is None for process, _ in running) < jobs:
             running.append(_process(waiting.popleft(), steps))
-        process, lines = running.popleft()
-        process.wait()
+            continue
+        if running[0][0].poll() is None:  # In the order of the seeds; later ones go on meanwhile.
+            time.sleep(LOOK_S)
+            continue
+        _, lines = running.popleft()
         with lines:
             lines.seek(0)
             for line in lines:

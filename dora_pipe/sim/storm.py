@@ -15,6 +15,7 @@ from typing import Final
 
 from dora_pipe.bus.memory import FaultPlan
 from dora_pipe.bus.port import Append
+from dora_pipe.errors import InvariantBroken
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.bad_bus import BadBus
@@ -34,6 +35,10 @@ MOVE_SHARE: Final = 0.4
 
 MOVE_NS: Final = 300_000_000
 """A move takes about so long."""
+
+TRY_NS: Final = 50_000_000
+TRIES_MAX: Final = 400
+"""Where a fault finds nobody to strike, it tries again so much later, and so often."""
 
 JUMP_NS: Final = 3600 * 10**9
 """A wall clock jumps by at most so much, either way."""
@@ -89,24 +94,34 @@ class Storm:
             world.after(self._pause(), self._strike)
 
     def at_least(self, count: int) -> None:
-        """Strike until so many faults have."""
-        while self.struck.total() < count:
+        """Strike until so many faults have; where there is nobody to strike, everybody returns."""
+        for _ in range(TRIES_MAX):
+            if self.struck.total() >= count:
+                return
+            struck = self.struck.total()
             self.strike(self.chance.choice(self._kinds))
+            if self.struck.total() == struck:
+                self._return()
+                self.world.run(until_ns=self.world.clock.ns + TRY_NS, done=lambda: False)
+        raise InvariantBroken(f"nothing to strike: {', '.join(self._kinds)}")
 
     def calm(self) -> None:
         """No more faults; the living go on, the others are started again."""
         world = self.world
         self.over, self.outage_ns = True, 0
-        self.gone.clear()
         for role in list(world.roles.values()):
             role.paused_until_ns = world.clock.ns
             world.wake(role)
-        for name in [ORCHESTRATOR, TRAINER, *(plan.name for plan in self.draw.workers)][
-            : 2 + self.draw.first
-        ]:
-            if world.present(name) is None:
-                world.start(name)
+        self._return()
         self.tell("resume")
+
+    def _return(self) -> None:
+        """Whoever is dead or gone starts again."""
+        self.gone.clear()
+        workers = [plan.name for plan in self.draw.workers[: self.draw.first]]
+        for name in (ORCHESTRATOR, TRAINER, *workers):
+            if self.world.present(name) is None:
+                self.world.start(name)
 
     @property
     def world(self) -> World:

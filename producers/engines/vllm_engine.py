@@ -32,7 +32,7 @@ from dora_pipe.producers.engines.requests import check_request, stop_text
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_weights import check_fit, read_tensors, weight_files
 from dora_pipe.producers.engines.vllm_core import VllmSettings
-from dora_pipe.producers.engines.vllm_rows import REASONS, Row, is_plain
+from dora_pipe.producers.engines.vllm_rows import MIN_P_AND_TOP_P, REASONS, Row, is_plain
 
 SEED_MASK = (1 << 63) - 1
 """vLLM takes seeds as signed 64-bit numbers."""
@@ -62,8 +62,7 @@ class VllmEngine:
         clock: Clock | None = None,
     ) -> None:
         vllm_weights.register()
-        build = vllm_core.CPU_BUILD
-        self.version = vllm_core.version_of("vllm") or vllm_core.version_of(build)
+        self.version = vllm_core.version()
         self.slots = slots
         self.context_tokens = context_tokens
         self.dtype: str = settings.dtype
@@ -311,10 +310,7 @@ class VllmEngine:
         """The tensors of a file. Raises PolicyError when its digest is another."""
         tensors, found = read_tensors([weights])
         if found != digest:
-            raise PolicyError(
-                f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version"
-                f" {version}"
-            )
+            raise PolicyError(vllm_weights.other_digest(weights, found, str(version), digest))
         return tensors
 
     def _load(
@@ -330,9 +326,6 @@ class VllmEngine:
         self._label = ""  # what breaks in there leaves an engine that takes no request
         vllm_weights.transfer(self._core, tensors, label)
         self._label = label
-
-
-MIN_P_AND_TOP_P = "vLLM applies min_p before top_p, which gives another distribution"
 
 
 def _arrival(moved: tuple[Row, StopReason | None]) -> int:

@@ -25,6 +25,9 @@ REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """vLLM's finish reasons that are ends of a request here; any other is an error."""
 
 
+MIN_P_AND_TOP_P: Final = "vLLM applies min_p before top_p, which gives another distribution"
+
+
 def is_plain(params: SamplingParams) -> bool:
     """Whether the distribution that is sampled from is the model's own."""
     whole = params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
@@ -92,10 +95,10 @@ class Row:
             first_token_ns=self.first_ns,
         )
 
-    def end(self, reason: StopReason) -> list[EngineEvent]:
-        """Its last events."""
-        error = None
-        if reason == "error":
+    def end(self, reason: StopReason, said: str = "") -> list[EngineEvent]:
+        """Its last events; `said` is what vLLM has to say of an error."""
+        error = said or None
+        if reason == "error" and error is None:
             at = len(self.request.token_ids) + len(self.tokens)
             error = f"the log-prob of token {at} is not finite, or vLLM ended the request with it"
         last = RequestFinished(request=self.request.request, reason=reason, error=error)

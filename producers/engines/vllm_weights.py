@@ -1,7 +1,7 @@
 """Hands weights to vLLM through its own transfer interface; decides nothing but what fits.
 
-The bytes are read and digested here, once, and given as tensors to a transfer engine of this name
-that lives inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
+The bytes are read and digested once, and given as tensors to a transfer engine of ours that lives
+inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
 with those of the model before anything is replaced, so that a refusal leaves the old weights.
 """
 
@@ -17,10 +17,17 @@ import torch
 from dora_pipe.errors import PolicyError
 
 BACKEND: Final = "dora-pipe"
+"""Takes tensors of this process."""
+
+HELD_BACKEND: Final = "dora-pipe-held"
+"""Takes tensors that were read by vLLM's own worker process, which a server asks for over HTTP."""
+
+HELD_NAME: Final = "Held"
+"""The class behind it."""
 
 
 def register() -> None:
-    """Make the transfer engine known to vLLM, once per process. Needs vLLM."""
+    """Make the transfer engines known to vLLM, once per process. Needs vLLM."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -66,7 +73,33 @@ def register() -> None:
         def shutdown(self) -> None:
             """Nothing is held."""
 
+    @dataclass
+    class Digest(WeightTransferUpdateInfo):  # type: ignore[misc]
+        digest: str = ""
+
+    class Held(Local):
+        """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
+
+        update_info_cls = Digest
+        held: tuple[str, dict[str, Any]] = ("", {})
+
+        def hold(self, digest: str, tensors: dict[str, Any]) -> None:
+            """Keep tensors until the next update, or the next tensors."""
+            self.held = (digest, tensors)
+
+        def receive_weights(self, update_info: Any) -> None:
+            digest, tensors = self.held
+            if digest != update_info.digest:
+                raise ValueError(f"held are the weights {digest!r}")
+            self.model.load_weights(iter(tensors.items()))
+
+        def finish_weight_update(self) -> None:
+            self.held = ("", {})
+            super().finish_weight_update()
+
+    assert Held.__name__ == HELD_NAME
     WeightTransferEngineFactory.register_engine(BACKEND, Local)
+    WeightTransferEngineFactory.register_engine(HELD_BACKEND, Held)
 
 
 def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None:
@@ -86,6 +119,11 @@ def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None
         core.collective_rpc("finish_weight_update")
     core.set_weight_version(label)
     assert core.reset_prefix_cache(), "requests are running while weights change"
+
+
+def other_digest(weights: Path, found: str, version: str, digest: str) -> str:
+    """What is said of a file that holds other weights than a version's."""
+    return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
 
 
 def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -18,7 +18,7 @@ from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
 from tests.support import engine_contract as contract
 from tests.support.engine_contract import Decode, Subject
 
-SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm")
+SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm", "vllm-server")
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
@@ -29,11 +29,13 @@ def subject(
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "simulated":
         yield _simulated(folder)
-    elif request.param == "vllm":
+    elif request.param in ("vllm", "vllm-server"):
         from tests.support.vllm_engines import need_vllm, vllm_subject
+        from tests.support.vllm_servers import server_subject
 
         need_vllm()
-        with vllm_subject(folder) as opened:
+        make = vllm_subject if request.param == "vllm" else server_subject
+        with make(folder) as opened:
             yield opened
     else:
         from tests.support.torch_engines import torch_subject

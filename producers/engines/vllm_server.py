@@ -1,0 +1,379 @@
+"""vLLM as a server behind the engine port; decides which streams are open, and trusts no answer.
+
+Theory of operation. A request in its slot is a stream of POST /inference/v1/generate: token ids
+go in, ids with log-probs come out. The server runs on by itself; a `step` here takes one token of
+every stream that has one, and waits a bounded while for those that have none, so that rows advance
+together as they do in any engine. Tokens that nobody has taken do not exist: when a request is let
+go or its weights change, they are dropped, and drawn again from the same seed and position.
+
+Weights. The server reads, digests and compares a file first (`dora_read`), which can refuse. Then
+all that runs is aborted (/pause), vLLM's interface loads what was read under a label of version and
+digest (/start_weight_update, /update_weights, /finish_weight_update), the prefix cache is emptied,
+and the server goes on (/resume). The last chunk of every stream names the label of each of its
+tokens: another one than that of the loaded weights is an InvariantBroken.
+
+Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
+out of the call that notices: the worker ends, and what it ran is placed again as any dead worker's.
+"""
+
+from __future__ import annotations
+
+import selectors
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.errors import ConfigError, InvariantBroken, ResourceError
+from dora_pipe.producers.engines import vllm_wire as wire
+from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    EngineEvent,
+    EngineRequest,
+    Exported,
+    SamplingParams,
+    StopReason,
+    WeightsLoaded,
+)
+from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.engines.vllm_core import VllmSettings
+from dora_pipe.producers.engines.vllm_http import Address, Exchange, quoted
+from dora_pipe.producers.engines.vllm_process import ServerProcess
+from dora_pipe.producers.engines.vllm_remote import Remote
+from dora_pipe.producers.engines.vllm_rows import MIN_P_AND_TOP_P, REASONS, Row
+
+STEP_WAIT_MS: Final = 1_000
+"""A step waits so long for rows without a token; then it goes on with the others, and does not wait
+for these again before they have one."""
+
+SILENCE_MS: Final = 30_000
+"""After so long without a word to any row the server is asked whether it is well."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """A row's time in the server, from its request to the last chunk of its answer."""
+
+    row: Row
+    exchange: Exchange
+    tokens: deque[wire.Token] = field(default_factory=deque)
+    """Received and not taken by a step; at most what its request may sample."""
+    finish: str = ""
+    """vLLM's finish reason, once it has come."""
+    trouble: str = ""
+    """What the server said instead of tokens."""
+    late: bool = False
+    """A step waited for it in vain."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step has something to take."""
+        return bool(self.tokens or self.finish)
+
+
+class VllmServerEngine:
+    """See the module, and `open`.
+
+    Example::
+
+        engine = VllmServerEngine.open(Path("model"), slots=64, context_tokens=1024, threads=1)
+        engine.load(Path("weights.safetensors"), version=3, digest=digest)
+    """
+
+    name = "vllm-server"
+    declares = frozenset({COUNTER_SAMPLING, INTERRUPTIBLE})
+    versions_resident = 1
+
+    def __init__(
+        self,
+        server: Remote,
+        *,
+        slots: int,
+        context_tokens: int,
+        decode: Decode | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._server = server
+        facts = server.open()
+        if slots > facts.slots or context_tokens > facts.context_tokens:
+            raise ConfigError(
+                f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
+                f" tokens, the worker wants {slots} and {context_tokens}",
+                hint="fewer workers.slots or workers.context_tokens, or start it with more",
+            )
+        self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
+        self.slots, self.context_tokens = slots, context_tokens
+        self.kv_tokens = min(facts.kv_tokens, slots * context_tokens)
+        self._vocabulary = facts.vocabulary
+        self._decode = decode
+        self._clock = clock or SystemClock()
+        self._selector = selectors.DefaultSelector()
+        self._rows: dict[str, Row] = {}
+        self._streams: dict[str, Stream] = {}
+        """By request, those of the rows."""
+        self._prefix = uuid.uuid4().hex[:12]
+        self._stays = 0
+        self._heard_ns = 0
+        self._label = ""
+        """vLLM's name of the weights that are loaded; empty before, and while they change."""
+        if context_tokens > 1:
+            self._warm_up()
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: Path,
+        *,
+        slots: int,
+        context_tokens: int,
+        threads: int = 1,
+        settings: VllmSettings | None = None,
+        address: Address | None = None,
+        decode: Decode | None = None,
+    ) -> VllmServerEngine:
+        """An engine of a server that runs at `address`, or of one that is started for it.
+
+        It has random weights: `load` some. Raises ConfigError for sizes that cannot be, PolicyError
+        for a model that vLLM does not take, ResourceError for a server that does not come.
+        """
+        if min(slots, context_tokens, threads) < 1:
+            raise ConfigError("an engine needs at least one slot, one token and one thread")
+        process = None
+        if address is None:
+            process = ServerProcess.start(
+                model_dir,
+                settings or VllmSettings(),
+                slots=slots,
+                context_tokens=context_tokens,
+                threads=threads,
+            )
+            address = process.address
+        server = Remote(address, process)
+        try:
+            return cls(server, slots=slots, context_tokens=context_tokens, decode=decode)
+        except BaseException:
+            server.close([])
+            raise
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """See the port."""
+        if self._rows:
+            raise ValueError(f"{self.active} rows are active; weights change between requests")
+        self._server.read(weights, version=version, digest=digest)
+        return self._load(version, digest)
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; the server gets every running request again, as a prompt."""
+        self._server.read(weights, version=version, digest=digest)
+        pending: list[EngineEvent] = [row.emit() for row in self._rows.values() if row.pending]
+        for stream in self._streams.values():
+            self._close(stream.exchange)
+        self._streams.clear()
+        loaded = self._load(version, digest)
+        for row in self._rows.values():
+            self._give(row)
+        return [*pending, loaded]
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        check_request(
+            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
+        )
+        if not self._label:
+            raise ValueError(f"{request.request}: no weights are loaded")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._vocabulary:
+            raise ValueError(
+                f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
+            )
+        if request.params.min_p and request.params.top_p < 1:
+            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
+        misfit = self.kv_error(request)
+        if misfit is not None:
+            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+        row = Row(request=request, stops=stop_text(request, self._decode), arrival=self._stays)
+        self._rows[request.request] = row
+        if len(self._rows) == 1:
+            self._heard_ns = self._clock.now_ns()
+        self._give(row)
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port; this engine takes none."""
+        return None if request.kv is None else "another layout"
+
+    def export(self, request: str) -> Exported | None:
+        """See the port; without its KV cache."""
+        row = self._rows.get(request)
+        if row is None:
+            return None
+        self._server.abort([self._leave(row)])
+        return Exported(sampled=row.emit() if row.pending else None, kv=None)
+
+    def cancel(self, request: str) -> None:
+        """See the port."""
+        row = self._rows.get(request)
+        if row is not None:
+            self._server.abort([self._leave(row)])
+
+    def step(self) -> list[EngineEvent]:
+        """See the port; a row that waits for the server has its token in a later one."""
+        if not self._rows:
+            return []
+        self._gather()
+        events: list[EngineEvent] = []
+        running: list[str] = []
+        for stream in list(self._streams.values()):
+            if not stream.ready:
+                continue
+            stream.late = False
+            reason = self._advance(stream)
+            if reason is not None:
+                stay = self._leave(stream.row)
+                running += [] if stream.finish else [stay]
+                events += stream.row.end(reason, stream.trouble)
+            elif stream.row.due():
+                events.append(stream.row.emit())
+        self._server.abort(running)
+        return events
+
+    @property
+    def active(self) -> int:
+        """See the port."""
+        return len(self._rows)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """See the port; prompts that vLLM shares between requests count for each, and what the
+        server is ahead of the steps does not count."""
+        return sum(row.cached for row in self._rows.values())
+
+    def close(self) -> None:
+        """End the server if it was started for this engine, else its requests."""
+        stays = [self._leave(row) for row in list(self._rows.values())]
+        self._selector.close()
+        self._server.close(stays)
+
+    def _warm_up(self) -> None:
+        """Sample before anybody waits for it, as the engine in process does."""
+        self._label = self._server.label()
+        warm = SamplingParams(max_tokens=2, temperature=0.7)
+        self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
+        while self._rows:
+            self.step()
+        self._label = ""
+
+    def _gather(self) -> None:
+        """Read until every row has a token, or for STEP_WAIT_MS."""
+        until_ns = self._clock.now_ns() + STEP_WAIT_MS * 1_000_000
+        missing = [one for one in self._streams.values() if not one.ready]
+        while missing:
+            left_ns = max(until_ns - self._clock.now_ns(), 0)
+            if len(missing) < len(self._streams) and all(one.late for one in missing):
+                left_ns = 0
+            found = self._selector.select(left_ns / 1e9)
+            for key, _ in found:
+                self._read(key.data)
+            missing = [one for one in missing if not one.ready]
+            if not found or not left_ns:
+                break
+        for one in missing:
+            one.late = True
+        if self._clock.now_ns() - self._heard_ns > SILENCE_MS * 1_000_000:
+            self._server.well("it is silent")
+            self._heard_ns = self._clock.now_ns()
+
+    def _read(self, stream: Stream) -> None:
+        """Take what has come for a row."""
+        self._heard_ns = self._clock.now_ns()
+        try:
+            stream.exchange.read()
+        except ResourceError as error:
+            raise self._server.gone(error) from None
+        if stream.exchange.status not in (0, 200):
+            if stream.exchange.ended:
+                said = quoted(stream.exchange.wait())
+                self._trouble(stream, f"{stream.exchange.status}: {said}")
+            return
+        for data in stream.exchange.events():
+            chunk = wire.read_chunk(data)
+            if chunk.error is not None:
+                self._trouble(stream, chunk.error.message)
+            for choice in chunk.choices:
+                stream.tokens += wire.tokens_of(choice, stream.row.request.params)
+                if choice.finish_reason is not None:
+                    stream.finish = choice.finish_reason
+                    self._check_weights(stream, choice.weight_versions or ())
+        if stream.exchange.ended and not stream.finish:
+            self._trouble(stream, "the stream ended without a reason")
+        if stream.finish:
+            self._close(stream.exchange)
+
+    def _advance(self, stream: Stream) -> StopReason | None:
+        """Take a row's next token; why the row ends with it."""
+        row, reason = stream.row, None
+        if stream.tokens:
+            one = stream.tokens.popleft()
+            if not row.tokens:
+                row.first_ns = self._clock.wall_ns()
+            reason = row.take([one.token], [one.logprob], [one.sampler_logprob])
+            row.cached = len(row.request.token_ids) + len(row.tokens) - 1
+        if reason is None and not stream.tokens and stream.finish:
+            reason = REASONS.get(stream.finish, "error")
+        return reason
+
+    def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
+        """Raise InvariantBroken unless vLLM, too, has sampled all of this from the loaded ones."""
+        found = [span.version for span in spans]
+        if set(found) - {self._label}:
+            raise InvariantBroken(
+                f"{stream.row.request.request}: vLLM sampled from weights {found},"
+                f" loaded are {self._label!r}"
+            )
+
+    def _trouble(self, stream: Stream, said: str) -> None:
+        """A request that the server refuses ends with an error, if the server itself is well."""
+        self._server.well(said)
+        stream.finish, stream.trouble = "error", said
+
+    def _give(self, row: Row) -> None:
+        """Begin a stream."""
+        self._stays += 1
+        row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
+        sequence, params = row.sequence, row.request.params
+        left = params.max_tokens - row.request.sampled - len(row.tokens)
+        body = wire.generate_body(
+            row.stay,
+            sequence,
+            params,
+            seed=row.request.seed,
+            max_tokens=min(left, self.context_tokens - len(sequence)),
+            salt=self._label,
+        )
+        stream = Stream(row=row, exchange=self._server.generate(body))
+        self._streams[row.request.request] = stream
+        self._selector.register(stream.exchange, selectors.EVENT_READ, stream)
+
+    def _leave(self, row: Row) -> str:
+        """Free the row's slot; the id of its stay."""
+        self._close(self._streams.pop(row.request.request).exchange)
+        del self._rows[row.request.request]
+        return row.stay
+
+    def _close(self, exchange: Exchange) -> None:
+        if exchange.fileno() >= 0:
+            self._selector.unregister(exchange)
+            exchange.close()
+
+    def _load(self, version: int, digest: str) -> WeightsLoaded:
+        """Replace the weights by those that were read; nothing runs meanwhile."""
+        started_ns = self._clock.now_ns()
+        label = f"{version}:{digest[:16]}"
+        self._label = ""  # what breaks in there leaves an engine that takes no request
+        self._server.replace(digest, label)
+        self._label = label
+        load_ms = (self._clock.now_ns() - started_ns) / 1e6
+        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)

@@ -1,0 +1,73 @@
+"""Opens the vllm-server engine on a tiny model for tests: one server, which all of them share."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.vllm_core import VllmSettings
+from dora_pipe.producers.engines.vllm_process import ServerProcess
+from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from tests.support import models
+from tests.support.engine_contract import Decode, Subject
+
+SLOTS = 64
+CONTEXT_TOKENS = 256
+
+
+@functools.cache
+def running_server() -> tuple[ServerProcess, Path]:
+    """A server, and the folder of the model that it has; both until the tests end.
+
+    Starting one takes half a minute of CPU. Engines that want less take a part of it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = models.make_qwen2(folder / "seed0", 0, scale=8.0)
+    server = ServerProcess.start(
+        model, VllmSettings(), slots=SLOTS, context_tokens=CONTEXT_TOKENS, threads=1
+    )
+    atexit.register(server.close)
+    return server, model
+
+
+@contextmanager
+def server_subject(folder: Path) -> Iterator[Subject]:
+    """The vllm-server engine under contract, with two policies in a store of their own.
+
+    Engines of one server must not run at the same time under other weights; no check does that.
+    """
+    server, model = running_server()
+    directories = [model, models.make_qwen2(folder / "seed1", 1, scale=8.0)]
+    shutil.copytree(model, folder / "seed0")
+    store = PolicyStore(folder / "policies")
+    manifests = [store.import_model(directory)[0] for directory in directories]
+    opened: list[Engine] = []
+    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
+
+    def open_engine(
+        *, slots: int, context_tokens: int = CONTEXT_TOKENS, decode: Decode | None = None
+    ) -> Engine:
+        engine = VllmServerEngine.open(
+            model,
+            slots=slots,
+            context_tokens=context_tokens,
+            address=server.address,
+            decode=decode,
+        )
+        engine.load(first[0], version=0, digest=first[1])
+        opened.append(engine)
+        return engine
+
+    vocabulary = models.QWEN2_VOCABULARY
+    policies = (first, second)
+    yield Subject(name="vllm-server", open=open_engine, vocabulary=vocabulary, policies=policies)
+    for engine in opened:
+        engine.close()

@@ -107,8 +107,9 @@ def _orchestrator(directory: RunDir) -> None:
 
 
 def _worker(directory: RunDir, name: str) -> None:
-    from dora_pipe.producers.handover_files import DirectoryHandover
+    from dora_pipe.producers.handover_kv import KvHandover
     from dora_pipe.producers.role import run_worker
+    from dora_pipe.transfers.files import MappedFiles
 
     config, topics, injector, clock = _rigged(directory, name)
 
@@ -122,7 +123,7 @@ def _worker(directory: RunDir, name: str) -> None:
             worker=name,
             store=PolicyStore(directory.store(config)),
             engine_factory=engine,
-            handover=DirectoryHandover(directory.handover, clock=clock),
+            handover=KvHandover(MappedFiles(directory.handover, clock=clock)),
             stop=roles.settle(),
             config=config,
             clock=clock,

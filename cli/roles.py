@@ -185,8 +185,9 @@ def orchestrator(directory: RunDir, config: Config, first: RunStarted) -> None:
 
 def worker(directory: RunDir, config: Config, name: str) -> None:
     """Be a rollout worker until the run ends or it is drained."""
-    from dora_pipe.producers.handover_files import DirectoryHandover
+    from dora_pipe.producers.handover_kv import KvHandover
     from dora_pipe.producers.role import run_worker
+    from dora_pipe.transfers.files import MappedFiles
 
     stop = settle()
     bus = directory.open_bus(config)
@@ -197,7 +198,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
             worker=name,
             store=directory.policies(config),
             engine_factory=open_engine,
-            handover=DirectoryHandover(directory.handover, clock=SystemClock()),
+            handover=KvHandover(MappedFiles(directory.handover, clock=SystemClock())),
             stop=stop,
             config=config,
         )

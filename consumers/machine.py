@@ -14,9 +14,8 @@ Rules:
 
 1. A step is committed by one record and by nothing else; files without it are orphans.
 2. Only the newest attempt of the next step counts. If a newer one appears while an older one is in
-   work (its groups were ended by a user), the older one is dropped; had it changed the weights,
-   they are restored. A newer attempt of the step committed last says that this commit was
-   rejected: it is taken back in the same way.
+   work (its groups were ended by a user), that is dropped; had it changed the weights, they are
+   restored. A newer attempt of the step committed last takes that commit back in the same way.
 3. Nothing is begun before everything that was in the log at the start has been read: the batch that
    was decided first may have been replaced since.
 4. Asked to stop, the machine finishes a step that is being trained, and begins no other.
@@ -57,12 +56,12 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus
 from dora_pipe.schemas.rounds import StopRun, Succession, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.transfers.port import weights_url
 from dora_pipe.waiting import DEFAULT_LIMITS, Limits, WaitBook
 
 LOG = logging.getLogger(__name__)
 
-KEY: Final = b"trainer"
-"""Of everything the trainer writes."""
+KEY: Final = b"trainer"  # of everything the trainer writes
 
 _BREAKS_OFF: Final = frozenset({"restoring", "idle", "reading", "refusing"})
 """Phases in which a stop loses nothing: what was begun is begun again after a restart."""
@@ -79,6 +78,7 @@ class TrainerSetup:
     keep_every: int = 0
     """Of the checkpoints; 0 drops nothing."""
     limits: Limits = DEFAULT_LIMITS
+    transfers: str = ""  # address at which workers get the newest weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +380,7 @@ class TrainerMachine:
             phase=self.phase,
             cached_records=gauges.records,
             cached_bytes=gauges.bytes,
+            weights_at=weights_url(self._setup.transfers, self.history.digest_of(step)),
         )
         self._append(self._setup.topics.metrics, status)
 

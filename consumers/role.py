@@ -71,6 +71,7 @@ class _Trainer:
     run: RunStarted
     config: Config
     adopt: bool
+    transfers: str
 
 
 def run_trainer(
@@ -82,6 +83,7 @@ def run_trainer(
     trainer_factory: TrainerFactory = make_trainer,
     config: Config | None = None,
     adopt: bool = False,
+    transfers: str = "",
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
@@ -90,6 +92,7 @@ def run_trainer(
     `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
     machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
     log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
+    `transfers` is the address at which this process serves weights.
 
     Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
     successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
@@ -114,6 +117,7 @@ def run_trainer(
                 run=history.run_started,
                 config=_config_of(history.run_started, config),
                 adopt=adopt,
+                transfers=transfers,
             )
             role_epoch = _announce(writer, topics, history, clock)
             _serve(here, bus, writer, history, role_epoch, meter, stop)
@@ -150,6 +154,7 @@ def _serve(
         keep_every=here.config.store.keep_every,
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
+        transfers=here.transfers,
     )
     with closing(port):
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)

@@ -16,16 +16,10 @@ import numpy as np
 
 from dora_pipe.producers.engines.port import Kv
 from dora_pipe.schemas.policy import Blob
+from dora_pipe.transfers.port import GONE, NO_ROOM, Lost
 
-KV_BYTES_MAX: Final = 2 * 1024**3
-"""A larger cache is not handed over; reading it would take as long as making it."""
-
-GONE: Final = "it is not here"
-TOO_LARGE: Final = "too large"
-NO_ROOM: Final = "no room"
-OTHER_DIGEST: Final = "another digest"
 OTHER_REQUEST: Final = "another request"
-UNREADABLE: Final = "unreadable"
+"""Of those reasons that only a cache can have; the others are those of every transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +31,11 @@ class KvLabel:
     """sha256 (hex) of the token ids that the cache covers, 8 bytes each, little endian."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """There is no KV cache, and why."""
-
-    why: str
-
-
 class Handover(Protocol):
-    """Keeps KV caches until they are fetched. Calls may block; they come from one thread."""
+    """Keeps KV caches until they are fetched. Calls may block; they come from one thread.
+
+    `KvHandover` is the one for production, through any way of transfer.
+    """
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
         """Keep a cache under the digest of its bytes."""

@@ -12,7 +12,8 @@ from collections import deque
 from typing import Any, Final
 
 from dora_pipe.producers.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
-from dora_pipe.producers.handover import Handover, Lost
+from dora_pipe.producers.handover import Handover
+from dora_pipe.transfers.port import Lost
 
 CLOSE_S: Final = 10.0
 """Closing waits so long for a cache that is being written."""

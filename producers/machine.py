@@ -65,6 +65,7 @@ from dora_pipe.schemas.rounds import (
     Succession,
 )
 from dora_pipe.schemas.wire import encode
+from dora_pipe.transfers.port import weights_url
 from dora_pipe.waiting import Found, WaitBook
 
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
@@ -343,6 +344,7 @@ class WorkerMachine:
             kv_used_tokens=self._kv_used(),
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
+            weights_at=weights_url(self.setup.transfers, self.hosted.digest),
         )
         self._publish(self.setup.topics.metrics, status)
 

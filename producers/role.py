@@ -2,10 +2,9 @@
 
 1. Wait for `run started`. 2. Open the task's processes, the tokenizer and the engine; a data set or
 model directory of other digests is refused. 3. Append `worker joined`: its offset is the role
-epoch. 4. Tick until the machine is finished. 5. Fenced (a worker that was stopped beyond its lease,
-for instance): everything is closed and the worker joins again under a new epoch, with fresh
-processes and engine. That spares a process of torch's imports. If another process has joined under
-its name meanwhile, it ends instead: two of a name would fence each other for ever.
+epoch. 4. Tick until the machine is finished. 5. Fenced (it was stopped beyond its lease, say): all
+is closed and it joins again under a new epoch, with fresh processes and engine but torch imported.
+If another process has joined under its name meanwhile, it ends: two fence each other for ever.
 """
 
 from __future__ import annotations
@@ -95,6 +94,7 @@ class _Worker:
     store: PolicyStore
     engine_factory: EngineFactory
     handover: Handover
+    transfers: str
     stop: Callable[[], bool]
     clock: Clock
     meter: Meter
@@ -112,15 +112,16 @@ def run_worker(
     stop: Callable[[], bool],
     config: model.Config | None = None,
     handover: Handover | None = None,
+    transfers: str = "",
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
     """Be the worker of this name until the run ends or `stop` says so.
 
-    `config` is this machine's: free keys (slots, timing, task processes) are taken from it,
-    everything else from the log. Without a `handover` moved requests are prefilled. Call it in the
-    process's main thread. Raises ConfigError, TaskError or PolicyError for what does not belong to
-    the run, Fenced when another process has taken the name, and whatever ends a role.
+    `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
+    else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
+    process serves weights. Call it in the process's main thread. Raises ConfigError, TaskError or
+    PolicyError for what is not the run's, Fenced when another took the name, what ends a role.
     """
     clock = clock or SystemClock()
     run = wait_for_run(bus, topics, stop, clock)
@@ -133,6 +134,7 @@ def run_worker(
         store=store,
         engine_factory=engine_factory,
         handover=handover or NoHandover(),
+        transfers=transfers,
         stop=stop,
         clock=clock,
         meter=meter or Meter(),
@@ -276,6 +278,7 @@ def _setup(
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
         ),
+        transfers=here.transfers,
     )
 
 

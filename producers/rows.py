@@ -106,6 +106,8 @@ class WorkerSetup:
     """Training requests go on under every version that is loaded; see `interrupts`."""
     limits: Limits = DEFAULT_LIMITS
     """Of its waits."""
+    transfers: str = ""
+    """Address at which other workers get the weights that this one hosts; empty: nowhere."""
 
     @property
     def requests_max(self) -> int:

@@ -211,7 +211,7 @@ class RequestReleased(Control, frozen=True, kw_only=True):
     attempt: int
     resume: Resume | None = None
     kv: Blob | None = None
-    """The KV cache of all tokens but the last, in the run's handover directory."""
+    """The KV cache of all tokens but the last, in the worker's handover directory."""
 
 
 class RequestFailed(Control, frozen=True, kw_only=True):

@@ -77,6 +77,8 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True):
     """Tokens sampled by this incarnation."""
     progress: dict[str, Resume]
     """Of every open request that has a progress record."""
+    weights_at: str = ""
+    """URL of the weights it hosts, for other workers; empty: nowhere (docs/transfers.md)."""
 
 
 class TrainerStatus(Metrics, frozen=True, kw_only=True):
@@ -87,6 +89,8 @@ class TrainerStatus(Metrics, frozen=True, kw_only=True):
     phase: str
     cached_records: int
     cached_bytes: int
+    weights_at: str = ""
+    """URL of the newest weights, as in a worker's status."""
 
 
 class OrchestratorStatus(Metrics, frozen=True, kw_only=True):

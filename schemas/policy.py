@@ -26,11 +26,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[Tensor, ...]
 
 
-class Blob(msgspec.Struct, frozen=True, kw_only=True):
-    """A content-addressed file of the policy store."""
+class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Content-addressed bytes: a file of the policy store, or a KV cache on its way."""
 
     sha256: str
     bytes: int
+    peer: str = ""
+    """Where a KV cache can be fetched from another machine; see docs/transfers.md."""
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:

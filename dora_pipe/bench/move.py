@@ -23,8 +23,10 @@ from dora_pipe.clock import SystemClock
 from dora_pipe.errors import UsageError
 from dora_pipe.producers.engines.causal_lm import CausalLM, Rope
 from dora_pipe.producers.engines.port import EngineRequest, Exported, SamplingParams, TokensSampled
-from dora_pipe.producers.handover import Lost, label_of
-from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.producers.handover import label_of
+from dora_pipe.producers.handover_kv import KvHandover
+from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.transfers.port import Lost
 
 LLAMA_30M: Final = CausalLM(
     family="llama",
@@ -92,7 +94,7 @@ def move_figures(
     if not all(RUNNING_TOKENS < tokens <= TOKENS_MAX for tokens in lengths):
         raise UsageError(f"a sequence has {RUNNING_TOKENS + 1} to {TOKENS_MAX} tokens")
     source, target = (_engine(MODELS[model], max(lengths) + 64) for _ in range(2))
-    handover = DirectoryHandover(folder / "handover", clock=SystemClock())
+    handover = KvHandover(MappedFiles(folder / "handover", clock=SystemClock()))
     for tokens in lengths:
         _round(source, target, handover, tokens)  # the first of its size takes its memory
         rounds = [_round(source, target, handover, tokens) for _ in range(repeats)]
@@ -109,7 +111,7 @@ def move_figures(
         )
 
 
-def _round(source: Any, target: Any, handover: DirectoryHandover, tokens: int) -> dict[str, float]:
+def _round(source: Any, target: Any, handover: KvHandover, tokens: int) -> dict[str, float]:
     """One move of a request of so many tokens, and the same request taken up by prefill."""
     request = _running(source, tokens)
     spent: dict[str, float] = {}

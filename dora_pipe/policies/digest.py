@@ -113,15 +113,26 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         raise PolicyError(f"no weights at {path}") from None
     except OSError as error:
         raise PolicyError(f"{path} cannot be read: {error.strerror}") from None
+    return _parsed(path, header, size)
+
+
+def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:
+    """As `read_header`, of bytes that are at hand; `where` is what errors call them."""
+    length = _header_length(where, bytes(data[:LENGTH_BYTES]), len(data))
+    return _parsed(where, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
+
+
+def _parsed(where: Path | str, header: bytes, size: int) -> tuple[list[Entry], dict[str, str]]:
     try:
         names = _NAMES.decode(header)
         metadata = _METADATA.decode(names.pop("__metadata__", _NO_METADATA))
         declared = {name: _DECLARED.decode(raw) for name, raw in names.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _garbage(path, f"its header is no header: {error}") from None
-    entries = _placed(path, declared, LENGTH_BYTES + length)
-    if (entries[-1].end if entries else LENGTH_BYTES + length) != size:
-        raise _garbage(path, "its tensors do not fill the file")
+        raise _garbage(where, f"its header is no header: {error}") from None
+    base = LENGTH_BYTES + len(header)
+    entries = _placed(where, declared, base)
+    if (entries[-1].end if entries else base) != size:
+        raise _garbage(where, "its tensors do not fill the file")
     return entries, metadata
 
 
@@ -136,7 +147,7 @@ def mapped(path: Path) -> Iterator[memoryview]:
             view.release()
 
 
-def _header_length(path: Path, first: bytes, size: int) -> int:
+def _header_length(path: Path | str, first: bytes, size: int) -> int:
     if len(first) < LENGTH_BYTES:
         raise _garbage(path, f"it has {size} bytes")
     (length,) = struct.unpack("<Q", first)
@@ -145,7 +156,7 @@ def _header_length(path: Path, first: bytes, size: int) -> int:
     return int(length)
 
 
-def _placed(path: Path, declared: dict[str, _Declared], base: int) -> list[Entry]:
+def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
     """Entries in file order; they must lie end to end and have the bytes their shape needs."""
     entries: list[Entry] = []
     at = 0
@@ -173,5 +184,5 @@ def _sha256(data: memoryview, start: int, end: int) -> str:
         return hashlib.sha256(part).hexdigest()
 
 
-def _garbage(path: Path, why: str) -> PolicyError:
+def _garbage(path: Path | str, why: str) -> PolicyError:
     return PolicyError(f"{path} is not a safetensors file: {why}")

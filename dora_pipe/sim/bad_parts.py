@@ -10,14 +10,7 @@ from typing import Final
 from dora_pipe.errors import PolicyError
 from dora_pipe.producers.engines.port import Kv, WeightsLoaded
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.handover import (
-    GONE,
-    NO_ROOM,
-    OTHER_DIGEST,
-    KvLabel,
-    Lost,
-    MemoryHandover,
-)
+from dora_pipe.producers.handover import KvLabel, MemoryHandover
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
     EpisodeLost,
@@ -30,6 +23,7 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.sim.parts import MS, PlainParts, Site, WorkerPlan, reward_of
 from dora_pipe.sim.ports import SimTasks, observed_of, prompt_of
 from dora_pipe.sim.storm import Storm
+from dora_pipe.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 HANG_NS: Final = 1500 * MS
 """A reward's time limit."""

@@ -10,8 +10,9 @@ import pytest
 
 from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, Kv
 from dora_pipe.producers.handover import KvLabel
-from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.producers.handover_kv import KvHandover
 from dora_pipe.schemas.policy import Blob
+from dora_pipe.transfers.files import MappedFiles
 from tests.contract.test_engine_contract import subject
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Subject
@@ -48,7 +49,7 @@ def test_weights_change_under_requests(subject: Subject, check: Callable[[Subjec
 
 def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path: Path) -> None:
     _ask(subject, KV_EXPORT)
-    handover = DirectoryHandover(tmp_path, clock=VirtualClock())
+    handover = KvHandover(MappedFiles(tmp_path, clock=VirtualClock()))
     label = KvLabel(trajectory="t", prefix="p")
 
     def carry(kv: Kv) -> Kv | None:

@@ -79,6 +79,7 @@ def files() -> dict[str, bytes]:
         **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},
         **{f"metrics/{kind_of(one)}.json": encode(one) for one in values.METRICS},
         "control/step-committed-dropped.json": encode(values.COMMITTED_DROPPED),
+        "control/request-released-peer.json": encode(values.RELEASED_PEER),
         "decisions/round.json": encode(values.ROUND),
         "decisions/round-pins.json": encode(values.ROUND_PINS),
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],

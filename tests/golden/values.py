@@ -226,6 +226,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         kv_used_tokens=2048,
         tokens_total=99_999,
         progress={f"{GROUP}-002": Resume(tokens=128, partition=2, offset=17)},
+        weights_at="grpc://10.0.0.7:40123/weights/" + "b" * 64 + ".safetensors",
     ),
     metrics.TrainerStatus(
         at_ns=AT_NS,
@@ -236,6 +237,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         phase="idle",
         cached_records=31,
         cached_bytes=45_000,
+        weights_at="grpc://10.0.0.8:40123/weights/" + "b" * 64 + ".safetensors",
     ),
     metrics.OrchestratorStatus(
         at_ns=AT_NS,
@@ -337,6 +339,17 @@ ROUND = msgspec.structs.replace(_BARE, chain=rounds.chain_of(rounds.GENESIS_CHAI
 COMMITTED_DROPPED = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)), dropped=(1, 2)
 )
+RELEASED_PEER = control.RequestReleased(
+    at_ns=AT_NS,
+    worker="w0",
+    epoch=7,
+    trajectory=f"{GROUP}-002",
+    attempt=1,
+    resume=Resume(tokens=130, partition=2, offset=18),
+    kv=policy.Blob(sha256=SHA256, bytes=65_536, peer="grpc://10.0.0.7:40123"),
+)
+"""Between machines a KV cache is fetched from the peer that offers it."""
+
 ROUND_PINS = rounds.Round(
     ordinal=1,
     role_epoch=0,

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.producers.handover import Handover, MemoryHandover, NoHandover
-from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.producers.handover_kv import KvHandover
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
 from dora_pipe.schemas.rounds import Drain, Fence, PlacedRequest, StopRun
+from dora_pipe.transfers.files import MappedFiles
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
 
 NAME = "g0000000000-000"
@@ -55,7 +56,7 @@ def taken_up(world: World, to: Worker, released: RequestReleased) -> PlacedReque
 Make = Callable[[Path], Handover]
 PLACES: dict[str, Make] = {
     "memory": lambda path: MemoryHandover(),
-    "files": lambda path: DirectoryHandover(path / "handover", clock=VirtualClock()),
+    "files": lambda path: KvHandover(MappedFiles(path / "handover", clock=VirtualClock())),
     "nowhere": lambda path: NoHandover(),
 }
 
@@ -116,7 +117,7 @@ def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_
     folder = tmp_path / "handover"
     world = World(
         lengths=lambda seed, turn: LENGTH,
-        handover=DirectoryHandover(folder, clock=VirtualClock()),
+        handover=KvHandover(MappedFiles(folder, clock=VirtualClock())),
     )
     source, place = running(world, 50)
     target = world.start(worker="b", max_tokens=1000)

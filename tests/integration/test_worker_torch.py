@@ -15,10 +15,11 @@ from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch_engine import TorchEngine
 from dora_pipe.producers.handover import Handover, NoHandover
-from dora_pipe.producers.handover_files import DirectoryHandover
+from dora_pipe.producers.handover_kv import KvHandover
 from dora_pipe.producers.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.transfers.files import MappedFiles
 from tests.support.models import make_qwen2
 from tests.support.worker import VirtualClock, Worker, World
 
@@ -102,7 +103,7 @@ def test_worker_killed_at_token_200_goes_on_elsewhere_with_the_same_tokens(
 def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed(
     model: tuple[PolicyStore, str, Path], kept: bool, tmp_path: Path
 ) -> None:
-    handover = DirectoryHandover(tmp_path, clock=VirtualClock()) if kept else NoHandover()
+    handover = KvHandover(MappedFiles(tmp_path, clock=VirtualClock())) if kept else NoHandover()
     world = _world(model, handover=handover)
     wanted = _alone(world)
     source, target = _start(world, "source"), _start(world, "target", slots=16, prefetch=4)

@@ -10,29 +10,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, load_file, save
 
-from dora_pipe.producers import handover_files
+from dora_pipe.producers import handover_kv
 from dora_pipe.producers.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
 from dora_pipe.producers.engines.port import Array, Kv
 from dora_pipe.producers.handover import (
-    GONE,
-    NO_ROOM,
-    OTHER_DIGEST,
     OTHER_REQUEST,
-    TOO_LARGE,
-    UNREADABLE,
     Handover,
     KvLabel,
-    Lost,
     MemoryHandover,
     NoHandover,
     label_of,
 )
-from dora_pipe.producers.handover_files import AGE_MAX_NS, DirectoryHandover
+from dora_pipe.producers.handover_kv import KvHandover, packed
 from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.transfers.port import (
+    AGE_MAX_NS,
+    GONE,
+    NO_ROOM,
+    OTHER_DIGEST,
+    TOO_LARGE,
+    UNREADABLE,
+    Lost,
+)
+from tests.support.transfers import served
 from tests.support.worker import VirtualClock
 
 LABEL = label_of("g0000000001-000", [5, 6, 7, 8])
@@ -41,8 +46,8 @@ KV = Kv(tokens=3, layout="torch-1 llama", weights="b" * 64, arrays={"kv": ARRAY}
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> DirectoryHandover:
-    return DirectoryHandover(tmp_path / "handover", clock=VirtualClock())
+def files(tmp_path: Path) -> KvHandover:
+    return KvHandover(MappedFiles(tmp_path / "handover", clock=VirtualClock()))
 
 
 def put(handover: Handover, kv: Kv = KV, label: KvLabel = LABEL) -> Blob:
@@ -57,7 +62,7 @@ def path_of(tmp_path: Path, blob: Blob) -> Path:
 
 @pytest.mark.parametrize("make", [MemoryHandover, None])
 def test_what_is_put_is_fetched_until_it_is_dropped(
-    make: type[MemoryHandover] | None, files: DirectoryHandover
+    make: type[MemoryHandover] | None, files: KvHandover
 ) -> None:
     handover: Handover = make() if make else files
     blob = put(handover)
@@ -88,7 +93,7 @@ def test_label_covers_all_tokens_but_the_last() -> None:
 
 
 def test_file_is_a_safetensors_file_under_the_digest_of_its_bytes(
-    files: DirectoryHandover, tmp_path: Path
+    files: KvHandover, tmp_path: Path
 ) -> None:
     blob = put(files)
     path = path_of(tmp_path, blob)
@@ -98,14 +103,42 @@ def test_file_is_a_safetensors_file_under_the_digest_of_its_bytes(
     assert np.array_equal(load_file(path)["kv"], ARRAY)
 
 
-def test_fetched_cache_outlives_its_file(files: DirectoryHandover) -> None:
+def test_bytes_are_those_that_the_library_writes() -> None:
+    arrays: dict[str, Array] = {
+        "b": np.arange(3, dtype=np.float16),
+        "a": ARRAY,
+        "wide": np.arange(2, dtype=np.int64),
+        "none": np.zeros((0, 4), np.float32),
+        "u": np.arange(5, dtype=np.uint8),
+    }
+    kv = replace(KV, arrays=arrays)
+    data = b"".join(packed(LABEL, kv))
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    found = load(data)
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+    assert data == save(arrays, head["__metadata__"])
+
+
+def test_cache_goes_to_another_machine_and_is_forgotten_there(tmp_path: Path) -> None:
+    with served(tmp_path / "a") as source, served(tmp_path / "b") as target:
+        blob = put(KvHandover(source))
+        elsewhere = KvHandover(target)
+        found = elsewhere.fetch(LABEL, blob)
+        assert isinstance(found, Kv) and np.array_equal(found.arrays["kv"], ARRAY)
+        elsewhere.drop(blob)
+        assert elsewhere.fetch(LABEL, blob) == Lost(GONE)
+
+
+def test_fetched_cache_outlives_its_file(files: KvHandover) -> None:
     blob = put(files)
     found = files.fetch(LABEL, blob)
     files.drop(blob)
     assert isinstance(found, Kv) and np.array_equal(found.arrays["kv"], ARRAY)
 
 
-def test_caches_of_two_requests_with_equal_tokens_are_two_files(files: DirectoryHandover) -> None:
+def test_caches_of_two_requests_with_equal_tokens_are_two_files(files: KvHandover) -> None:
     other = replace(LABEL, trajectory="g0000000001-001")
     first, second = put(files), put(files, label=other)
     files.drop(first)
@@ -127,9 +160,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_file_is_lost_and_deleted(
-    damage: str, files: DirectoryHandover, tmp_path: Path
-) -> None:
+def test_damaged_file_is_lost_and_deleted(damage: str, files: KvHandover, tmp_path: Path) -> None:
     blob = put(files)
     DAMAGE[damage](path_of(tmp_path, blob))
     assert files.fetch(LABEL, blob) == Lost(OTHER_DIGEST)
@@ -148,7 +179,7 @@ GOOD = {
 def saved(array: Array = ARRAY, **changes: object) -> bytes:
     """The bytes of a file."""
     text = json.dumps({**GOOD, **changes})
-    return bytes(save({"kv": array}, {handover_files.METADATA: text}))
+    return bytes(save({"kv": array}, {handover_kv.METADATA: text}))
 
 
 STRANGE: dict[str, tuple[bytes, str]] = {
@@ -163,7 +194,7 @@ STRANGE: dict[str, tuple[bytes, str]] = {
 }
 
 
-def test_file_made_by_hand_is_taken(files: DirectoryHandover, tmp_path: Path) -> None:
+def test_file_made_by_hand_is_taken(files: KvHandover, tmp_path: Path) -> None:
     """What the strange files below would be without what is strange about them."""
     put(files)
     blob = Blob(sha256=sha256_hex(saved()), bytes=len(saved()))
@@ -173,7 +204,7 @@ def test_file_made_by_hand_is_taken(files: DirectoryHandover, tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", STRANGE)
 def test_strange_file_under_its_own_digest_is_lost(
-    case: str, files: DirectoryHandover, tmp_path: Path
+    case: str, files: KvHandover, tmp_path: Path
 ) -> None:
     data, why = STRANGE[case]
     put(files)
@@ -183,7 +214,7 @@ def test_strange_file_under_its_own_digest_is_lost(
 
 
 def test_name_that_leads_elsewhere_is_neither_read_nor_deleted(
-    files: DirectoryHandover, tmp_path: Path
+    files: KvHandover, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim.safetensors"
     victim.write_bytes(b"x")
@@ -195,10 +226,10 @@ def test_name_that_leads_elsewhere_is_neither_read_nor_deleted(
 
 
 def test_sizes_have_limits(
-    files: DirectoryHandover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: KvHandover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob = put(files)
-    monkeypatch.setattr(handover_files, "KV_BYTES_MAX", KV.bytes - 1)
+    monkeypatch.setattr(handover_kv, "BLOB_BYTES_MAX", KV.bytes - 1)
     assert files.put(LABEL, KV) == Lost(TOO_LARGE)
     huge = replace_bytes(blob, 10**15)
     assert files.fetch(LABEL, huge) == Lost(TOO_LARGE)
@@ -212,7 +243,7 @@ def replace_bytes(blob: Blob, size: int) -> Blob:
 
 def test_full_directory_takes_nothing_until_forgotten_files_are_old(tmp_path: Path) -> None:
     clock = VirtualClock()
-    files = DirectoryHandover(tmp_path / "handover", clock=clock, bytes_max=2000)
+    files = KvHandover(MappedFiles(tmp_path / "handover", clock=clock, bytes_max=2000))
     first = put(files)
     for path in (tmp_path / "handover").iterdir():
         os.utime(path, ns=(clock.wall_ns(), clock.wall_ns()))
@@ -226,7 +257,7 @@ def test_full_directory_takes_nothing_until_forgotten_files_are_old(tmp_path: Pa
 
 def test_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    files = DirectoryHandover(tmp_path / "file", clock=VirtualClock())
+    files = KvHandover(MappedFiles(tmp_path / "file", clock=VirtualClock()))
     assert files.put(LABEL, KV) == Lost(NO_ROOM)
     assert isinstance(files.fetch(LABEL, Blob(sha256="a" * 64, bytes=5)), Lost)
     files.clear()
@@ -234,7 +265,7 @@ def test_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_port_does_what_it_is_asked_in_order_and_tells(
-    in_thread: bool, files: DirectoryHandover, tmp_path: Path
+    in_thread: bool, files: KvHandover, tmp_path: Path
 ) -> None:
     port = HandoverPort(files, in_thread=in_thread)
     blob = put(files)

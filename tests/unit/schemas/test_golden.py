@@ -29,6 +29,7 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     *((f"control/{make.kind_of(one)}", control.decode_control, one) for one in values.CONTROL),
     *((f"metrics/{make.kind_of(one)}", metrics.decode_metrics, one) for one in values.METRICS),
     ("control/step-committed-dropped", control.decode_control, values.COMMITTED_DROPPED),
+    ("control/request-released-peer", control.decode_control, values.RELEASED_PEER),
     ("decisions/round", rounds.decode_round, values.ROUND),
     ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
 ]
@@ -99,7 +100,7 @@ def test_golden_round_has_every_observation_and_decision() -> None:
 
 def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
     seen: dict[type[msgspec.Struct], set[str]] = {}
-    later = (values.COMMITTED_DROPPED, values.ROUND_PINS)
+    later = (values.COMMITTED_DROPPED, values.RELEASED_PEER, values.ROUND_PINS)
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
     trajectories = (

@@ -1,0 +1,159 @@
+"""Pairs of processes that hand blobs to each other, by every way there is; and what goes wrong."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.transfers.flight import FlightTransfers, Identity
+from dora_pipe.transfers.memory import MemoryTransfers
+from dora_pipe.transfers.port import Transfers
+from tests.support.worker import VirtualClock
+
+TOKEN = b"a token that is long enough"
+RUN = "tiny"
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two ends: what `source` offers, `target` fetches. `age` makes all that lies there old."""
+
+    source: Transfers
+    target: Transfers
+    clock: VirtualClock
+    damage: Callable[[Blob], None]
+    kept: Callable[[], int]
+    """Blobs that lie where `source` puts them."""
+
+
+class MakePair(Protocol):
+    """Makes a pair; the context closes both ends."""
+
+    def __call__(self, folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
+        """`bytes_max` is how much its place holds."""
+        ...
+
+
+def memory_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
+    """One object for both ends."""
+    clock = VirtualClock()
+    place = MemoryTransfers(clock, bytes_max=bytes_max)
+
+    def damage(blob: Blob) -> None:
+        at_ns, data = place.kept[blob.sha256]
+        place.kept[blob.sha256] = (at_ns, flipped(data))
+
+    yield Pair(source=place, target=place, clock=clock, damage=damage, kept=lambda: len(place.kept))
+
+
+def files_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
+    """Two processes of one machine: a directory."""
+    clock = VirtualClock()
+    source, target = (
+        MappedFiles(folder / "place", clock=clock, bytes_max=bytes_max) for _ in range(2)
+    )
+    yield Pair(
+        source=source,
+        target=target,
+        clock=clock,
+        damage=lambda blob: flip(source.path(blob)),
+        kept=lambda: files_in(folder / "place"),
+    )
+
+
+def flight_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
+    """Two machines: a directory each, and a wire."""
+    clock = VirtualClock()
+    with (
+        served(folder / "source", clock=clock, bytes_max=bytes_max) as source,
+        served(folder / "target", clock=clock) as target,
+    ):
+        place = MappedFiles(folder / "source" / "place", clock=clock)
+        yield Pair(
+            source=source,
+            target=target,
+            clock=clock,
+            damage=lambda blob: flip(place.path(blob)),
+            kept=lambda: files_in(folder / "source" / "place"),
+        )
+
+
+PAIRS: dict[str, MakePair] = {"memory": memory_pair, "files": files_pair, "flight": flight_pair}
+
+
+@contextmanager
+def served(
+    folder: Path,
+    *,
+    clock: VirtualClock | None = None,
+    bytes_max: int = 1 << 30,
+    token: bytes = TOKEN,
+    run: str = RUN,
+    streams_max: int = 8,
+    port: int = 0,
+) -> Iterator[FlightTransfers]:
+    """A process of a machine of its own; its policy store is `folder/policies`."""
+    place = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
+    transfers = FlightTransfers(
+        place,
+        Identity(token=token, run=run, host=HOST, port=port),
+        weights=lambda name: folder / "policies" / "weights" / name,
+        streams_max=streams_max,
+    )
+    try:
+        yield transfers
+    finally:
+        transfers.close()
+
+
+@contextmanager
+def mute_peer() -> Iterator[str]:
+    """An address where connections are taken and nothing is ever said."""
+    with socket.create_server((HOST, 0)) as server:
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    taken.append(server.accept()[0])
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield f"grpc://{HOST}:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for one in taken:
+                one.close()
+
+
+def nobody() -> str:
+    """An address where nobody listens."""
+    with socket.create_server((HOST, 0)) as server:
+        return f"grpc://{HOST}:{server.getsockname()[1]}"
+
+
+def files_in(folder: Path) -> int:
+    """How many there are."""
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def flip(path: Path) -> None:
+    """Turn one bit of a file."""
+    path.write_bytes(flipped(path.read_bytes()))
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit turned."""
+    return data[:-1] + bytes([data[-1] ^ 1])

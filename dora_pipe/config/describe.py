@@ -1,6 +1,6 @@
 """How a configuration is shown: as TOML with what each key means, and as the reference page.
 
-Both come from the docstrings in `model`. ``python -m dora_pipe.config.describe`` writes
+Both come from the docstrings of the sections. ``python -m dora_pipe.config.describe`` writes
 docs/configuration.md to stdout; a test compares them.
 """
 
@@ -19,9 +19,17 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives
+from dora_pipe.config import (
+    machine_sections,
+    model,
+    objectives,
+    rollout_sections,
+    training_sections,
+)
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.config.paradigms import paradigm_of
+
+_WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections)
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
@@ -156,9 +164,10 @@ class _SectionDoc:
 
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
-    """What stands in the source of `model`: docstrings do not outlive it."""
-    tree = ast.parse(inspect.getsource(model))
-    return {node.name: _section_doc(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    """What stands in the source of the sections: docstrings do not outlive it."""
+    trees = [ast.parse(inspect.getsource(module)) for module in _WRITTEN_IN]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {node.name: _section_doc(node) for node in classes}
 
 
 def _section_doc(node: ast.ClassDef) -> _SectionDoc:
@@ -242,7 +251,7 @@ def _cell(text: str) -> str:
 _HEAD = """# Configuration
 
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
-dora_pipe/config/model.py instead. -->
+dora_pipe/config/*_sections.py instead. -->
 
 One TOML file is the configuration of a run. `dora-pipe config show FILE` prints it resolved, and
 `-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:

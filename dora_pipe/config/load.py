@@ -1,32 +1,27 @@
 """How a TOML file and overrides become a `Config`: strictly, with paths resolved, and checked.
 
-It decides what one section asks of another (`_CHECKS`) and which keys differ between two
-configurations. Everything wrong is a ConfigError of one line that names the key.
+It decides which keys differ between two configurations; what one section asks of another is in
+`checks`. Everything wrong is a ConfigError of one line that names the key.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.config import objectives, paradigms
+from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
-from dora_pipe.config.model import (
-    FROZEN,
-    LOGGED,
-    Config,
-    Sampling,
-    Section,
-    in_flight_batches,
-)
+from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.errors import ConfigError
 
 __all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config"]
@@ -95,9 +90,8 @@ def from_plain(table: Mapping[str, Any]) -> Config:
     for key, is_plain in plain.items():
         if not is_plain:
             raise ConfigError(f"{key}: a number is not finite, or a value is no plain one")
-    for check in _CHECKS:
-        for problem in check(config):
-            raise ConfigError(problem)
+    for problem in problems_of(config):
+        raise ConfigError(problem.text, hint=problem.hint)
     return config
 
 
@@ -192,7 +186,7 @@ def _fill_in(table: Table, folder: Path) -> None:
 
 def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
     """Raise ConfigError for a key that does not exist, naming the nearest one."""
-    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    fields = _fields(section)
     for key, value in table.items():
         if key not in fields:
             what = "section" if isinstance(value, dict) and not prefix else "key"
@@ -200,6 +194,12 @@ def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -
         kind = fields[key]
         if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
             _check_keys(value, kind, f"{prefix}{key}.")
+
+
+@functools.cache
+def _fields(section: type[Section]) -> Mapping[str, Any]:
+    """Keys and types of a section: asking for them is nine tenths of reading a configuration."""
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
 def _check_objective(given: Any) -> None:
@@ -252,118 +252,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, str | int)
-
-
-def _check_staleness(config: Config) -> Iterator[str]:
-    budget = config.staleness.max_staleness + 1
-    chosen = in_flight_batches(config.staleness)
-    if not 1 <= chosen <= budget:
-        yield (
-            f"staleness.in_flight_batches: {chosen:g} is not between 1 and {budget}"
-            " (max_staleness + 1)"
-        )
-
-
-def _check_groups(config: Config) -> Iterator[str]:
-    groups, minibatches = config.groups, config.trainer.minibatches
-    if groups.min_valid_siblings > groups.size:
-        yield (
-            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
-            f" groups.size, {groups.size}: every group would fail"
-        )
-    if minibatches > groups.size * groups.per_step:
-        yield (
-            f"trainer.minibatches: {minibatches} is more than the"
-            f" {groups.size * groups.per_step} trajectories of a batch"
-        )
-
-
-def _check_lengths(config: Config) -> Iterator[str]:
-    context = config.workers.context_tokens
-    for key, sampling in _samplings(config):
-        if sampling.max_tokens >= context:
-            yield (
-                f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
-                f" workers.context_tokens, {context}"
-            )
-        if "" in sampling.stop:
-            yield f"{key}.stop: an empty string would end every turn at once"
-    if config.trainer.micro_batch_tokens < context:
-        yield (
-            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than"
-            f" workers.context_tokens, {context}: the longest trajectory would not fit"
-        )
-
-
-def _check_timing(config: Config) -> Iterator[str]:
-    timing = config.timing
-    if timing.lease_s <= 2 * timing.heartbeat_s:
-        yield (
-            f"timing.lease_s: {timing.lease_s:g} is not more than two heartbeats of"
-            f" {timing.heartbeat_s:g} s: one late heartbeat would fence a role"
-        )
-
-
-def _check_advantages(config: Config) -> Iterator[str]:
-    baseline = config.objective.advantage
-    if config.groups.filter_zero_advantage and baseline == "version-baseline":
-        yield (
-            "groups.filter_zero_advantage: with objective.advantage = version-baseline equal"
-            " rewards have an advantage, and would be lost"
-        )
-
-
-def _check_trainer(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if not all(beta < 1 for beta in trainer.betas):
-        yield "trainer.betas: they must be below 1"
-    given = {name: getattr(trainer, name) for name in _DEEPSPEED}
-    odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
-    if trainer.kind != "deepspeed" and odd:
-        yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
-    elif trainer.offload == "all" and trainer.zero_stage < 3:
-        yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
-    elif trainer.zero_stage == 0 and trainer.offload != "none":
-        yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
-    elif trainer.zero_stage == 0 and trainer.dtype == "bfloat16":
-        yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
-
-
-def _check_bus(config: Config) -> Iterator[str]:
-    bus = config.bus
-    if "@" in bus.url and bus.url.startswith("kafka:"):
-        # The address is printed and logged, so this line must not repeat it.
-        yield "bus.url: no names and passwords in an address; see bus.username"
-        return
-    if bus.url and not re.match(r"sqlite:.|kafka://.", bus.url):
-        yield f"bus.url: `{bus.url}` is neither sqlite:PATH nor kafka://host:port,..."
-    if bus.protocol != "PLAINTEXT" and not bus.url.startswith("kafka:"):
-        yield f"bus.protocol: {bus.protocol} needs a bus.url of kafka://host:port,..."
-    if bus.protocol.startswith("SASL_") != bool(bus.username):
-        need = "needs" if not bus.username else "takes no"
-        yield f"bus.username: protocol {bus.protocol} {need} user name"
-    if bus.key_file and not bus.cert_file:
-        yield "bus.key_file: a key without its certificate, bus.cert_file"
-
-
-def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
-    return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
-
-
-_DEEPSPEED: Final = {
-    "ranks": 1,
-    "offload": "none",
-    "gradient_accumulation": 1,
-    "dtype": "float32",
-}
-"""Keys of [trainer] that another kind takes only as they are by default."""
-
-_CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
-    _check_staleness,
-    _check_groups,
-    _check_lengths,
-    _check_timing,
-    _check_advantages,
-    _check_trainer,
-    _check_bus,
-)

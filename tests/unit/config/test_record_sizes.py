@@ -1,0 +1,100 @@
+"""A configuration whose decisions would not fit into a record is refused before anything starts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.config.checks import ROUND_DECISIONS_MAX, round_bytes
+from dora_pipe.config.load import load_config
+from dora_pipe.config.model import Config
+from dora_pipe.errors import ConfigError
+from dora_pipe.history.reading import records_of
+from dora_pipe.orchestrator.planner import DECISIONS_MAX
+from dora_pipe.schemas.wire import RECORD_BYTES_MAX
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_world import World
+
+SMALL = """
+[run]
+name = "small"
+steps = 3
+[model]
+path = "models/tiny"
+[task]
+kind = "arithmetic"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def largest_round_bytes(config: Config, seed: int) -> int:
+    """Of a whole run in virtual time, with more slots than there are requests."""
+    workers = {f"w{number}": (64, 16) for number in range(4)}
+    world = World(seed=seed, config=config, workers=workers, eval_rows=60)
+    world.run()
+    decisions = TopicPartition(world.topics.decisions, 0)
+    return max(
+        len(one.value) for one in records_of(world.bus, {decisions: world.bus.end(decisions)})
+    )
+
+
+def test_the_planner_cuts_plans_where_the_check_thinks() -> None:
+    assert ROUND_DECISIONS_MAX == DECISIONS_MAX
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_round_of_a_run_is_larger_than_the_check_thinks(seed: int) -> None:
+    chance = random.Random(seed)
+    config = records.make_config(
+        run__steps=3,
+        groups__size=chance.choice([1, 2, 8]),
+        groups__per_step=chance.choice([4, 16, 40]),
+        groups__min_valid_siblings=1,
+        staleness__max_staleness=2,
+        evaluation__prompts=chance.choice([0, 4, 60]),
+    )
+    found, thought = largest_round_bytes(config, seed), round_bytes(config)
+    assert found <= thought
+    assert thought < 6 * found + 8192, "a check that refuses what would fit is no use either"
+
+
+def test_a_batch_beyond_the_records_of_the_log_is_refused_with_the_size_that_it_needs(
+    file: Path,
+) -> None:
+    small = ["bus.record_bytes_max=65536", "evaluation.prompts=8"]
+    load_config(file, [*small, "groups.per_step=8"])
+    error = refusal(file, *small, "groups.per_step=64")
+    assert error.message.startswith("bus.record_bytes_max: a round of 64 groups of 8")
+    assert "a record may have 65536" in error.message
+    assert error.hint is not None
+    needed = error.hint.split(" = ")[1].split()[0]
+    load_config(file, [*small, "groups.per_step=64", f"bus.record_bytes_max={needed}"])
+    refusal(file, *small, "groups.per_step=64", f"bus.record_bytes_max={int(needed) - 1}")
+
+
+def test_a_batch_beyond_any_decision_is_refused_whatever_the_log_takes(file: Path) -> None:
+    error = refusal(file, "groups.per_step=9000", "bus.record_bytes_max=32505856")
+    assert error.message.startswith("groups.per_step: a round of 9000 groups of 8")
+    assert f"a decision may have {RECORD_BYTES_MAX}" in error.message
+    assert error.hint is not None and "fewer groups" in error.hint
+
+
+def test_an_evaluation_counts_too_for_its_groups_are_dispatched_at_once(file: Path) -> None:
+    error = refusal(file, "bus.record_bytes_max=262144", "evaluation.prompts=2000")
+    assert "2000 evaluation.prompts" in error.message

@@ -89,12 +89,14 @@ def decode_tagged(
     return decode(data, decoder)
 
 
-def schema_error(error: Exception, root: str = "$") -> SchemaError:
-    """Our error for one of msgspec's, with its path kept; `root` is where that path begins."""
+def schema_error(error: Exception, root: str = "$", *, what: str = "") -> SchemaError:
+    """Our error for one of msgspec's, with its path kept; `root` is where that path begins, and
+    `what` is said before the reason."""
     found = _PATH.match(str(error))
     assert found is not None
     path = (found["path"] or "$").removeprefix("$")
-    return SchemaError(found["what"] or type(error).__name__, path=f"{root}{path}")
+    reason = found["what"] or type(error).__name__
+    return SchemaError(f"{what}{reason}", path=f"{root}{path}")
 
 
 def kebab(name: str) -> str:

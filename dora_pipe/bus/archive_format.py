@@ -151,8 +151,7 @@ def decode_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
     try:
         found = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = schema_error(error)
-        raise SchemaError(f"{where} is no manifest: {reason.message}") from None
+        raise schema_error(error, what=f"{where} is no manifest: ") from None
     if found.format != FORMAT:
         raise SchemaError(f"{where} is of format {found.format}, this version reads {FORMAT}")
     return found

@@ -148,7 +148,9 @@ def test_a_waiting_reader_meets_a_manifest_that_was_changed(place: Path) -> None
 def test_what_is_no_manifest_is_one_line(data: bytes, match: str) -> None:
     with pytest.raises(SchemaError, match=match) as refused:
         decode_manifest(data)
-    assert "\n" not in refused.value.message
+    message = refused.value.message
+    assert "\n" not in message
+    assert message.count("(at ") == 1, "the place is said once"
 
 
 @settings(max_examples=200)

@@ -55,6 +55,7 @@ def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
     assert sync.staleness == {0: 1.0}
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gpus", "within"),
@@ -67,6 +68,7 @@ def test_fitted_rows_lie_near_what_was_published(name: str, gpus: int, within: f
     assert found.step_min == pytest.approx(row.published.step_min, rel=within)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "exposed"), [(64, 1.8), (128, 2.5)])
 def test_dora_hides_its_rollout_as_published(gpus: int, exposed: float) -> None:
@@ -77,6 +79,7 @@ def test_dora_hides_its_rollout_as_published(gpus: int, exposed: float) -> None:
     assert overlap(found.staleness, row.published.staleness) > 0.6
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_no_row_beats_the_limit_of_its_hardware() -> None:
     for make in (published_rows, sweep_rows, other_rows):

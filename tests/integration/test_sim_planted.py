@@ -41,6 +41,7 @@ def test_planted_bug_is_found(name: str) -> None:
     assert found_by(name)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RARE))
 def test_rare_planted_bug_is_found(name: str) -> None:

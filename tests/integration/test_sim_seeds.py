@@ -45,6 +45,7 @@ def test_run_that_cannot_go_on_says_who_waits_for_what() -> None:
     assert "orchestrator waits for a worker" in played.what
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_a_thousand_seeds_hold_and_meet_everything() -> None:
     coverage = Coverage()

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 RSS_GROWTH_MAX = 1.05
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("kind", ["qwen2", "llama_gqa"])
 def test_bits_hold_in_long_runs_of_many_requests(kind: str, tmp_path: Path) -> None:
     subject = torch_subject(kind, tmp_path)
@@ -26,6 +27,7 @@ def test_bits_hold_in_long_runs_of_many_requests(kind: str, tmp_path: Path) -> N
     contract.check_exact_prefill(subject, count=100, max_tokens=150)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("kind", ["qwen2", "llama_gqa"])
 def test_bits_hold_at_small_and_large_batch_sizes(kind: str, tmp_path: Path) -> None:
     engine = TorchEngine.open(make(kind, tmp_path), slots=256, context_tokens=128, threads=1)

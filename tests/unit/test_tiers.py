@@ -55,3 +55,30 @@ def test_every_file_of_the_slow_folder_carries_the_slow_marker() -> None:
     slow = [path for path in files(".py") if str(path).startswith("tests/slow/test_")]
     assert slow
     assert [path for path in slow if "slow" not in _marks(path)] == []
+
+
+def _decorated(mark: str) -> list[tuple[Path, str, set[str]]]:
+    """Tests with this mark on themselves: file, name, and all names in their decorators."""
+    found = []
+    for path in files(".py"):
+        source = (ROOT / path).read_text() if path.name.startswith("test_") else ""
+        for one in ast.parse(source).body if f"pytest.mark.{mark}" in source else ():
+            if isinstance(one, ast.FunctionDef):
+                nodes = [part for each in one.decorator_list for part in ast.walk(each)]
+                names = {part.attr for part in nodes if isinstance(part, ast.Attribute)}
+                if mark in names:
+                    found.append((path, one.name, names | _marks(path)))
+    return found
+
+
+def test_a_pure_test_is_slow_and_needs_no_broker() -> None:
+    pure = _decorated("pure")
+    assert len(pure) >= 10
+    for path, name, marks in pure:
+        assert "slow" in marks and "kafka" not in marks, f"{path}::{name}"
+
+
+def test_both_parts_of_the_slow_tier_together_are_the_slow_tier() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    selected = [line.split(' -m "')[1].split('"')[0] for line in lines if "slow and" in line]
+    assert selected == ["slow and pure", "slow and not pure"]

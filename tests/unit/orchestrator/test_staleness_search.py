@@ -51,6 +51,7 @@ def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
     assert found.states > 3
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", LARGE, ids=name)
 def test_no_course_of_a_larger_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:

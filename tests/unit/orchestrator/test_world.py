@@ -165,6 +165,7 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
     assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60, 360))
 def test_run_is_safe_under_faults_and_ends_when_they_stop_at_length(seed: int) -> None:

@@ -221,6 +221,7 @@ def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
         decode_trajectory(zstandard.compress(tail))
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
     """In a process of its own: a crash of the reader would take the tests with it."""

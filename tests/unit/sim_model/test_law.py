@@ -46,6 +46,7 @@ def test_a_rollout_lies_between_its_bounds(
     assert found <= total / (workers * slots) + longest + 1e-6
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_the_fit_finds_the_law_again() -> None:
     assert fit() == FITTED

@@ -78,6 +78,7 @@ def test_reward_of_the_example(
     sys.modules.pop("rewards")
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_model_of_the_example_loads_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_what_is_no_word_is_refused(tmp_path: Path, word: str) -> None:
         write_word_tokenizer(tmp_path, ["a", word])
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 def test_transformers_loads_the_files_and_keeps_the_words(tmp_path: Path) -> None:
     from transformers import AutoTokenizer

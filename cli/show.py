@@ -14,7 +14,8 @@ from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOptio
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
 from dora_pipe.cli.rundir import RUNS, opened
 from dora_pipe.errors import PolicyError
-from dora_pipe.history.story import Decode, Story, tell
+from dora_pipe.history.story import TRACE, Decode, Story, tell
+from dora_pipe.telemetry import tree
 
 CELL_CHARACTERS_MAX: Final = 600
 """Longer cells are cut in tables; `--json` gives them whole."""
@@ -29,7 +30,7 @@ def show(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Show where a trajectory, group or step came from, and what became of it."""
+    """Show where a trajectory, group or step came from, what became of it, and its trace."""
     with opened(run, root, archive) as open_run, remembered_of(open_run) as known:
         story = tell(
             open_run.bus,
@@ -66,6 +67,8 @@ def _print(story: Story) -> None:
     for section, content in story.items():
         if isinstance(content, Mapping):
             emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
+        elif section == TRACE:
+            emit_table(tree.COLUMNS, tree.draw(content), title=section)
         else:
             _print_rows(section, content)
         typer.echo()

@@ -21,6 +21,7 @@ from dora_pipe.history.audit import build_ledger
 from dora_pipe.history.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.history.reading import record_at
+from dora_pipe.history.tracing import Traces
 from dora_pipe.policies.store import PolicyStore, as_store
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.identity import group_of
@@ -31,6 +32,9 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory
 Story = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens written out."""
+
+TRACE: Final = "trace"
+"""The section whose rows are the spans of a tree (`telemetry.tree`)."""
 
 _STEP: Final = re.compile(r"^(?:step[- ]?)?(\d+)$")
 _GROUP: Final = re.compile(r"^[ge]\d{10}$")
@@ -93,6 +97,7 @@ class _Teller:
         self._ledger = ledger
         self._store = store
         self._decode = decode
+        self._traces = Traces(bus, topics, ledger)
 
     def step(self, number: int) -> Story:
         """A training step: what it was made of and what it made."""
@@ -126,6 +131,7 @@ class _Teller:
             "groups": [self._group_row(taken.group, number) for taken in fact.groups],
             "trajectories": self._contributions(entry),
             "lineage": self._lineage_of_version(number) | self._descendants(number + 1),
+            TRACE: self._traces.step(entry),
         }
 
     def _group_row(self, name: str, step: int) -> dict[str, Any]:
@@ -150,6 +156,7 @@ class _Teller:
             "siblings": [_sibling_row(entry) for _, entry in sorted(group.requests.items())],
             "fate": self._fate(group),
             "lineage": self._lineage(group),
+            TRACE: self._traces.group(group),
         }
 
     def trajectory(self, name: str) -> Story:
@@ -171,6 +178,7 @@ class _Teller:
         story["fate"] = self._fate(group)
         story["contribution"] = self._contribution(name, group)
         story["lineage"] = self._lineage(group)
+        story[TRACE] = self._traces.group(group, only=name)
         return story
 
     def _dispatch(self, group: GroupEntry) -> dict[str, Any]:

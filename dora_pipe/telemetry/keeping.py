@@ -1,0 +1,69 @@
+"""Decides which groups are traced: a share by chance of their ids, and always what is remarkable.
+
+Always: groups of which something failed or changed its worker, and slow ones. It is decided when a
+group has ended, from the log alone, so a trace is whole or not there, and another look at the same
+log decides the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dora_pipe.telemetry.course import GroupEnded, RunFacts
+from dora_pipe.telemetry.ids import TRACE_HEX, group_trace
+
+Why = Literal["", "all", "ratio", "slow", "failed", "moved"]
+"""Why a group is traced; empty: it is not."""
+
+LATELY: Final = 64
+"""A group is slow beside so many that ended before it."""
+
+LATELY_MIN: Final = 8
+"""Before so many have ended, nobody knows what slow is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What is asked for. `ratio` 1 traces everything."""
+
+    ratio: float = 1.0
+    slow: float = 2.0
+    """Times the median of the last groups of the same purpose."""
+
+
+class Keeper:
+    """Asked about every group of a run, in the order in which they end."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._lately: dict[str, deque[int]] = {}
+
+    def why(self, run: RunFacts, ended: GroupEnded) -> Why:
+        """Why this group is traced."""
+        lasted_ns = ended.ended_ns - ended.course.dispatched_ns
+        slow = self._slow(ended.course.spec.purpose, lasted_ns)
+        if self._share.ratio >= 1:
+            return "all"
+        ways = ended.course.ways.values()
+        if ended.fate == "failed" or any(
+            stay.outcome in ("failed", "fenced") for way in ways for stay in way.stays
+        ):
+            return "failed"
+        if any(way.moved for way in ways):
+            return "moved"
+        if slow:
+            return "slow"
+        return "ratio" if self._drawn(run, ended.course.spec.group) else ""
+
+    def _slow(self, purpose: str, lasted_ns: int) -> bool:
+        lately = self._lately.setdefault(purpose, deque(maxlen=LATELY))
+        known = sorted(lately)
+        lately.append(lasted_ns)
+        return len(known) >= LATELY_MIN and lasted_ns > self._share.slow * known[len(known) // 2]
+
+    def _drawn(self, run: RunFacts, group: str) -> bool:
+        """OpenTelemetry's rule for ratios: by the lower half of the trace id."""
+        bits = int(group_trace(run.key, group)[TRACE_HEX // 2 :], 16)
+        return bits < self._share.ratio * 2**64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,16 +13,17 @@ from typing import Annotated, Final
 import typer
 
 from dora_pipe.cli.audit import audit
-from dora_pipe.cli.init import TORCH, example_config, example_file, make_model, sft
-from dora_pipe.cli.output import emit_table, say
+from dora_pipe.cli.init import TORCH, example_config, example_file, make_model, sft, share_cores
+from dora_pipe.cli.output import complain, emit_table, say
 from dora_pipe.cli.report import report_costs
-from dora_pipe.cli.roles import need_engines
+from dora_pipe.cli.roles import TRAINER_PRELOAD, need_engines
 from dora_pipe.cli.rundir import RUNS, RunDir, opened
 from dora_pipe.cli.start import plan_new, supervise
 from dora_pipe.cli.supervisor import RunFailed, Supervisor
 from dora_pipe.cli.trust import replay
 from dora_pipe.cli.zygote import Ended, Zygote
 from dora_pipe.config.load import load_config
+from dora_pipe.errors import DoraError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.views.progress import Progress
 
@@ -31,6 +32,9 @@ KILL_AT_STEP: Final = 12
 REPLAYED_STEPS: Final = 3
 REWARD_MIN: Final = 0.85
 """The demo has failed when the last policy's evaluation reward is below."""
+
+WARM_THREADS: Final = 2
+"""Of the warm start: nothing else runs meanwhile."""
 
 
 def demo(
@@ -48,17 +52,25 @@ def demo(
     start = directory.path / "start"
     start.mkdir(parents=True)
     (start / "demo.toml").write_text(example_config(TASK, engine))
-    say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
-    in_child(lambda: warm(start, engine))
-    overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
-    plan = plan_new(load_config(start / "demo.toml", overrides), root)
-    workers = plan.config.workers.count
-    say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
+    steps = load_config(start / "demo.toml", override or ()).run.steps
     killer = _Killer()
-    if not supervise(plan, killer):
-        raise typer.Exit(130)
-    say("3. what the log says")
-    _report(str(directory.path), killer, plan.config.run.steps)
+    works = {
+        "warm start": lambda: warm(start, engine),
+        "replay": lambda: replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps),
+    }
+    with closing(Children(works)) as children:
+        say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
+        children.run("warm start")
+        overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
+        plan = plan_new(load_config(start / "demo.toml", overrides), root)
+        workers = plan.config.workers.count
+        say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
+        if not supervise(plan, killer):
+            raise typer.Exit(130)
+        say("3. what the log says")
+        _report(str(directory.path), killer)
+        say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
+        children.run("replay")
     say(f"done in {time.monotonic() - began_s:.0f} s; look around: dora-pipe show {name} ID")
     first, last = killer.rewards[0], killer.rewards[-1]
     if last < REWARD_MIN:
@@ -87,7 +99,7 @@ class _Killer:
             self.killed_pid = pid
 
 
-def _report(run: str, killer: _Killer, steps: int) -> None:
+def _report(run: str, killer: _Killer) -> None:
     emit_table(
         ("version", "evaluation reward (fixed prompts and seeds, temperature 1)"),
         [(version, reward) for version, reward in sorted(killer.evaluations.items())],
@@ -95,34 +107,56 @@ def _report(run: str, killer: _Killer, steps: int) -> None:
     with opened(run) as open_run:
         report_costs(open_run)
     audit(run)
-    say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
-    replay(run, first=steps - REPLAYED_STEPS, last=steps)
 
 
 def warm(start: Path, engine: str = TORCH) -> None:
     """The demo's model under `start`, random and warmed up; `demo.toml` lies there. Needs torch."""
     make_model(start / "random", TASK, engine)
-    sft(start / "demo.toml", start / "warm", override=[f'model.path="{start / "random"}"'])
+    sft(
+        start / "demo.toml",
+        start / "warm",
+        threads=WARM_THREADS,
+        override=[f'model.path="{start / "random"}"'],
+    )
 
 
-def in_child(work: Callable[[], None]) -> None:
-    """Run something that imports torch in a child: this process goes on to fork roles."""
+class Children:
+    """Works that need torch, each in a child: this process goes on to fork roles.
 
-    def role(_: str) -> int:
-        work()
-        return 0
+    What they are forked from imports torch once, for all of them.
+    """
 
-    zygote = Zygote(role)
-    try:
-        zygote.spawn("sft")
+    def __init__(
+        self,
+        works: Mapping[str, Callable[[], None]],
+        *,
+        preload: Sequence[str] = TRAINER_PRELOAD,
+    ) -> None:
+        self._works = works
+        share_cores()
+        self._zygote = Zygote(self._work, preload=preload)
+
+    def run(self, name: str) -> None:
+        """Wait until this work is done. Raises RunFailed with its exit code."""
+        self._zygote.spawn(name)
         while True:
-            for report in zygote.reports(1.0):
+            for report in self._zygote.reports(1.0):
                 if isinstance(report, Ended):
                     if report.code:
-                        raise RunFailed("the warm start failed", code=1)
+                        raise RunFailed(f"the {name} failed", code=report.code)
                     return
-    finally:
-        zygote.close()
+
+    def close(self) -> None:
+        """Let go of the process with torch."""
+        self._zygote.close()
+
+    def _work(self, name: str) -> int:
+        try:
+            self._works[name]()
+        except DoraError as error:
+            complain(error)
+            return error.exit_code
+        return 0
 
 
 def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,14 @@ def example_file(task: str) -> Path:
     return Path(__file__).parent / "templates" / f"{task}.toml"
 
 
+def share_cores() -> None:
+    """Before torch is imported: its threads sleep while they wait for each other.
+
+    By default they spin, and beside other work two of them are ten times slower than one.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def sft(
     config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
     out: Annotated[Path, typer.Argument(help="Where the warmed-up model goes; must not exist.")],
@@ -92,6 +101,9 @@ def sft(
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
     learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
     seed: Annotated[int, typer.Option(min=0)] = SFT_SEED,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Of the computation; other bits with another number.")
+    ] = 1,
     override: OverrideOption = None,
 ) -> None:
     """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
@@ -99,6 +111,7 @@ def sft(
     if not Path(resolved.model.path).is_dir():
         raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
     rows = data or demonstrations(resolved, seed=seed, count=steps * batch)
+    share_cores()
     warm_up(
         Path(resolved.model.path),
         rows,
@@ -107,6 +120,7 @@ def sft(
         batch=batch,
         learning_rate=learning_rate,
         seed=seed,
+        threads=threads,
     )
     say(f"wrote {out}")
 
@@ -120,6 +134,7 @@ def warm_up(
     batch: int,
     learning_rate: float,
     seed: int,
+    threads: int,
 ) -> None:
     """Train and say how it goes. Raises PolicyError, TaskError, UsageError."""
     from dora_pipe.consumers.trainers.sft import train_sft
@@ -138,6 +153,7 @@ def warm_up(
         batch=batch,
         learning_rate=learning_rate,
         seed=seed,
+        threads=threads,
         progress=progress,
     )
 

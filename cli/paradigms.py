@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from dora_pipe.bench.paradigms import BASE, Compared, ParadigmRun, compare, measure_run
-from dora_pipe.cli.demo import REWARD_MIN, TASK, in_child, warm
+from dora_pipe.cli.demo import REWARD_MIN, TASK, Children, warm
 from dora_pipe.cli.init import example_config
 from dora_pipe.cli.output import emit_json, emit_rows, emit_table, say
 from dora_pipe.cli.rundir import opened
@@ -102,7 +102,8 @@ def _start(place: Path) -> Path:
     start.mkdir(parents=True)
     config = start / "demo.toml"
     config.write_text(example_config(TASK))
-    in_child(lambda: warm(start))
+    with closing(Children({"warm start": lambda: warm(start)})) as children:
+        children.run("warm start")
     return config
 
 

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
@@ -169,6 +170,8 @@ def _fork_role(role: Callable[[str], int], name: str, fds: Sequence[int]) -> int
         for fd in fds:
             os.close(fd)
         code = role(name)
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,6 +24,7 @@ from dora_pipe.cli.prune import prune
 from dora_pipe.cli.show import show
 from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
+from dora_pipe.cli.ui import ui
 from dora_pipe.cli.whatif import whatif
 from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
@@ -55,7 +56,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         tell,
         doctor,
     ),
-    "Look": (look.runs, look.topics, look.cat, show, why),
+    "Look": (look.runs, look.topics, look.cat, show, why, ui),
     "Trust": (audit, trust.replay, trust.export, archive, prune),
     "Think": (whatif, mismatch),
 }

@@ -1,0 +1,190 @@
+"""Serves the pages on this machine alone; it decides which requests are answered at all.
+
+Rules:
+
+1. It listens on 127.0.0.1, and answers only who calls it by a name of this machine: a page of
+   elsewhere whose name was rebound to this address still sends its own name.
+2. GET and HEAD. Nothing changes anything.
+3. Nothing is loaded from elsewhere: the content security policy forbids it, and there are no
+   scripts or styles inside of pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dora_pipe.errors import DoraError, ResourceError, UsageError
+from dora_pipe.ui.asking import Question, question
+from dora_pipe.ui.desk import Desk
+
+HOST: Final = "127.0.0.1"
+NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+"""Names of this machine. Any port: it may be forwarded (`ssh -L`)."""
+
+REQUESTS_MAX: Final = 32
+"""At once; more are refused."""
+
+IDLE_S: Final = 30.0
+"""A connection that sends nothing is closed."""
+
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+def static_files() -> dict[str, bytes]:
+    """The files of the pages by name."""
+    folder = files("dora_pipe.ui") / "static"
+    found = [one for one in folder.iterdir() if one.name[one.name.rfind(".") :] in TYPES]
+    return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
+
+
+class Server(ThreadingHTTPServer):
+    """The pages of some runs. Example: ``Server([desk], port=0).serve_forever()``."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, desks: Sequence[Desk], *, port: int) -> None:
+        self.desks = desks
+        self.static = static_files()
+        self.room = threading.BoundedSemaphore(REQUESTS_MAX)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ResourceError(
+                f"port {port} of {HOST} cannot be used: {error.strerror}",
+                hint="choose another one with --port, or 0 for any",
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """Where the pages are."""
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = IDLE_S
+    server_version = "dora-pipe"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer, if there is room."""
+        if not self.server.room.acquire(blocking=False):
+            self._send_text(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once")
+            return
+        try:
+            self._get()
+        finally:
+            self.server.room.release()
+
+    do_HEAD = do_GET
+
+    def _get(self) -> None:
+        if not is_own_name(self.headers.get("Host", "")):
+            self._send_text(HTTPStatus.MISDIRECTED_REQUEST, "this is not who you think it is")
+            return
+        path = urlsplit(self.path).path
+        if path.startswith("/api/"):
+            self._api()
+            return
+        name = "index.html" if path == "/" else path.removeprefix("/static/")
+        body = self.server.static.get(name)
+        if body is None or (path != "/" and not path.startswith("/static/")):
+            self._send_text(HTTPStatus.NOT_FOUND, "there is nothing here")
+            return
+        self._send(HTTPStatus.OK, TYPES[name[name.rfind(".") :]], body)
+
+    def _api(self) -> None:
+        try:
+            found = _ask(self.server.desks, question(self.path.removeprefix("/api")))
+        except UsageError as error:
+            self._send_json(HTTPStatus.NOT_FOUND, _said(error))
+        except DoraError as error:
+            self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, _said(error))
+        except TimeoutError:
+            self._send_json(HTTPStatus.GATEWAY_TIMEOUT, {"error": "the log does not answer"})
+        else:
+            self._send_json(HTTPStatus.OK, found)
+
+    def _send_json(self, status: HTTPStatus, value: Any) -> None:
+        self._send(status, "application/json", msgspec.json.encode(value))
+
+    def _send_text(self, status: HTTPStatus, text: str) -> None:
+        self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses by itself: other methods, what is no HTTP."""
+        method = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
+        self.close_connection = True
+        self._send_text(status, "only GET and HEAD" if method else status.phrase)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are nobody's news."""
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header names this machine. Example: ``is_own_name("localhost:8765")``."""
+    name, colon, port = host.rpartition(":")
+    if not colon or host.endswith("]"):
+        name, port = host, ""
+    return name.lower() in NAMES and (not port or port.isdecimal())
+
+
+def _ask(desks: Sequence[Desk], asked: Question) -> dict[str, Any]:
+    """``/runs``, or ``/N/...`` of the N-th run."""
+    if asked.path == ("runs",):
+        return {"runs": [desk.ask(Question(path=("run",), fields={})) for desk in desks]}
+    if not asked.path or not asked.path[0].isdecimal() or int(asked.path[0]) >= len(desks):
+        raise UsageError("no such run")
+    return desks[int(asked.path[0])].ask(Question(path=asked.path[1:], fields=asked.fields))
+
+
+def _said(error: DoraError) -> dict[str, str]:
+    return {"error": error.message, "hint": error.hint or ""}

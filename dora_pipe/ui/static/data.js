@@ -1,0 +1,78 @@
+// Where pages get their figures: from the server, or from the file they stand in.
+
+const element = document.getElementById("data");
+export const embedded = element ? JSON.parse(element.textContent) : null;
+
+export async function get(path) {
+  if (embedded) return fromFile(path);
+  const answer = await fetch(`/api/${path}`, { headers: { Accept: "application/json" } });
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.hint ? `${found.error} (${found.hint})` : found.error);
+  return found;
+}
+
+// Whether there is a page at an address such as #/0/step/7: in a file, not everything is.
+export function has(address) {
+  if (!embedded) return true;
+  const [, run, page, id] = address.split("?")[0].split("/");
+  return id === undefined || `${run}/${page}/${id}` in embedded.pages;
+}
+
+const LISTS = new Set(["steps", "groups", "trajectories", "decisions"]);
+
+function fromFile(path) {
+  const [place, query] = path.split("?");
+  const name = place.split("/")[1];
+  const found = embedded.pages[place];
+  if (found === undefined) {
+    throw new Error("this page is not in the file: it holds a sample; the log has everything");
+  }
+  return LISTS.has(name) ? filtered(found, new URLSearchParams(query || "")) : found;
+}
+
+const NUMBERS = {
+  version: "version", step: "step", staleness: "staleness",
+};
+const WORDS = { fate: "fate", worker: "worker", finish: "finish", kind: "kind" };
+const BOUNDS = {
+  reward_min: ["reward", 1], reward_max: ["reward", -1],
+  tokens_min: ["tokens", 1], tokens_max: ["tokens", -1], attempts_min: ["attempts", 1],
+};
+
+// The same filters as the server has, on rows that are in the file.
+export function filtered(list, asked) {
+  const at = Object.fromEntries(list.columns.map((name, place) => [name, place]));
+  const tests = [];
+  for (const [key, value] of asked) {
+    const text = value.trim();
+    if (text === "") continue;
+    if (key in NUMBERS) tests.push((row) => row[at[NUMBERS[key]]] === Number(text));
+    else if (key in WORDS) tests.push((row) => row[at[WORDS[key]]] === text);
+    else if (key === "valid") tests.push((row) => (row[at.reward] !== null) === (text === "yes"));
+    else if (key === "purpose") tests.push((row) => row[0][0] === (text === "eval" ? "e" : "g"));
+    else if (key === "q") tests.push((row) => sought(row, at, text.toLowerCase()));
+    else if (key in BOUNDS) {
+      const [column, sign] = BOUNDS[key];
+      tests.push((row) => row[at[column]] !== null && sign * (row[at[column]] - Number(text)) >= 0);
+    }
+  }
+  let rows = list.rows.filter((row) => tests.every((test) => test(row)));
+  const order = asked.get("sort");
+  if (order) rows = sorted(rows, at[order.replace("-", "")], order.startsWith("-") ? -1 : 1);
+  const offset = Number(asked.get("offset") || 0);
+  const limit = Number(asked.get("limit") || 50);
+  return { ...list, total: rows.length, offset, rows: rows.slice(offset, offset + limit) };
+}
+
+function sought(row, at, text) {
+  if ("reason" in at) {
+    return [row[at.subject], row[at.reason]].some((one) => one.toLowerCase().includes(text));
+  }
+  return String(row[0]).includes(text);
+}
+
+function sorted(rows, place, sign) {
+  const some = rows.filter((row) => row[place] !== null);
+  some.sort((a, b) => sign * (a[place] < b[place] ? -1 : a[place] > b[place] ? 1 : 0));
+  return [...some, ...rows.filter((row) => row[place] === null)];
+}

@@ -1,0 +1,95 @@
+// Lists with their filters: steps, groups, trajectories, decisions.
+
+import { embedded, get, has } from "./data.js";
+import { h, show, table } from "./dom.js";
+
+const FATES = ["", "open", "trained", "filtered", "failed", "cancelled", "evaluated"];
+const FIELDS = {
+  steps: [],
+  groups: [
+    ["q", "id contains"], ["fate", "fate", FATES], ["purpose", "purpose", ["", "train", "eval"]],
+    ["version", "version", "number"], ["step", "step", "number"],
+    ["staleness", "staleness", "number"],
+  ],
+  trajectories: [
+    ["q", "id contains"], ["fate", "fate", FATES], ["purpose", "purpose", ["", "train", "eval"]],
+    ["version", "version", "number"], ["step", "step", "number"],
+    ["staleness", "staleness", "number"], ["worker", "worker"],
+    ["finish", "finish", ["", "stop", "length", "environment", "error"]],
+    ["valid", "reward is valid", ["", "yes", "no"]], ["reward_min", "reward from", "number"],
+    ["reward_max", "reward to", "number"], ["tokens_min", "tokens from", "number"],
+    ["tokens_max", "tokens to", "number"], ["attempts_min", "attempts from", "number"],
+    ["sort", "sort by", ["", "-tokens", "tokens", "-reward", "reward", "-attempts", "-logged_s"]],
+  ],
+  decisions: [["kind", "kind", null], ["q", "subject or reason contains"]],
+};
+const TITLES = {
+  steps: "Steps", groups: "Groups", trajectories: "Trajectories", decisions: "Decisions",
+};
+const SORTS = { "-tokens": "most tokens", tokens: "fewest tokens", "-reward": "highest reward",
+  reward: "lowest reward", "-attempts": "most attempts", "-logged_s": "logged last" };
+
+export async function listPage(run, name, fields) {
+  const asked = new URLSearchParams(fields);
+  const found = await get(`${run}/${name}?${asked}`);
+  const last = Math.min(found.offset + found.rows.length, found.total);
+  const range = found.total ? `${show(found.offset + 1)} to ${show(last)} of ${show(found.total)}` :
+    "none";
+  return {
+    title: TITLES[name],
+    body: [
+      h("h1", { tabindex: -1 }, TITLES[name]),
+      embedded && found.of > found.total ? h("p", { class: "note" },
+        `This file holds a sample of ${show(found.kept)} of ${show(found.of)}.`) : null,
+      FIELDS[name].length ? filters(run, name, asked, found) : null,
+      h("p", { role: "status", id: "range" }, `${TITLES[name]}: ${range}`),
+      table(run, found, { caption: TITLES[name], has }),
+      turns(run, name, asked, found),
+      name === "decisions" ? counts(run, found.counts) : null,
+    ],
+  };
+}
+
+function filters(run, name, asked, found) {
+  const go = (event) => {
+    event.preventDefault();
+    const chosen = new URLSearchParams();
+    for (const [field, value] of new FormData(event.target)) {
+      if (String(value).trim()) chosen.set(field, String(value).trim());
+    }
+    location.hash = `#/${run}/${name}?${chosen}`;
+  };
+  return h("form", { class: "filters", onsubmit: go, role: "search" },
+    FIELDS[name].map(([field, label, kind]) => {
+      const options = field === "kind" ? ["", ...Object.keys(found.counts)
+        .filter((one) => one !== "dispatch" && one !== "place")] : kind;
+      const now = asked.get(field) || "";
+      const input = Array.isArray(options) ?
+        h("select", { name: field, id: `f-${field}` }, options.map((one) => h("option",
+          { value: one, selected: one === now }, one ? SORTS[one] || one : "any"))) :
+        h("input", { name: field, id: `f-${field}`, value: now,
+          type: kind === "number" ? "number" : "text", step: "any", maxlength: 200 });
+      return h("div", null, h("label", { for: `f-${field}` }, label), input);
+    }),
+    h("div", { class: "buttons" }, h("button", { type: "submit" }, "Filter"),
+      h("a", { href: `#/${run}/${name}` }, "Clear")));
+}
+
+function turns(run, name, asked, found) {
+  const limit = Number(asked.get("limit") || 50);
+  const at = (offset) => {
+    const next = new URLSearchParams(asked);
+    next.set("offset", Math.max(0, offset));
+    return `#/${run}/${name}?${next}`;
+  };
+  const before = found.offset > 0, after = found.offset + found.rows.length < found.total;
+  if (!before && !after) return null;
+  return h("nav", { class: "turns", "aria-label": "pages of the list" },
+    before ? h("a", { href: at(found.offset - limit) }, "Newer") : h("span", null, "Newer"),
+    after ? h("a", { href: at(found.offset + limit) }, "Older") : h("span", null, "Older"));
+}
+
+function counts(run, all) {
+  return h("details", { "data-key": "counts" }, h("summary", null, "How many of each kind"),
+    table(run, { columns: ["kind", "count"], rows: Object.entries(all) }, { caption: "By kind" }));
+}

@@ -1,0 +1,159 @@
+// The pages of one step, group, version and trajectory, with links to where each came from and to
+// what became of it.
+
+import { get, has } from "./data.js";
+import { facts, h, show, table } from "./dom.js";
+import { bars } from "./charts.js";
+import { tokensOf } from "./tokens.js";
+
+function link(run, page, id, text) {
+  const address = `#/${run}/${page}/${id}`;
+  return has(address) ? h("a", { href: address }, text) : text;
+}
+
+function search(run, name, fields, text) {
+  return h("a", { href: `#/${run}/${name}?${new URLSearchParams(fields)}` }, text);
+}
+
+export async function stepPage(run, id) {
+  const found = await get(`${run}/step/${id}`);
+  const number = found.step.step;
+  const { step, reward, ...rest } = found.step;
+  return {
+    title: `Step ${number}`,
+    body: [
+      h("h1", { tabindex: -1 }, `Step ${number}`),
+      h("nav", { class: "turns", "aria-label": "neighbouring steps" },
+        number > 0 ? link(run, "step", number - 1, `Step ${number - 1}`) : null,
+        link(run, "step", number + 1, `Step ${number + 1}`)),
+      lineage([
+        ["sampled from", found.versions.map(([version, count], at) => [at ? ", " : "",
+          link(run, "version", version, `version ${version}`), ` (${count} groups)`])],
+        ["this step", `step ${number}: ${rest.groups} groups`],
+        ["made", link(run, "version", number + 1, `version ${number + 1}`)],
+        ["from which", [search(run, "groups", { version: number + 1 },
+          `${show(found.sampled_from)} groups`), " were sampled"]],
+      ]),
+      facts({ reward, ...rest, ...found.facts }, run, has),
+      h("p", null, search(run, "trajectories", { step: number }, "Its trajectories as a list")),
+      h("h2", null, "Groups of the batch"),
+      table(run, found.groups, { caption: `Groups of step ${number}`, has }),
+      h("h2", null, "Figures"), facts(found.figures),
+      h("details", { "data-key": "settings" }, h("summary", null, "Settings in force"),
+        facts(found.settings)),
+    ],
+  };
+}
+
+function lineage(items) {
+  return h("ol", { class: "lineage", "aria-label": "lineage" }, items.map(([name, what]) =>
+    h("li", null, h("span", { class: "what" }, name), h("span", null, what))));
+}
+
+function cameFrom(run, own, here) {
+  const items = [
+    ["made by", own.made_by === null ? "the model the run started with" :
+      link(run, "step", own.made_by, `step ${own.made_by}`)],
+    ["version", link(run, "version", own.version, `version ${own.version}`)],
+    ["sampled", here],
+  ];
+  if (own.step !== null) {
+    items.push(["trained in", link(run, "step", own.step, `step ${own.step}`)],
+      ["which made", link(run, "version", own.makes, `version ${own.makes}`)],
+      ["from which", [search(run, "groups", { version: own.makes },
+        `${show(own.sampled_from_it)} groups`), " were sampled"]]);
+  }
+  return lineage(items);
+}
+
+export async function groupPage(run, id) {
+  const found = await get(`${run}/group/${id}`);
+  const { group, ...rest } = found.group;
+  return {
+    title: `Group ${group}`,
+    body: [
+      h("h1", { tabindex: -1 }, `Group ${group}`),
+      cameFrom(run, found.lineage, `group ${group}`),
+      facts({ ...rest, ...found.facts }, run, has),
+      h("h2", null, "Siblings"),
+      table(run, found.siblings, { caption: `Siblings of ${group}`, has }),
+    ],
+  };
+}
+
+export async function versionPage(run, id) {
+  const found = await get(`${run}/version/${id}`);
+  const number = found.version;
+  return {
+    title: `Version ${number}`,
+    body: [
+      h("h1", { tabindex: -1 }, `Version ${number}`),
+      lineage([
+        ["made by", found.made_by === null ? "the model the run started with" :
+          link(run, "step", found.made_by, `step ${found.made_by}`)],
+        ["this version", `version ${number}`],
+        ["its groups were trained in", found.steps.length ? found.steps.map(([step, count], at) =>
+          [at ? ", " : "", link(run, "step", step, `step ${step}`), ` (${count})`]) : "no step yet"],
+      ]),
+      h("p", null, search(run, "groups", { version: number }, "Groups that were sampled from it")),
+      h("h2", null, "What became of its groups"), facts(found.fates),
+      h("h2", null, "Who hosted it"), table(run, found.hosts, { caption: "Hosts" }),
+    ],
+  };
+}
+
+export async function trajectoryPage(run, id, fields) {
+  const from = new URLSearchParams(fields).get("from") || "0";
+  const found = await get(`${run}/trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
+  const { trajectory, ...rest } = found.row;
+  const record = found.record;
+  return {
+    title: `Trajectory ${trajectory}`,
+    body: [
+      h("h1", { tabindex: -1 }, `Trajectory ${trajectory}`),
+      cameFrom(run, found.lineage, [link(run, "group", found.group, `group ${found.group}`),
+        `, ${trajectory}`]),
+      facts({ ...rest, ...found.facts }, run, has),
+      h("h2", null, "Tokens"),
+      record.missing ? h("p", { class: "note" }, record.missing) :
+        tokensOf(run, trajectory, found),
+      record.missing ? null : [
+        h("div", { class: "charts" }, course(record, found)),
+        h("h2", null, "Its record"), facts(recordFacts(record)),
+        table(run, record.segments, { caption: "Segments", has }),
+      ],
+      h("h2", null, "What it did to the weights"), contribution(found.contribution),
+      h("h2", null, "Attempts"), table(run, found.attempts, { caption: "Attempts", has }),
+      found.errors.length ? [h("h2", null, "Errors"),
+        h("ul", null, found.errors.map((one) => h("li", null, one)))] : null,
+    ],
+  };
+}
+
+function recordFacts(record) {
+  const { place, bytes, reward_raw, reward_error, error, moves, prompt_tokens, prefills } = record;
+  const parts = Object.entries(record.reward_parts).map(([name, value]) => `${name} ${show(value)}`);
+  return { place, bytes, "raw reward": reward_raw, "parts of the reward": parts.join(", "),
+    "no valid reward because": reward_error, error, moves, "prompt tokens": prompt_tokens,
+    "prefilled at": prefills.join(", ") };
+}
+
+function course(record) {
+  const names = { started: "for a slot", first_token: "to the first token",
+    finished: "to the last token", rewarded: "to the reward" };
+  let before = 0;
+  const parts = record.times.map(([name, at]) => {
+    const own = Math.max(0, at - before);
+    before = at;
+    return [names[name] || name, own / 1000];
+  });
+  return bars({ title: "Where its time went", note: "From its last placement on.", unit: "seconds",
+    rows: parts.length ? [{ name: "this one", values: parts.map(([, value]) => value) }] : [],
+    parts: parts.map(([name]) => name), without: "Its record says no times." });
+}
+
+function contribution(row) {
+  if (!row) return h("p", { class: "note" }, "It was not trained, or the file is not in the store.");
+  const { trajectory, group, ...rest } = row;
+  return facts(rest);
+}

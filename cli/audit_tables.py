@@ -116,6 +116,7 @@ def _bucket(line: LengthLine) -> str:
 
 
 def _engines(report: AuditReport) -> None:
+    total = max(sum(one.trajectories for one in report.engines), 1)
     rows = [
         (
             f"{one.engine} {one.version}",
@@ -123,11 +124,12 @@ def _engines(report: AuditReport) -> None:
             one.dtype,
             one.workers,
             one.trajectories,
+            f"{one.trajectories / total:.1%}",
             one.tokens,
         )
         for one in report.engines
     ]
-    columns = ("engine", "device", "type", "workers", "trajectories", "sampled tokens")
+    columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
     _table("which engine generated what (workers: every joining counts)", columns, rows)
     typer.echo()
 
@@ -137,9 +139,10 @@ def _hosting(report: AuditReport) -> None:
     rows: list[tuple[object, ...]] = [
         (one.older, one.newer, one.seconds) for one in pairs[:PAIRS_SHOWN_MAX]
     ]
-    if len(pairs) > PAIRS_SHOWN_MAX:
-        rest = sum(one.seconds for one in pairs[PAIRS_SHOWN_MAX:])
-        rows.append((f"{len(pairs) - PAIRS_SHOWN_MAX} more", "", rest))
+    more = len(pairs[PAIRS_SHOWN_MAX:]) + report.other_pairs
+    if more:
+        rest = sum(one.seconds for one in pairs[PAIRS_SHOWN_MAX:]) + report.other_pairs_seconds
+        rows.append((f"{more} more", "", rest))
     several, seconds = report.several_versions_seconds, report.seconds
     title = f"versions hosted at the same time: {several:.1f} s of {seconds:.1f} s"
     _table(title, ("version", "and version", "s"), rows)

@@ -12,14 +12,15 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.errors import InvariantBroken, SchemaError
 from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.rules_control import apply_control, read_control
 from dora_pipe.orchestrator.rules_decision import apply_decision
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.transitions import note_progress, press
+from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
@@ -30,6 +31,7 @@ from dora_pipe.schemas.rounds import (
     chain_of,
     fold_bytes,
 )
+from dora_pipe.schemas.wire import Unknown
 
 __all__ = [
     "apply_control",
@@ -39,6 +41,7 @@ __all__ = [
     "close_round",
     "fold_decisions",
     "fold_inputs",
+    "fold_records",
     "fold_round",
     "is_digest_due",
     "read_control",
@@ -80,12 +83,19 @@ def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]
 
 def fold_inputs(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
     """The first half of `fold_round`: where the state stands when the round's plan is made."""
+    fold_records(state, round_, ((offset, read_control(value)) for offset, value in control))
+
+
+def fold_records(
+    state: State, round_: Round, control: Iterable[tuple[int, AnyControl | Unknown | SchemaError]]
+) -> None:
+    """`fold_inputs` for who has read the records already, as `read_control` does."""
     _check_follows(state, round_)
     first = state.control_next
-    for offset, value in control:
+    for offset, record in control:
         if not first <= offset < round_.control_next:
             raise InvariantBroken(f"round {round_.ordinal} does not fold offset {offset}")
-        apply_control(state, offset, read_control(value))
+        apply_control(state, offset, record)
         first = offset + 1
     for observation in round_.observations:
         apply_observation(state, observation)

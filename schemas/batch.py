@@ -36,16 +36,18 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     """
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
-    digest = hashlib.sha256(_BATCH_DIGEST_HEAD)
+    lines: list[str] = []
     for group in sorted(groups, key=lambda group: group.group):
-        digest.update(f"{group.group}\t{group.version}\t{group.deadline}\n".encode())
+        lines.append(f"{group.group}\t{group.version}\t{group.deadline}\n")
         for one in sorted(group.trajectories, key=lambda one: one.trajectory):
             where = f"{one.partition}\t{one.offset}\t{one.sha256}"
-            digest.update(f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t{where}\n".encode())
-    return digest.hexdigest()
+            lines.append(f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t{where}\n")
+    return hashlib.sha256(_BATCH_DIGEST_HEAD + "".join(lines).encode()).hexdigest()
 
 
 def _refuse_twice(ids: Sequence[str]) -> None:
+    if len(set(ids)) == len(ids):
+        return
     seen: set[str] = set()
     for one in ids:
         if one in seen:

@@ -176,13 +176,14 @@ class Accounts:
             return
         standing = self._standing(fact, entry, worker, name in self.open)
         logged = Logged(fact=fact, standing=standing, at=at)
-        known = self.logged.get(logged.place)
+        place = logged.place
+        known = self.logged.get(place)
         if known is not None:
             # A writer that was not told whether an append landed appends the same bytes again.
             if known.fact != fact:
-                self._wrong(at, f"logs the record at {logged.place} a second time, otherwise")
+                self._wrong(at, f"logs the record at {place} a second time, otherwise")
             return
-        self.logged[logged.place] = self.unread[logged.place] = logged
+        self.logged[place] = self.unread[place] = logged
         self.records += 1
         group.records.append(logged)
         if group.fate is not None:

@@ -25,6 +25,8 @@ from dora_pipe.orchestrator.fold import (
     close_round,
     fold_decisions,
     fold_inputs,
+    fold_records,
+    read_control,
 )
 from dora_pipe.orchestrator.planner import PLANNER, decide
 from dora_pipe.orchestrator.state import State
@@ -85,10 +87,11 @@ class FoldCheck:
         for fact in turn.facts:
             if isinstance(fact.record, RunStarted) and not self.planner:
                 self._started(fact.record.planner)
-        control = [(fact.offset, fact.value) for fact in turn.facts]
+        records = [(fact.offset, fact.record or read_control(fact.value)) for fact in turn.facts]
         try:
-            fold_inputs(state, round_, control)
+            fold_records(state, round_, records)
             if self._plans:
+                control = [(fact.offset, fact.value) for fact in turn.facts]
                 self._plan_again(state, round_, control)
             else:
                 fold_decisions(state, round_)

@@ -56,12 +56,19 @@ class PolicyCheck:
             look.contributions(entry)
             if entry.fact.checkpoint is not None:
                 look.checkpoint(entry, entry.fact.checkpoint)
+        self._excuse()
 
     def finish(self) -> None:
         """Nothing more comes."""
-        for (who, version), message in self._absent.items():
-            if version not in self._ledger.dropped:
-                self._findings.add("policies", who, message)
+        self._excuse()
+        for (who, _), message in self._absent.items():
+            self._findings.add("policies", who, message)
+
+    def _excuse(self) -> None:
+        """What commits have dropped may be gone; who is not there then needs no memory."""
+        dropped = self._ledger.dropped
+        for who, version in [one for one in self._absent if one[1] in dropped]:
+            del self._absent[who, version]
 
 
 class _Look:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from dora_pipe.history.check_mixed import wrong_mixture
 from dora_pipe.history.entries import GroupEntry, Logged
@@ -35,18 +35,27 @@ _HEADERS: Final = (
 """What `trajectory logged` repeats of the headers, as it is told of."""
 
 
-_STAMPED: Final[Mapping[str, Check]] = {
-    "group": "records",
-    "partition": "records",
-    "deadline": "C3",
-    "version": "C1",
-}
-"""What the dispatch says of the headers, and whose concern it is."""
+class _Asked(NamedTuple):
+    """What is held at once against what was dispatched."""
 
-_ASKED: Final[Mapping[str, Check]] = dict.fromkeys(
-    ("group_size", "purpose", "dataset_digest", "index", "data_epoch", "seed"), "records"
+    checks: Mapping[str, Check]
+    """Its names, and whose concern each is."""
+    counts: Mapping[Check, int]
+
+
+def _asked(**checks: Check) -> _Asked:
+    return _Asked(checks, Counter(checks.values()))
+
+
+_OF_HEADERS: Final = _asked(group="records", partition="records", deadline="C3", version="C1")
+_OF_VALUE: Final = _asked(
+    group_size="records",
+    purpose="records",
+    dataset_digest="records",
+    index="records",
+    data_epoch="records",
+    seed="records",
 )
-"""What it says of the value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +219,7 @@ class RecordCheck:
         spec, who = group.spec, headers.trajectory
         stamped = (spec.group, spec.partition, spec.deadline, spec.version)
         found = (headers.group, one.partition, headers.deadline, headers.version)
-        self._dispatched(who, _STAMPED, stamped, found)
+        self._dispatched(who, _OF_HEADERS, stamped, found)
         published = self._ledger.versions.get(headers.version)
         if published is None:
             message = f"is of version {headers.version}, which nobody published"
@@ -237,7 +246,7 @@ class RecordCheck:
             content.data_epoch,
             content.seed,
         )
-        self._dispatched(who, _ASKED, wanted, found)
+        self._dispatched(who, _OF_VALUE, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
         self._versions(content, logged, group)
 
@@ -264,19 +273,14 @@ class RecordCheck:
         self._findings.add(check, who, message, expected=expected, found=found)
 
     def _dispatched(
-        self,
-        who: str,
-        names: Mapping[str, Check],
-        expected: tuple[object, ...],
-        found: tuple[object, ...],
+        self, who: str, asked: _Asked, expected: tuple[object, ...], found: tuple[object, ...]
     ) -> None:
         """What the dispatch says; all at once, and one by one where that differs."""
-        looked = self._findings.looked
-        for check in names.values():
-            looked[check] += 1
+        for check, count in asked.counts.items():
+            self._findings.looked[check] += count
         if expected == found:
             return
-        for (name, check), one, other in zip(names.items(), expected, found, strict=True):
+        for (name, check), one, other in zip(asked.checks.items(), expected, found, strict=True):
             if one != other:
                 message = f"{name} in the record is not what was dispatched"
                 self._findings.add(check, who, message, expected=one, found=other)

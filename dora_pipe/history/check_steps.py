@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import is_
 
 import msgspec
 
@@ -136,7 +137,7 @@ class _Look:
             message = "is trained twice"
             findings.add("C2", who, message, expected=f"step {entry.trained}", found=f"step {step}")
         entry.trained = step
-        if entry.bound is not None and _names(entry.bound) == one:
+        if entry.bound is not None and _is_named(entry.bound, one):
             return
         logged = self._ledger.accounts.logged.get((one.partition, one.offset))
         where = f"trajectories:{one.partition}:{one.offset}"
@@ -153,18 +154,37 @@ class _Look:
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
         """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
-        return msgspec.structs.replace(
-            group, trajectories=tuple(self._found(one) for one in group.trajectories)
-        )
+        found = tuple(self._found(one) for one in group.trajectories)
+        if all(map(is_, found, group.trajectories)):
+            return group
+        return msgspec.structs.replace(group, trajectories=found)
 
     def _found(self, one: TakenTrajectory) -> TakenTrajectory:
+        """What the log has at its place; itself where that is the same."""
         place = (one.partition, one.offset)
-        self._ledger.accounts.request(one.trajectory)  # Its group's records are there from now on.
+        # Its group's records are there from now on.
+        entry = self._ledger.accounts.request(one.trajectory)
+        bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
+        if sha256 is None and bound is not None and _is_named(bound, one):
+            return one
         logged = self._ledger.accounts.logged.get(place)
         if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
             return one
-        named, sha256 = _names(logged), self._other_bytes.get(place)
+        named = _names(logged)
         return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
+
+
+def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
+    """Whether a batch names just this record."""
+    fact = logged.fact
+    return (
+        fact.trajectory == one.trajectory
+        and fact.attempt == one.attempt
+        and fact.epoch == one.epoch
+        and fact.partition == one.partition
+        and fact.offset == one.offset
+        and fact.sha256 == one.sha256
+    )
 
 
 def _names(logged: Logged) -> TakenTrajectory:

@@ -1,9 +1,14 @@
-"""What the ledger writes down of a run: groups, requests, records, steps, versions; only values."""
+"""What the ledger writes down of a run: groups, requests, records, steps, versions; only values.
+
+What there is as many of as of trajectories is a Struct: it is made and written often.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from dora_pipe.schemas.control import (
     Resume,
@@ -20,8 +25,7 @@ Standing = Literal["bound", "superseded", "fenced"]
 Departure = Literal["", "fenced", "left"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Where in the log a decision or a fact took effect.
 
     Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``; `round` is -1 for facts that no
@@ -33,8 +37,7 @@ class Moment:
     now_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One attempt at a request."""
 
     attempt: int
@@ -45,8 +48,7 @@ class Placement:
     at: Moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `trajectory logged` with its standing."""
 
     fact: TrajectoryLogged
@@ -59,14 +61,13 @@ class Logged:
         return self.fact.partition, self.fact.offset
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestEntry:
+class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
     """One sibling of a group: its attempts and what came of them."""
 
     trajectory: str
-    placements: list[Placement] = field(default_factory=list)
+    placements: list[Placement] = []
     bound: Logged | None = None
-    errors: list[str] = field(default_factory=list)
+    errors: list[str] = []
     """Of failed attempts: ``attempt 2: Timeout: ...``."""
     moving: bool = False
     """Its worker was asked to let go of it."""
@@ -80,21 +81,20 @@ class RequestEntry:
     """Step that trained it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class GroupEntry:
+class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     """A dispatched group with its siblings."""
 
     spec: GroupSpec
     reason: str
     at: Moment
-    requests: dict[str, RequestEntry] = field(default_factory=dict)
+    requests: dict[str, RequestEntry] = {}
     taken: tuple[int, int] | None = None
     """(step, attempt) of the batch that holds it now."""
     fate: Fate | None = None
     why: str = ""
     step: int | None = None
     ended: Moment | None = None
-    records: list[Logged] = field(default_factory=list)
+    records: list[Logged] = []
     """Everything that was logged of it, whatever its standing, in the order of the fold."""
 
     @property

@@ -67,12 +67,15 @@ class Findings:
         self.looked: Counter[Check] = Counter()
         """Things that a check compared."""
         self.notes: list[str] = []
+        self.total = 0
+        """Violations of all checks."""
 
     def add(
         self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
     ) -> None:
         """A promise that does not hold."""
         self.count[check] += 1
+        self.total += 1
         if len(self.violations) < NAMED_MAX:
             violation = Violation(
                 check=check,
@@ -92,8 +95,3 @@ class Findings:
             return True
         self.add(check, subject, message, expected=expected, found=found)
         return False
-
-    @property
-    def total(self) -> int:
-        """Violations of all checks."""
-        return self.count.total()

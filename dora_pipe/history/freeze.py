@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config import model as config_model
+from dora_pipe.config.model import Config
 from dora_pipe.errors import SchemaError
 from dora_pipe.history import (
     accounts,
@@ -81,7 +81,18 @@ from dora_pipe.schemas import (
     wire,
 )
 
+_OWN_PREFIX: Final = "dora_pipe."
+
+
+def _config_modules() -> tuple[ModuleType, ...]:
+    """Where the sections of a configuration and what they are made of are defined."""
+    kinds = [Config, *(one.type for one in msgspec.structs.fields(Config))]
+    names = {base.__module__ for kind in kinds for base in kind.__mro__}
+    return tuple(sys.modules[name] for name in sorted(names) if name.startswith(_OWN_PREFIX))
+
+
 _MODULES: Final[tuple[ModuleType, ...]] = (
+    *_config_modules(),
     accounts,
     auditor,
     books,
@@ -89,7 +100,6 @@ _MODULES: Final[tuple[ModuleType, ...]] = (
     check_policies,
     check_records,
     check_steps,
-    config_model,
     control,
     entries,
     estimates,

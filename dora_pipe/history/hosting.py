@@ -1,4 +1,6 @@
-"""How long workers hosted which versions, from rounds' times and `worker ready`; decides nothing.
+"""How long workers hosted which versions, from rounds' times and `worker ready`.
+
+It decides which pairs of versions are told one by one: those that were hosted together for longest.
 
 Time is the orchestrator's round clock: between two rounds nothing changes. A worker counts as host
 of a version from the round that folds its `worker ready` to the round that folds the next one, its
@@ -10,6 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from itertools import combinations
+from typing import Final
+
+PAIRS_MAX: Final = 1000
+"""Pairs of versions kept one by one, beside those that are hosted now; of the others the sum."""
 
 
 class Hosting:
@@ -22,6 +28,8 @@ class Hosting:
         self._pair_ns: Counter[tuple[int, int]] = Counter()
         self._span_ns = 0
         self._several_ns = 0
+        self._others = 0
+        self._others_ns = 0
 
     def advance(self, now_ns: int) -> None:
         """A round at this time; time that goes back adds nothing."""
@@ -34,6 +42,8 @@ class Hosting:
             self._several_ns += span_ns if len(versions) > 1 else 0
             for pair in combinations(versions, 2):
                 self._pair_ns[pair] += span_ns
+            if len(self._pair_ns) > 2 * PAIRS_MAX:
+                self._let_go(set(versions))
         self._now_ns = now_ns if self._now_ns is None else max(now_ns, self._now_ns)
 
     def ready(self, epoch: int, version: int) -> None:
@@ -56,10 +66,26 @@ class Hosting:
 
     @property
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Seconds in which both versions of a pair were hosted, by different workers."""
+        """Seconds in which both versions of a pair were hosted, by different workers.
+
+        Of a long run the longest; see `others`.
+        """
         return {pair: ns / 1e9 for pair, ns in sorted(self._pair_ns.items())}
+
+    @property
+    def others(self) -> tuple[int, float]:
+        """How many pairs are not among `pairs`, and their seconds."""
+        return self._others, self._others_ns / 1e9
 
     @property
     def several_seconds(self) -> float:
         """Seconds in which at least two versions were hosted."""
         return self._several_ns / 1e9
+
+    def _let_go(self, present: set[int]) -> None:
+        """Keep the longest of the pairs that are over; of equal ones the newest."""
+        over = [pair for pair in self._pair_ns if not present.issuperset(pair)]
+        over.sort(key=lambda pair: (self._pair_ns[pair], pair))
+        for pair in over[: max(0, len(over) - PAIRS_MAX)]:
+            self._others += 1
+            self._others_ns += self._pair_ns.pop(pair)

@@ -19,15 +19,19 @@ from dora_pipe.history.auditor import Books
 from dora_pipe.history.entries import GroupEntry, StepEntry, Taken, VersionEntry
 from dora_pipe.history.evidence import Evidence, Place
 from dora_pipe.history.freeze import fingerprint, freeze, thaw
-from dora_pipe.schemas.identity import ORDINAL_DIGITS, group_id, parse_trajectory_id, trajectory_id
+from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Of the file; another one is thrown away."""
 
 FILE_NAME: Final = "audit.sqlite"
 
 NUMBER_MAX: Final = (1 << 62) - 1
 ATTEMPT_BITS: Final = 20
+
+_PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
+_PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumerate(_PURPOSES)}
+"""What a group's number says of its purpose, by the letter of its id."""
 
 _TABLES: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -249,7 +253,7 @@ class _Groups:
     def of_version(self, version: int) -> set[str]:
         """Ids of the groups that were sampled from a version."""
         rows = self._index.rows("SELECT number FROM groups WHERE version = ?", version)
-        return {group_id("eval" if number & 1 else "train", number >> 1) for (number,) in rows}
+        return {group_id(_PURPOSES[number & 1], number >> 1) for (number,) in rows}
 
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
         """Many groups."""
@@ -298,13 +302,12 @@ def _take_number(key: tuple[int, int]) -> int:
 
 
 def _group_number(name: str) -> int:
-    if len(name) != ORDINAL_DIGITS + 1:
+    """Of an id as `group_id` makes it; -1 for any other."""
+    digits = name[1:]
+    if len(digits) != ORDINAL_DIGITS or not (digits.isascii() and digits.isdecimal()):
         return -1
-    with suppress(SchemaError, AssertionError):
-        purpose, ordinal, _ = parse_trajectory_id(trajectory_id(name, 0))
-        if group_id(purpose, ordinal) == name:
-            return ordinal << 1 | (purpose == "eval")
-    return -1
+    parity = _PARITIES.get(name[0])
+    return -1 if parity is None else int(digits) << 1 | parity
 
 
 def _squeeze(entries: Iterable[bytes]) -> list[bytes]:

@@ -107,6 +107,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineLine, ...]
     """Every trajectory with a record that counts is in one of them."""
     hosted_pairs: tuple[PairLine, ...]
+    """Of a long run those that were hosted together for longest."""
+    other_pairs: int
+    """Those that are not among `hosted_pairs`."""
+    other_pairs_seconds: float
     seconds: float
     several_versions_seconds: float
     """Of `seconds`: with at least two versions hosted."""
@@ -167,6 +171,8 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         lengths=length_lines(sums),
         engines=engine_lines(ledger, sums),
         hosted_pairs=pair_lines(ledger),
+        other_pairs=ledger.hosting.others[0],
+        other_pairs_seconds=ledger.hosting.others[1],
         seconds=ledger.hosting.seconds,
         several_versions_seconds=ledger.hosting.several_seconds,
         state_digests=fold.digests,

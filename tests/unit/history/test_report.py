@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.history.findings import NAMED_MAX, Findings
-from dora_pipe.history.hosting import Hosting
+from dora_pipe.history.hosting import PAIRS_MAX, Hosting
 from dora_pipe.history.sums import bucket_of
 
 S = 1_000_000_000
@@ -42,6 +42,27 @@ def test_pairs_count_the_time_in_which_both_versions_are_hosted() -> None:
     assert hosting.seconds == 10.0
     assert hosting.several_seconds == 8.0
     assert hosting.worker_seconds == {1: 6.0, 2: 10.0, 7: 5.0}
+
+
+def test_of_a_long_run_the_longest_pairs_are_kept_and_the_others_summed() -> None:
+    hosting = Hosting()
+    hosting.advance(0)
+    hosting.ready(1, 0)
+    now_s, length_s = 0, 0
+    for version in range(1, 5 * PAIRS_MAX):
+        hosting.ready(version % 2 + 1, version)
+        length_s = 1 + version % 7 if version > 1 else 100
+        now_s += length_s
+        hosting.advance(now_s * S)
+    pairs, (others, others_seconds) = hosting.pairs, hosting.others
+    newest = (5 * PAIRS_MAX - 2, 5 * PAIRS_MAX - 1)
+    assert pairs[0, 1] == 100.0
+    assert pairs[newest] == length_s
+    assert len(pairs) <= 2 * PAIRS_MAX
+    assert len(pairs) + others == 5 * PAIRS_MAX - 1
+    assert sum(pairs.values()) + others_seconds == hosting.several_seconds == now_s
+    shortest = sorted(pairs.values())[: len(pairs) // 2]
+    assert others_seconds / others < sum(shortest) / len(shortest)
 
 
 def test_time_that_goes_back_is_not_counted_twice() -> None:

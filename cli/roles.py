@@ -10,7 +10,8 @@ import platform
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,10 +24,13 @@ from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, DoraError, InvariantBroken, LogTruncated, UsageError
+from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.role import Decode
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.transfers.open import open_transfers
+from dora_pipe.transfers.port import Transfers
 
 ORCHESTRATOR = "orchestrator"
 TRAINER = "trainer"
@@ -187,23 +191,39 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
     """Be a rollout worker until the run ends or it is drained."""
     from dora_pipe.producers.handover_kv import KvHandover
     from dora_pipe.producers.role import run_worker
-    from dora_pipe.transfers.files import MappedFiles
 
     stop = settle()
-    bus = directory.open_bus(config)
-    try:
+    with (
+        transferring(directory, config) as (transfers, store),
+        closing(directory.open_bus(config)) as bus,
+    ):
         run_worker(
             bus,
             Topics(config.run.name),
             worker=name,
-            store=directory.policies(config),
+            store=store,
             engine_factory=open_engine,
-            handover=KvHandover(MappedFiles(directory.handover, clock=SystemClock())),
+            handover=KvHandover(transfers),
+            transfers=transfers.address,
             stop=stop,
             config=config,
         )
-    finally:
-        bus.close()
+
+
+@contextmanager
+def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Transfers, PolicyStore]]:
+    """How this process hands bytes to others, and the policy store behind its peers."""
+    weights = directory.store(config) / "weights"
+    opened = open_transfers(
+        config.transfers,
+        directory.handover,
+        topics=Topics(config.run.name),
+        open_bus=lambda: directory.open_bus(config),
+        weights=lambda name: weights / name,
+        clock=SystemClock(),
+    )
+    with closing(opened.transfers):
+        yield opened.transfers, directory.policies(config, opened.peers)
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
@@ -212,19 +232,21 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     from dora_pipe.consumers.trainers.make import end_ranks, follows, make_trainer, need_trainer
 
     need_trainer(config)
-    log, store = directory.log_place(config), directory.policies(config)
-    if follows(config, log, store):
+    log = directory.log_place(config)
+    if follows(config, log, directory.policies(config)):
         return
     try:
-        run_trainer(
-            lambda: directory.open_bus(config),
-            Topics(config.run.name),
-            store=store,
-            stop=settle(),
-            trainer_factory=partial(make_trainer, log=log),
-            config=config,
-            adopt=adopt,
-        )
+        with transferring(directory, config) as (transfers, store):
+            run_trainer(
+                lambda: directory.open_bus(config),
+                Topics(config.run.name),
+                store=store,
+                stop=settle(),
+                trainer_factory=partial(make_trainer, log=log),
+                config=config,
+                adopt=adopt,
+                transfers=transfers.address,
+            )
     finally:
         end_ranks()
 

@@ -35,6 +35,7 @@ from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.views.alarms import Alarms
+from dora_pipe.transfers.open import need_transfers
 from dora_pipe.views.lineage import policy_after
 from dora_pipe.views.progress import Progress
 
@@ -83,6 +84,7 @@ def run(
     roles.need_engines(["torch", *roles.worker_engines(wanted).values()])
     need_trainer(wanted)
     plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
+    need_transfers(wanted.transfers)
     if not supervise(replace(plan, adopt=adopt)):
         say(f"go on with: dora-pipe run {plan.directory.path} --resume")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -156,6 +158,7 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     roles.need_engines(["torch", *engines.values()])
     need_trainer(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
+    need_transfers(config.transfers)
     slim = Zygote(lambda name: _be(plan, name))
     serving = {
         engine: Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD[engine])

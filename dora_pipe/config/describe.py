@@ -44,6 +44,7 @@ _TYPES: Mapping[str, str] = {
     "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
     "RunName": "name",
     "RecordBytes": "integer, 65536 to 32505856",
+    "Port": "integer, 0 to 65535",
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",
@@ -261,9 +262,10 @@ $ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rat
 ```
 
 An unknown key is an error that names the nearest one. Relative paths (`model.path`, `task.data`,
-`task.eval_data`, `task.directory`, `store.path`, the files of `[bus]`, and the file of `bus.url`)
-are seen from the folder of the file; those in an override from where the command is started. The
-resolved configuration is stored with the run. No key holds a secret: see docs/kafka.md.
+`task.eval_data`, `task.directory`, `store.path`, the files of `[bus]` and `[transfers]`, and that
+of `bus.url`) are seen from the folder of the file; those in an override from where the command is
+started. The resolved configuration is stored with the run. No key holds a secret: see
+docs/kafka.md.
 
 The fourth column says what a resumed run may change. *frozen*: nothing; resuming with another
 value is an error. *logged*: it may change between steps; the change stands in the log and is in

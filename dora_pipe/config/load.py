@@ -36,6 +36,10 @@ PATH_KEYS: Final = (
     "bus.ca_file",
     "bus.cert_file",
     "bus.key_file",
+    "transfers.token_file",
+    "transfers.ca_file",
+    "transfers.cert_file",
+    "transfers.key_file",
 )
 """Relative to the configuration file; in an override, to where the command is started."""
 

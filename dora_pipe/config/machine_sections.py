@@ -10,6 +10,7 @@ from typing import Literal
 from dora_pipe.config.section import (
     NonNegative,
     NonNegativeFloat,
+    Port,
     Positive,
     PositiveFloat,
     RecordBytes,
@@ -116,3 +117,24 @@ class Store(Section, frozen=True, kw_only=True):
     keep_every: NonNegative = 0
     """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
     replay makes them again. 0 keeps everything."""
+
+
+class Transfers(Section, frozen=True, kw_only=True):
+    """How KV caches and weights go from process to process beside the log (docs/transfers.md)."""
+
+    kind: Literal["files", "flight", "none"] = "files"
+    """`files` between processes of one machine, `flight` between machines too, `none`: every
+    request that moves is prefilled."""
+    host: str = ""
+    """What others reach this machine by, and where it listens; empty: its name, everywhere."""
+    port: Port = 0
+    """Where it listens; 0: any port that is free. Processes of one machine cannot share one."""
+    token_file: str = ""
+    """A file that holds the token of the run, the same for all its processes. The environment
+    (DORA_PIPE_TRANSFERS_TOKEN) goes before it; the token itself stands nowhere."""
+    cert_file: str = ""
+    """PEM certificate of this machine, for TLS; it must name `host`."""
+    key_file: str = ""
+    """PEM key of `cert_file`, not encrypted; empty: it stands in there too."""
+    ca_file: str = ""
+    """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""

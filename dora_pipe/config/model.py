@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_pipe.config.machine_sections import Bus, Store, Timing, Vllm, Workers
+from dora_pipe.config.machine_sections import Bus, Store, Timing, Transfers, Vllm, Workers
 from dora_pipe.config.rollout_sections import (
     Evaluation,
     Groups,
@@ -43,6 +43,7 @@ __all__ = [
     "Task",
     "Timing",
     "Trainer",
+    "Transfers",
     "Vllm",
     "Workers",
     "in_flight_batches",
@@ -66,6 +67,7 @@ class Config(Section, frozen=True, kw_only=True):
     bus: Bus = Bus()
     timing: Timing = Timing()
     store: Store = Store()
+    transfers: Transfers = Transfers()
 
     def __post_init__(self) -> None:
         objective = self.objective

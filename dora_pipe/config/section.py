@@ -17,6 +17,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Siblings = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
 
 

@@ -42,7 +42,13 @@ class ServerAuth(flight.ServerAuthHandler):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def authenticate(self, outgoing: _Sender, incoming: _Receiver) -> None:
-        """See the module. Raises FlightUnauthenticatedError."""
+        """See the module. Raises FlightUnauthenticatedError, whatever happened."""
+        try:
+            self._admit(outgoing, incoming)
+        except OSError:  # It would tell a stranger where this program lies.
+            raise flight.FlightUnauthenticatedError(WRONG_TOKEN) from None
+
+    def _admit(self, outgoing: _Sender, incoming: _Receiver) -> None:
         theirs, mine = incoming.read(), secrets.token_bytes(NONCE_BYTES)
         if len(theirs) != NONCE_BYTES:
             raise flight.FlightUnauthenticatedError(WRONG_TOKEN)

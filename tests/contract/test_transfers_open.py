@@ -1,0 +1,314 @@
+"""From the configuration to transfers, and from statuses to the peers that have weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, TopicSpec
+from dora_pipe.config.model import Transfers as Section
+from dora_pipe.errors import BusError, ConfigError, PolicyError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.metrics import Cost, TrainerStatus, WorkerStatus
+from dora_pipe.schemas.wire import encode
+from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
+from dora_pipe.transfers.peers import TAIL_RECORDS, PeerBook
+from dora_pipe.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
+from dora_pipe.transfers.weights import PEERS_MAX, PeerWeights
+from tests.support.stores import Writer
+from tests.support.transfers import served
+from tests.support.worker import TOPICS, VirtualClock
+
+SECRET = "s3cret-of-this-run"
+COST = Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
+DIGEST, OTHER = "d" * 64, "e" * 64
+NAME = f"weights/{DIGEST}.safetensors"
+
+
+def no_bus() -> Bus:
+    """There is no log."""
+    raise BusError("no log")
+
+
+def opened(tmp_path: Path, **keys: Any) -> Opened:
+    """What a section opens."""
+    return open_transfers(
+        Section(**keys),
+        tmp_path / "handover",
+        topics=TOPICS,
+        open_bus=no_bus,
+        weights=lambda name: tmp_path / name,
+        clock=VirtualClock(),
+    )
+
+
+# Configuration
+
+
+def test_files_are_the_default_and_ask_nobody(tmp_path: Path) -> None:
+    found = opened(tmp_path)
+    assert isinstance(found.transfers, MappedFiles) and found.peers is None
+
+
+def test_none_keeps_nothing(tmp_path: Path) -> None:
+    assert isinstance(opened(tmp_path, kind="none").transfers, NoTransfers)
+
+
+def test_token_comes_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    token_file = tmp_path / "token"
+    token_file.write_text(SECRET + "\n")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    by_file = opened(tmp_path, kind="flight", host="127.0.0.1", token_file=str(token_file))
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    by_variable = opened(tmp_path / "b", kind="flight", host="127.0.0.1", token_file="nowhere")
+    try:
+        blob = by_file.transfers.offer([memoryview(b"x")])
+        assert not isinstance(blob, Lost)
+        assert not isinstance(by_variable.transfers.fetch(blob, timeout_s=20.0), Lost)
+    finally:
+        by_file.transfers.close()
+        by_variable.transfers.close()
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no such file"), ("", "is empty"), ("short", "fewer than 16"), ("x" * 70_000, "large")],
+)
+def test_token_that_is_none_is_refused_before_anything_starts(
+    content: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    token_file = tmp_path / "token"
+    if content is not None:
+        token_file.write_text(content)
+    with pytest.raises(ConfigError, match=said) as error:
+        need_transfers(Section(kind="flight", token_file=str(token_file)))
+    assert content is None or not content or content not in str(error.value)
+
+
+def test_missing_token_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError) as error:
+        need_transfers(Section(kind="flight"))
+    assert TOKEN_VARIABLE in (error.value.hint or "")
+    need_transfers(Section())
+
+
+def test_address_of_another_machine_cannot_be_listened_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        opened(tmp_path, kind="flight", host="192.0.2.1")
+
+
+# Peers
+
+
+class Log:
+    """A log with statuses on it."""
+
+    def __init__(self) -> None:
+        self.log = MemoryLog()
+        self.bus = self.open()
+        self.bus.create([TopicSpec(name=TOPICS.metrics, partitions=2)])
+        self.said = 0
+
+    def open(self) -> Bus:
+        """A bus of a reader's own."""
+        return MemoryBus(self.log, now_ms=lambda: 0)
+
+    def say(self, weights_at: str, *, trainer: bool = False) -> None:
+        """A status of some role."""
+        common: dict[str, Any] = {"at_ns": 1, "cost": COST, "weights_at": weights_at}
+        status: msgspec.Struct
+        if trainer:
+            status = TrainerStatus(
+                role_epoch=1, step=1, phase="idle", cached_records=0, cached_bytes=0, **common
+            )
+        else:
+            status = WorkerStatus(
+                worker="w",
+                epoch=1,
+                version=1,
+                active=0,
+                waiting=0,
+                kv_used_tokens=0,
+                tokens_total=0,
+                progress={},
+                **common,
+            )
+        self.put(encode(status))
+
+    def put(self, value: bytes) -> None:
+        """Any record."""
+        self.said += 1
+        append = Append(topic=TOPICS.metrics, partition=self.said % 2, value=value)
+        self.bus.writer().append([append])
+
+    def book(self, own: str = "grpc://me:1") -> PeerBook:
+        """As a process of this address reads it."""
+        return PeerBook(self.open, TOPICS, own=own)
+
+
+def test_peers_are_those_whose_last_status_has_the_weights() -> None:
+    log = Log()
+    log.say(weights_url("grpc://a:1", OTHER))
+    log.say(weights_url("grpc://a:1", OTHER))
+    log.say(weights_url("grpc://a:1", DIGEST))
+    log.say(weights_url("grpc://a:1", DIGEST))
+    log.say(weights_url("grpc://b:1", DIGEST))
+    log.say(weights_url("grpc://b:1", DIGEST))
+    log.say(weights_url("grpc://b:1", OTHER))
+    log.say(weights_url("grpc://b:1", OTHER))
+    log.say(weights_url("grpc://t:1", DIGEST), trainer=True)
+    log.say(weights_url("grpc://me:1", DIGEST))
+    log.say("")
+    log.put(b'{"kind":"worker-status","weights_at":"grpc://c:1"')
+    log.put(b'{"kind":"later-status","weights_at":"grpc://c:1"}')
+    assert set(log.book().having(NAME)) == {"grpc://a:1", "grpc://t:1"}
+
+
+def test_every_process_begins_with_a_peer_of_its_own_choice() -> None:
+    log = Log()
+    for number in range(6):
+        log.say(weights_url(f"grpc://p{number}:1", DIGEST))
+    orders = [log.book(f"grpc://me{number}:1").having(NAME) for number in range(12)]
+    assert {tuple(sorted(order)) for order in orders} == {tuple(sorted(orders[0]))}
+    assert len({order[0] for order in orders}) > 2
+    assert log.book("grpc://me3:1").having(NAME) == orders[3]
+
+
+def test_only_the_end_of_the_topic_is_read() -> None:
+    log = Log()
+    log.say(weights_url("grpc://old:1", DIGEST))
+    log.say("")
+    for _ in range(2 * TAIL_RECORDS + 2):
+        log.put(b"{}")
+    assert log.book().having(NAME) == []
+
+
+def test_without_a_log_there_are_no_peers() -> None:
+    assert PeerBook(no_bus, TOPICS, own="").having(NAME) == []
+
+
+def test_process_that_serves_nothing_has_no_url() -> None:
+    assert weights_url("", DIGEST) == weights_url("grpc://a:1", "") == ""
+
+
+# Weights
+
+
+class CountedFiles:
+    """A store that lies elsewhere, and how often it is read."""
+
+    where = "elsewhere"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reads = 0
+
+    def get(self, name: str, target: Path) -> bool:
+        """See `Files`."""
+        self.reads += 1
+        target.write_bytes((self.root / name).read_bytes())
+        return True
+
+    def put(self, source: Path, name: str) -> None:
+        """See `Files`."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.read_bytes())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is not asked for")
+
+
+def peers_of(*addresses: str) -> Callable[[str], list[str]]:
+    """A book that always says the same."""
+    return lambda name: list(addresses)
+
+
+def test_weights_come_from_a_peer_and_the_store_is_not_read(tmp_path: Path) -> None:
+    remote = CountedFiles(tmp_path / "remote")
+    trainer = PolicyStore(tmp_path / "t" / "policies", remote)
+    manifest = trainer.publish_weights(Writer(1.5))
+    with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
+        peers = PeerWeights(target, peers_of(source.address))
+        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
+        assert (
+            store.weights(manifest.digest).read_bytes()
+            == trainer.weights_path(manifest.digest).read_bytes()
+        )
+        with served(tmp_path / "v") as third:  # who has them serves them
+            peers = PeerWeights(third, peers_of(target.address))
+            other = PolicyStore(tmp_path / "v" / "policies", remote, peers=peers)
+            assert other.verify(manifest.digest) == manifest
+    assert remote.reads == 0
+
+
+@pytest.mark.parametrize("case", ["nobody", "gone", "dead", "other weights", "no weights", "torn"])
+def test_store_is_read_where_peers_do_not_help(case: str, tmp_path: Path) -> None:
+    remote = CountedFiles(tmp_path / "remote")
+    trainer = PolicyStore(tmp_path / "t" / "policies", remote)
+    manifest = trainer.publish_weights(Writer(1.5))
+    at = trainer.weights_path(manifest.digest)
+    with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
+        address = source.address
+        if case == "gone":
+            at.unlink()
+        elif case == "other weights":
+            at.write_bytes(
+                trainer.weights_path(trainer.publish_weights(Writer(2)).digest).read_bytes()
+            )
+        elif case == "no weights":
+            at.write_bytes(b"no weights at all")
+        elif case == "torn":
+            at.write_bytes(at.read_bytes()[:-1])
+        elif case == "dead":
+            source.close()
+        peers = PeerWeights(target, peers_of(*([] if case == "nobody" else [address])))
+        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
+        assert store.verify(manifest.digest) == manifest
+    assert remote.reads == 1
+
+
+def test_peer_cannot_give_weights_that_the_store_lacks_under_a_wrong_name(tmp_path: Path) -> None:
+    remote = CountedFiles(tmp_path / "remote")
+    trainer = PolicyStore(tmp_path / "t" / "policies", remote)
+    manifest = trainer.publish_weights(Writer(1.5))
+    (tmp_path / "remote" / f"weights/{manifest.digest}.safetensors").write_bytes(b"damaged")
+    trainer.weights_path(manifest.digest).write_bytes(b"damaged too")
+    with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
+        peers = PeerWeights(target, peers_of(source.address))
+        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers)
+        with pytest.raises(PolicyError):
+            store.weights(manifest.digest)
+    assert not store.weights_path(manifest.digest).exists()
+
+
+def test_so_many_peers_are_asked_and_for_weights_only(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Dead:
+        def copy(self, peer: str, name: str, target: Any) -> Lost | None:
+            asked.append(peer)
+            return Lost(UNREACHABLE if len(asked) % 2 else GONE)
+
+    addresses = [f"grpc://p{number}:1" for number in range(PEERS_MAX + 3)]
+    peers = PeerWeights(Dead(), peers_of(*addresses))
+    assert peers(NAME, tmp_path / "x") is False
+    assert asked == addresses[:PEERS_MAX]
+    assert peers("optimizer/" + DIGEST, tmp_path / "x") is False
+    assert len(asked) == PEERS_MAX

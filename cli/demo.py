@@ -39,7 +39,7 @@ WARM_THREADS: Final = 2
 
 def demo(
     root: Annotated[Path, typer.Option("--runs", help="Where the run goes.")] = RUNS,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
     override: Annotated[
         list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
     ] = None,

@@ -37,7 +37,7 @@ PROGRESS_EVERY: Final = 40
 def init(
     directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
 ) -> None:
     """Make a folder with a configuration and a small random model for a built-in task."""
     if task not in EXAMPLES:

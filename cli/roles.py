@@ -38,20 +38,25 @@ TRAINER = "trainer"
 ENGINES: Final = {
     "torch": ("torch", "transformers", "safetensors"),
     "vllm": ("vllm", "torch", "transformers", "safetensors"),
+    "vllm-server": ("vllm", "torch", "transformers", "safetensors", "h11"),
 }
 """Engines that a worker may have, and the packages they need."""
 
+_VLLM_HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU); see docs/vllm.md"
+
 HINTS: Final = {
     "torch": "pip install 'dora-pipe[torch]'",
-    "vllm": "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU); see docs/vllm.md",
+    "vllm": _VLLM_HINT,
+    "vllm-server": _VLLM_HINT,
 }
 
 WORKER_PRELOAD: Final = {
     "torch": ("torch", "dora_pipe.producers.role", "dora_pipe.producers.engines.torch_engine"),
     "vllm": ("dora_pipe.producers.role", "dora_pipe.producers.engines.vllm_imported"),
+    "vllm-server": ("dora_pipe.producers.role", "dora_pipe.producers.engines.vllm_server"),
 }
 """What workers of an engine need; imported once per machine. The torch engine does without
-transformers."""
+transformers, and who has a server without torch."""
 
 TRAINER_PRELOAD = (
     "torch",
@@ -113,9 +118,16 @@ def worker_engines(config: Config) -> dict[str, str]:
     return {name: worker_engine(config, name) for name in worker_names(config)}
 
 
-def with_engine(config: Config, engine: str) -> Config:
-    """The configuration of a worker with this engine."""
-    workers = msgspec.structs.replace(config.workers, engine=engine, engines=())
+def worker_address(config: Config, name: str) -> str:
+    """Where the server of a worker that `run` starts runs already; empty where it does not."""
+    pairs = zip(worker_names(config), config.workers.vllm.addresses, strict=False)
+    return dict(pairs).get(name, "")
+
+
+def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
+    """The configuration of a worker with this engine, and this server's address if it has one."""
+    vllm = msgspec.structs.replace(config.workers.vllm, addresses=(address,) if address else ())
+    workers = msgspec.structs.replace(config.workers, engine=engine, engines=(), vllm=vllm)
     return msgspec.structs.replace(config, workers=workers)
 
 
@@ -255,18 +267,10 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
     """The engine that a configuration means. Raises ConfigError where it is not installed."""
     workers = config.workers
     need_engines([workers.engine])
-    if workers.engine == "vllm":
-        from dora_pipe.producers.engines.vllm_core import VllmSettings
-        from dora_pipe.producers.engines.vllm_engine import VllmEngine
+    if workers.engine != "torch":
+        from dora_pipe.cli.roles_vllm import open_vllm
 
-        return VllmEngine.open(
-            assets,
-            slots=workers.slots,
-            context_tokens=workers.context_tokens,
-            threads=workers.threads,
-            settings=VllmSettings(**msgspec.structs.asdict(workers.vllm)),
-            decode=decode,
-        )
+        return open_vllm(assets, workers, decode)
     from dora_pipe.producers.engines.torch_engine import TorchEngine
 
     return TorchEngine.open(

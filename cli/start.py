@@ -229,7 +229,9 @@ def _be(plan: Plan, name: str) -> int:
     }
 
     def worker() -> None:
-        own = roles.with_engine(config, roles.worker_engine(config, name))
+        own = roles.with_engine(
+            config, roles.worker_engine(config, name), address=roles.worker_address(config, name)
+        )
         roles.worker(directory, own, name)
 
     return roles.be_role(name, directory, starts.get(name, worker))
@@ -252,7 +254,7 @@ def worker(
     config: ConfigArgument,
     name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
     engine: Annotated[
-        str, typer.Option(help="torch or vllm, where it is not the run's workers.engine.")
+        str, typer.Option(help="torch, vllm or vllm-server; else the run's workers.engine.")
     ] = "",
     override: OverrideOption = None,
     root: RunsOption = RUNS,
@@ -262,7 +264,7 @@ def worker(
     wanted = _load(config, override or ())
     engine = engine or roles.worker_engine(wanted, name)
     roles.need_engines([engine])
-    wanted = roles.with_engine(wanted, engine)
+    wanted = roles.with_engine(wanted, engine, address=roles.worker_address(wanted, name))
     roles.worker(run_dir(wanted, root), wanted, name)
 
 

@@ -48,7 +48,7 @@ _TYPES: Mapping[str, str] = {
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",
-    "tuple[Literal['torch', 'vllm'], ...]": "list of engines",
+    "tuple[Literal['torch', 'vllm', 'vllm-server'], ...]": "list of engines",
     "tuple[Share, Share]": "two numbers, 0 to 1",
     "dict[str, Any]": "table",
 }

@@ -19,7 +19,7 @@ from dora_pipe.config.section import (
 
 
 class Vllm(Section, frozen=True, kw_only=True):
-    """What only the vLLM engine needs; see docs/vllm.md."""
+    """What only the vLLM engines need; see docs/vllm.md."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
@@ -29,6 +29,9 @@ class Vllm(Section, frozen=True, kw_only=True):
     """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
     prefix_cache: bool = True
     """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
+    addresses: tuple[str, ...] = ()
+    """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
+    `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
 
 
 class Workers(Section, frozen=True, kw_only=True):
@@ -36,9 +39,9 @@ class Workers(Section, frozen=True, kw_only=True):
 
     count: NonNegative = 2
     """Started by `run`; others may join."""
-    engine: Literal["torch", "vllm"] = "torch"
+    engine: Literal["torch", "vllm", "vllm-server"] = "torch"
     """Which engine generates."""
-    engines: tuple[Literal["torch", "vllm"], ...] = ()
+    engines: tuple[Literal["torch", "vllm", "vllm-server"], ...] = ()
     """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
     vllm: Vllm = Vllm()
     slots: Positive = 64

@@ -22,6 +22,7 @@ import selectors
 import uuid
 from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -154,11 +155,11 @@ class VllmServerEngine:
             )
             address = process.address
         server = Remote(address, process)
-        try:
-            return cls(server, slots=slots, context_tokens=context_tokens, decode=decode)
-        except BaseException:
-            server.close([])
-            raise
+        with ExitStack() as undo:
+            undo.callback(server.close, [])
+            engine = cls(server, slots=slots, context_tokens=context_tokens, decode=decode)
+            undo.pop_all()
+        return engine
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """See the port."""
@@ -196,10 +197,10 @@ class VllmServerEngine:
         if misfit is not None:
             raise ValueError(f"{request.request}: its KV cache is of {misfit}")
         row = Row(request=request, stops=stop_text(request, self._decode), arrival=self._stays)
+        self._give(row)
         self._rows[request.request] = row
         if len(self._rows) == 1:
             self._heard_ns = self._clock.now_ns()
-        self._give(row)
 
     def kv_error(self, request: EngineRequest) -> str | None:
         """See the port; this engine takes none."""
@@ -359,7 +360,9 @@ class VllmServerEngine:
 
     def _leave(self, row: Row) -> str:
         """Free the row's slot; the id of its stay."""
-        self._close(self._streams.pop(row.request.request).exchange)
+        stream = self._streams.pop(row.request.request, None)
+        if stream is not None:  # None: the server was gone when the row was given again
+            self._close(stream.exchange)
         del self._rows[row.request.request]
         return row.stay
 

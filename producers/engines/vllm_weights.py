@@ -28,19 +28,26 @@ HELD_NAME: Final = "Held"
 
 def register() -> None:
     """Make the transfer engines known to vLLM, once per process. Needs vLLM."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    local = _local_class()
+    WeightTransferEngineFactory.register_engine(BACKEND, local)
+    WeightTransferEngineFactory.register_engine(HELD_BACKEND, _held_class(local))
+
+
+def _local_class() -> type[Any]:
+    """The transfer engine that takes tensors of this process."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
-
-    if BACKEND in WeightTransferEngineFactory._registry:
-        return
 
     @dataclass
     class Init(WeightTransferInitInfo):  # type: ignore[misc]
@@ -73,11 +80,18 @@ def register() -> None:
         def shutdown(self) -> None:
             """Nothing is held."""
 
+    return Local
+
+
+def _held_class(local: Any) -> type[Any]:
+    """The transfer engine of a server: it takes what its worker was told to read before."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+
     @dataclass
     class Digest(WeightTransferUpdateInfo):  # type: ignore[misc]
         digest: str = ""
 
-    class Held(Local):
+    class Held(local):  # type: ignore[misc]
         """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
 
         update_info_cls = Digest
@@ -98,8 +112,7 @@ def register() -> None:
             super().finish_weight_update()
 
     assert Held.__name__ == HELD_NAME
-    WeightTransferEngineFactory.register_engine(BACKEND, Local)
-    WeightTransferEngineFactory.register_engine(HELD_BACKEND, Held)
+    return Held
 
 
 def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from dora_pipe.cli import roles
 from dora_pipe.cli.init import EXAMPLES, example_config
+from dora_pipe.cli.roles_vllm import open_vllm
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, UsageError
+from tests.support.fake_vllm_server import FakeVllm
 
 
 def _config(**workers: object) -> Config:
@@ -37,6 +40,39 @@ def test_engine_of_one_worker_changes_nothing_else() -> None:
     assert own.workers.engine == "vllm" and own.workers.engines == ()
     assert own.workers.slots == 7
     assert roles.worker_engine(own, "w0") == "vllm"
+
+
+def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
+    addresses = ["http://a:1", "http://b:2"]
+    config = _config(count=3, engine="vllm-server", vllm={"addresses": addresses})
+    found = [roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
+    assert found == ["http://a:1", "http://b:2", "", ""]
+    own = roles.with_engine(config, "vllm-server", address=found[1])
+    assert own.workers.vllm.addresses == ("http://b:2",)
+    assert roles.with_engine(config, "torch").workers.vllm.addresses == ()
+
+
+def test_address_without_a_key_is_one_line_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    config = _config(engine="vllm-server", vllm={"addresses": ["http://127.0.0.1:9"]})
+    with pytest.raises(ConfigError, match="no key for vLLM's server") as raised:
+        open_vllm(tmp_path, config.workers, lambda tokens: "")
+    assert raised.value.hint is not None and "VLLM_API_KEY" in raised.value.hint
+
+
+def test_worker_opens_the_server_at_its_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeVllm("secret", context_tokens=1024)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    vllm = {"addresses": [server.url]}
+    config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
+    engine = open_vllm(tmp_path, config.workers, lambda tokens: "")
+    assert (engine.name, engine.slots, engine.context_tokens) == ("vllm-server", 4, 512)
+    engine.close()
+    server.close()
 
 
 def test_absent_package_is_one_line_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

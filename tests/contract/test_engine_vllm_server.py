@@ -1,0 +1,89 @@
+"""What a vLLM server can get wrong: all that vLLM in process can, and its doors.
+
+The tests of vLLM in process that ask no more than the port and the model are asked again here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from dora_pipe.errors import ResourceError
+from dora_pipe.producers.engines.vllm_http import Address, call
+from tests.contract.test_engine_vllm import (
+    test_another_order_of_min_p_and_top_p_is_refused,
+    test_draws_follow_the_distribution,
+    test_greedy_tokens_are_those_of_transformers,
+    test_logprobs_are_those_of_transformers,
+    test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from,
+    test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay,
+)
+from tests.support.engine_contract import Subject, requests, run
+from tests.support.vllm_engines import need_vllm, vllm_subject
+from tests.support.vllm_servers import running_server, server_subject
+
+__all__ = [
+    "test_another_order_of_min_p_and_top_p_is_refused",
+    "test_draws_follow_the_distribution",
+    "test_greedy_tokens_are_those_of_transformers",
+    "test_logprobs_are_those_of_transformers",
+    "test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from",
+    "test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay",
+]
+
+DOORS = ("/health", "/v1/models", "/collective_rpc", "/update_weights", "/weight_info", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """The server, under the name by which the tests of vLLM in process ask for theirs."""
+    need_vllm()
+    with server_subject(tmp_path_factory.mktemp("vllm-server")) as subject:
+        yield subject
+
+
+def test_tokens_are_those_of_vllm_in_process(
+    vllm: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wanted = requests(vllm, 24, seed=11)
+    found = run(vllm.open(slots=8), wanted)
+    with vllm_subject(tmp_path_factory.mktemp("vllm")) as other:
+        assert other.policies[0][1] == vllm.policies[0][1]
+        expected = run(other.open(slots=8), wanted)
+    for name, result in found.items():
+        assert result.tokens == expected[name].tokens and result.reason == expected[name].reason
+        assert result.logprobs == pytest.approx(expected[name].logprobs, abs=1e-5)
+        assert result.sampler_logprobs == pytest.approx(expected[name].sampler_logprobs, abs=1e-4)
+
+
+def test_new_weights_forget_the_prefixes_of_the_old_ones_in_a_server(vllm: Subject) -> None:
+    prompt = [5 + token % 90 for token in range(200)]
+    wanted = [requests(vllm, 1, seed=3)[0]]
+    engine = vllm.open(slots=2)
+    one = replace(wanted[0], token_ids=prompt, sampled=0)
+    (first, _), (second, digest) = vllm.policies
+    engine.load(second, version=1, digest=digest)
+    cold = run(engine, [one])
+    engine.load(first, version=2, digest=vllm.policies[0][1])
+    assert run(engine, [one]) != cold  # its prefixes are cached, of other weights
+    engine.load(second, version=3, digest=digest)
+    assert run(engine, [one]) == cold
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_no_door_of_a_server_opens_without_the_key(vllm: Subject, path: str) -> None:
+    server, _ = running_server()
+    for key in ("", "guessed"):
+        with pytest.raises(ResourceError, match="401"):
+            call(Address.of(str(server.address), key), "GET", path)
+
+
+def test_server_listens_on_this_machine_alone(vllm: Subject) -> None:
+    server, _ = running_server()
+    outside = {str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)}
+    for host in outside - {"127.0.0.1", "127.0.1.1", "::1"}:
+        with pytest.raises(OSError, match=r"\w"):
+            socket.create_connection((host, server.address.port), 2.0).close()

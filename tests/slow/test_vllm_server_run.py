@@ -1,0 +1,126 @@
+"""Runs whose workers have vLLM behind a server, one of which is killed. `make test-vllm`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.cli.rundir import opened
+from dora_pipe.history.audit import audit
+from dora_pipe.producers.engines.vllm_core import VllmSettings
+from dora_pipe.producers.engines.vllm_process import ServerProcess
+from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
+from dora_pipe.schemas.control import WorkerJoined
+from tests.support.models import make_llama_gqa
+from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
+from tests.support.vllm_engines import need_vllm
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 600.0
+"""A server imports vLLM twice, a quarter of a minute of CPU each."""
+
+STEPS = 24
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for."""
+    need_vllm()
+    furnish(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    make_llama_gqa(tmp_path / "model", hidden_size=192)
+    return tmp_path
+
+
+def _joined(place: Path) -> dict[str, str]:
+    """Engines of the workers that joined, by name."""
+    if not (place / "runs" / "tiny" / "log.sqlite").exists():
+        return {}
+    joined = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
+    return {one.worker: one.engine for one in joined}
+
+
+def _server_of(worker: int) -> int:
+    """The process of the server that a worker has started."""
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    for child in map(int, children):
+        if b"vllm_serve" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    raise AssertionError(f"{worker} has no server among {children}")
+
+
+def _key_of(server: int) -> str:
+    wanted = f"{KEY_VARIABLE}=".encode()
+    lines = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+    (key,) = (line.removeprefix(wanted) for line in lines if line.startswith(wanted))
+    return key.decode()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(place: Path) -> None:
+    words = ("config.toml", "-o", f"run.steps={STEPS}", "-o", "groups.size=8")
+    orchestrator = start(place, "orchestrator", *words)
+    until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
+    served = start(place, "worker", *words, "--name", "a", "--engine", "vllm-server")
+    until(lambda: "a" in _joined(place), WAIT_S)
+    other = start(place, "worker", *words, "--name", "b")
+    until(lambda: "b" in _joined(place), WAIT_S)
+    trainer = start(place, "trainer", *words)
+    said = place / "said"
+    until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
+    server = _server_of(served.pid)
+    key = _key_of(server)
+    family = [server, *map(int, _children(server))]
+    os.kill(server, signal.SIGKILL)
+    assert served.wait(WAIT_S) == 7, said.read_text()
+    assert not any(_alive(pid) for pid in family)
+    ends = [one.wait(WAIT_S) for one in (orchestrator, other, trainer)]
+    assert ends == [0, 0, 0], said.read_text()
+    assert "vLLM's server ended by SIGKILL" in said.read_text()
+    assert steps(place, "tiny") == list(range(STEPS))
+    assert_clean(place, "tiny")
+    assert start(place, "audit", "tiny").wait(WAIT_S) == 0
+    assert "vllm-server 0." in said.read_text()
+    with opened("tiny", place / "runs") as run:
+        report = audit(run.bus, run.topics, run.store)
+    by_engine = {one.engine: one.trajectories for one in report.engines}
+    assert min(by_engine[name] for name in ("vllm-server", "torch")) > 0
+    assert sum(by_engine.values()) == report.standings["bound"]
+    assert len(key) > 32
+    for file in place.rglob("*"):
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerProcess.start(
+        place / "model", VllmSettings(), slots=8, context_tokens=64, threads=1
+    )
+    try:
+        monkeypatch.setenv(KEY_VARIABLE, server.address.key)
+        words = ("-o", "workers.count=1", "-o", "workers.engine=vllm-server")
+        address = ("-o", f'workers.vllm.addresses=["{server.address}"]')
+        run = start(place, "run", "config.toml", *words, *address)
+        assert run.wait(WAIT_S) == 0, (place / "said").read_text()
+        server.check()
+    finally:
+        server.close()
+    assert _joined(place) == {"w0": "vllm-server"}
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")

@@ -1,0 +1,262 @@
+"""A server that speaks like vLLM's and has no model: tokens are hashes.
+
+A token is a function of (label of the weights, seed, position). The server keeps a record of the
+doors that were opened, and can be told to go wrong in named ways.
+
+As a program it is what `vllm_serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.producers.engines.simulated import mix64
+
+VOCABULARY = 300
+CHUNK_TOKENS = 8
+GUARD_S = 30.0
+"""No handler waits longer for a test."""
+
+
+class FakeVllm(ThreadingHTTPServer):
+    """Serve in a thread of its own; `close` when done."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, key: str = "key", *, slots: int = 64, context_tokens: int = 256) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.key = key
+        self.facts: dict[str, Any] = {
+            "version": "0.0",
+            "slots": slots,
+            "context_tokens": context_tokens,
+            "kv_tokens": slots * context_tokens,
+            "vocabulary": VOCABULARY,
+            "device": "none",
+            "dtype": "float32",
+        }
+        self.label, self.held = "default", ""
+        self.doors: list[str] = []
+        """Paths that were asked for, in order, but for /health."""
+        self.bodies: list[dict[str, Any]] = []
+        """Of the streams."""
+        self.running: dict[str, threading.Event] = {}
+        """By vLLM's id of a request; set to abort it."""
+        self.aborted: list[str] = []
+        self.hold_after: dict[int, int] = {}
+        """By seed: a stream goes on after so many tokens only when `release` is set."""
+        self.release = threading.Event()
+        self.trouble: dict[int, Any] = {}
+        """By seed: "refuse", "error", "cut", "nan", "silent end" or a label for all tokens."""
+        self.healthy = True
+        self.sockets: list[socket.socket] = []
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        """No more answers; what is open breaks."""
+        self.shutdown()
+        self.server_close()
+        for one in self.sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self.release.set()
+        self._thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is none."""
+
+    def rpc(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The extension's methods; a file of weights holds its own digest."""
+        if body["method"] == "dora_open":
+            return self.facts
+        path, digest, version = body["args"]
+        found = Path(path).read_text() if Path(path).exists() else ""
+        if found != digest:
+            return {"error": f"{path} has the digest {found[:4]}, not {digest[:4]} of {version}"}
+        self.held = digest
+        return {"tensors": 1}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeVllm
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.sockets.append(self.connection)
+
+    def log_message(self, *_: Any) -> None:
+        """Silence."""
+
+    def do_GET(self) -> None:
+        """Health and the label."""
+        if self._may():
+            if self.path == "/health":
+                self._answer(None, 200 if self.server.healthy else 503)
+            else:
+                self._answer({"weight_version": self.server.label})
+
+    def do_POST(self) -> None:
+        """All other doors."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self._may():
+            return
+        server, path = self.server, self.path.partition("?")[0]
+        body = json.loads(content) if content else {}
+        if path == "/inference/v1/generate":
+            self._generate(body)
+        elif path == "/collective_rpc":
+            self._answer({"results": [server.rpc(body)]})
+        elif path == "/abort_requests":
+            for name in body["request_ids"]:
+                server.aborted.append(name)
+                if name in server.running:
+                    server.running[name].set()
+            self._answer({"status": "aborted"})
+        elif path == "/reset_prefix_cache":
+            self._answer({"success": True})
+        else:
+            if path == "/pause":
+                for event in server.running.values():
+                    event.set()
+            if path == "/update_weights" and body["update_info"]["digest"] != server.held:
+                self._answer({"error": "not held"}, 500)
+                return
+            if path == "/finish_weight_update":
+                server.label = body["weight_version"]
+            self._answer({"status": "done"})
+
+    def _may(self) -> bool:
+        if self.path != "/health":
+            self.server.doors.append(self.path)
+        if self.headers.get("Authorization") == f"Bearer {self.server.key}":
+            return True
+        self._answer({"error": "Unauthorized"}, 401)
+        return False
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        content = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        server, seed = self.server, body["sampling_params"]["seed"]
+        server.bodies.append(body)
+        trouble, name = server.trouble.get(seed), f"generate-tokens-{body['request_id']}"
+        if trouble == "refuse":
+            self._answer({"error": {"message": "a bad request"}}, 400)
+            return
+        abort = server.running[name] = threading.Event()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            self._stream(body, trouble, abort)
+        finally:
+            del server.running[name]
+        if trouble != "cut":
+            self._chunk(b"data: [DONE]\n\n")
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _stream(self, body: dict[str, Any], trouble: Any, abort: threading.Event) -> None:
+        server = self.server
+        tokens, finish = _tokens(body, server.label)
+        if trouble == "nan":
+            tokens[1]["logprob"] = -9999.0
+        hold, label, sent = server.hold_after.get(body["sampling_params"]["seed"]), server.label, 0
+        while sent < len(tokens):
+            if trouble == "error":
+                self._event({"error": {"message": "it broke", "code": 500}})
+                return
+            upto = min(sent + (CHUNK_TOKENS if sent else 1), len(tokens))
+            if hold is not None and upto > hold and not server.release.is_set():
+                for _ in range(int(GUARD_S / 0.01)):
+                    if server.release.is_set() or abort.wait(0.01):
+                        break
+            if abort.is_set():
+                self._choice(tokens[:0], "abort", label, sent)
+                return
+            last = upto == len(tokens) and trouble not in ("cut", "silent end")
+            named = trouble if trouble and trouble.startswith("label ") else label
+            self._choice(tokens[sent:upto], finish if last else None, named, upto)
+            sent = upto
+
+    def _choice(self, tokens: list[Any], finish: str | None, label: str, count: int) -> None:
+        spans = [{"version": label, "start": 0, "end": count}] if finish else None
+        choice = {
+            "index": 0,
+            "token_ids": [one["token_id"] for one in tokens],
+            "logprobs": {"content": tokens},
+            "finish_reason": finish,
+            "weight_versions": spans,
+        }
+        self._event({"request_id": "x", "choices": [choice]})
+
+    def _event(self, value: object) -> None:
+        self._chunk(f"data: {json.dumps(value)}\n\n".encode())
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
+
+
+def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
+    """What is sampled for a request, and why it ends; weights are the digest in the label."""
+    params, found = body["sampling_params"], []
+    seed = params["seed"] if params["temperature"] else 0
+    weights = mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))
+    for position in range(len(body["token_ids"]), len(body["token_ids"]) + params["max_tokens"]):
+        drawn = mix64(mix64(seed) ^ weights ^ position)
+        token, logprob = drawn % VOCABULARY, -(drawn >> 40) / 2**22 - 0.125
+        places = [{"token_id": token, "logprob": logprob}]
+        if params["logprobs"] == 2:
+            places.append({"token_id": -1, "logprob": logprob / 2})
+        found.append({"token_id": token, "logprob": logprob, "top_logprobs": places})
+        if token in params["stop_token_ids"]:
+            return found, "stop"
+    return found, "length"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """As `vllm_serve`: report a port, end with stdin. A model called `refused` is refused."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--report", type=int, required=True)
+    asked, _ = parser.parse_known_args(words)
+    if asked.model.name == "dies":
+        return 41
+    if asked.model.name == "refused":
+        os.write(asked.report, b'{"error": "vLLM does not take it", "exit_code": 9}\n')
+        return 9
+    server = FakeVllm(os.environ["VLLM_API_KEY"])
+    os.write(asked.report, json.dumps({"port": server.server_address[1]}).encode() + b"\n")
+    while os.read(sys.stdin.fileno(), 64):
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

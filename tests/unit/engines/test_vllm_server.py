@@ -1,0 +1,299 @@
+"""The vllm-server engine against a server without a model: the contract, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
+from dora_pipe.producers.engines import vllm_server
+from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, TokensSampled
+from dora_pipe.producers.engines.vllm_http import Address
+from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from tests.support import engine_contract as contract
+from tests.support import engine_moves as moves
+from tests.support.engine_contract import Decode, Result, Subject, request, run
+from tests.support.fake_vllm_server import VOCABULARY, FakeVllm
+
+CHECKS: list[Callable[[Subject], None]] = [
+    contract.check_requests_run_to_their_end,
+    contract.check_declarations_are_known,
+    contract.check_tokens_are_emitted_as_asked,
+    contract.check_refusals,
+    contract.check_cancel,
+    contract.check_stop_ids,
+    lambda subject: contract.check_stop_strings(subject, _decode),
+    contract.check_context_end,
+    contract.check_counter_sampling,
+    contract.check_load,
+    contract.check_accounting,
+    moves.check_weights_change_under_running_requests,
+    moves.check_weights_change_again_and_again,
+    moves.check_refused_weights_leave_running_requests_alone,
+]
+
+
+def _decode(tokens: Sequence[int]) -> str:
+    return bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    fake = FakeVllm()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
+    """The engine of the fake server; a policy is a file that holds its own digest."""
+    opened: list[VllmServerEngine] = []
+    for name in "ab":
+        (tmp_path / name).write_text(name * 64)
+    first, second = ((tmp_path / name, name * 64) for name in "ab")
+
+    def open_engine(
+        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+    ) -> VllmServerEngine:
+        engine = VllmServerEngine.open(
+            tmp_path,
+            slots=slots,
+            context_tokens=context_tokens,
+            address=Address.of(server.url, server.key),
+            decode=decode,
+        )
+        engine.load(first[0], version=0, digest=first[1])
+        opened.append(engine)
+        return engine
+
+    policies = (first, second)
+    yield Subject(name="fake", open=open_engine, vocabulary=VOCABULARY, policies=policies)
+    for engine in opened:
+        engine.close()
+
+
+def _open(subject: Subject, slots: int = 4) -> VllmServerEngine:
+    engine = subject.open(slots=slots)
+    assert isinstance(engine, VllmServerEngine)
+    return engine
+
+
+def _until(engine: VllmServerEngine, name: str) -> RequestFinished:
+    """Steps until a request has ended."""
+    for _ in range(1000):
+        for event in engine.step():
+            if isinstance(event, RequestFinished) and event.request == name:
+                return event
+    raise AssertionError(f"{name} does not end")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_engine_of_a_server_keeps_the_contract(
+    subject: Subject, check: Callable[[Subject], None]
+) -> None:
+    check(subject)
+
+
+def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Subject) -> None:
+    engine = _open(subject)
+    engine.add(request("r", [5, 6], seed=2**64 - 1, top_k=7, stop_ids=(9,), max_tokens=30))
+    engine.add(request("g", [5, 6, 7], sampled=2, temperature=0.0, max_tokens=30))
+    while engine.active:
+        engine.step()
+    drawn, greedy = server.bodies[-2:]
+    assert drawn["cache_salt"] == server.label == "0:" + "a" * 16
+    assert drawn["sampling_params"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 7,
+        "min_p": 0.0,
+        "seed": 2**63 - 1,
+        "max_tokens": 30,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 2,
+    }
+    assert (greedy["sampling_params"]["max_tokens"], greedy["sampling_params"]["logprobs"]) == (
+        28,
+        0,
+    )
+    assert drawn["request_id"] != greedy["request_id"]
+
+
+def test_weights_change_behind_a_pause_in_vllms_own_order(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    del server.doors[:]
+    (_, _), (second, digest) = subject.policies
+    engine.load(second, version=7, digest=digest)
+    assert server.doors == [
+        "/collective_rpc",
+        "/pause?mode=abort",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/weight_info",
+        "/resume",
+    ]
+    assert server.label == "7:" + "b" * 16
+
+
+def test_refused_weights_open_no_other_door(server: FakeVllm, subject: Subject) -> None:
+    engine = _open(subject)
+    before = run(engine, [request("r", [5], max_tokens=9)])
+    del server.doors[:]
+    with pytest.raises(PolicyError, match="has the digest aaaa, not cccc of 3"):
+        engine.load(subject.policies[0][0], version=3, digest="c" * 64)
+    assert server.doors == ["/collective_rpc"]
+    assert run(engine, [request("r", [5], max_tokens=9)]) == before
+
+
+def test_request_that_is_let_go_is_aborted_in_the_server(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    server.hold_after = {1: 3, 2: 3}
+    engine.add(request("gone", [5], seed=1, max_tokens=30))
+    engine.add(request("moved", [5], seed=2, max_tokens=30))
+    first = engine.step()
+    assert first == []
+    engine.cancel("gone")
+    found = engine.export("moved")
+    assert found is not None and found.kv is None
+    assert found.sampled is not None and len(found.sampled.token_ids) == 1
+    assert engine.active == 0 and engine.export("moved") is None
+    engine.close()
+    names = [f"generate-tokens-{one['request_id']}" for one in server.bodies[-2:]]
+    assert server.aborted == names
+
+
+def test_stop_string_aborts_what_the_server_is_ahead(server: FakeVllm, subject: Subject) -> None:
+    free = run(_open(subject), [request("r", [5], seed=3, max_tokens=60)])["r"]
+    text = _decode(free.tokens[20:24])
+    engine = subject.open(slots=2, decode=_decode)
+    assert not server.aborted
+    cut = run(engine, [request("r", [5], seed=3, max_tokens=60, stop=(text,))])["r"]
+    assert cut.reason == "stop" and cut.tokens == free.tokens[: len(cut.tokens)]
+
+
+def test_row_that_waits_holds_nobody_up_twice(
+    server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _open(subject)
+    monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 300)
+    server.hold_after = {1: 0}
+    engine.add(request("waits", [5], seed=1, max_tokens=20))
+    engine.add(request("runs", [5], seed=2, max_tokens=20))
+    engine.step()
+    monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 10**9)  # a second wait would never end
+    done = _until(engine, "runs")
+    assert done.reason == "length" and engine.active == 1
+    monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 300)
+    server.release.set()
+    assert _until(engine, "waits").reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("refuse", "a bad request"),
+        ("error", "it broke"),
+        ("silent end", "without a reason"),
+        ("nan", "is not finite"),
+    ],
+)
+def test_request_that_goes_wrong_ends_alone_with_what_was_said(
+    server: FakeVllm, subject: Subject, trouble: str, said: str
+) -> None:
+    engine = _open(subject)
+    good = run(engine, [request("good", [5], seed=2, max_tokens=30)])["good"]
+    server.trouble = {1: trouble}
+    engine.add(request("bad", [5], seed=1, max_tokens=30))
+    engine.add(request("good", [5], seed=2, max_tokens=30))
+    beside, events = Result(), list[EngineEvent]()
+    while engine.active:
+        events += engine.step()
+    ends = {one.request: one for one in events if isinstance(one, RequestFinished)}
+    assert ends["bad"].reason == "error" and said in (ends["bad"].error or "")
+    for event in events:
+        if isinstance(event, TokensSampled | RequestFinished) and event.request == "good":
+            contract.take(beside, event)
+    assert beside == good
+
+
+def test_tokens_of_other_weights_break_the_promise(server: FakeVllm, subject: Subject) -> None:
+    engine = _open(subject)
+    server.trouble = {1: "label 9:other"}
+    engine.add(request("r", [5], seed=1, max_tokens=3))
+    with pytest.raises(InvariantBroken, match="9:other"):
+        while engine.active:
+            engine.step()
+
+
+def test_connection_that_breaks_is_one_error_of_the_server(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    server.trouble = {1: "cut"}
+    engine.add(request("r", [5], seed=1, max_tokens=30))
+    with pytest.raises(ResourceError, match=r"connection to vLLM's server at http://127.*failed"):
+        while engine.active:
+            engine.step()
+
+
+def test_server_that_is_gone_is_one_error_whatever_is_asked(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    server.hold_after = {1: 3}
+    engine.add(request("r", [5], seed=1, max_tokens=30))
+    engine.step()
+    server.close()
+    for ask in (
+        lambda: [engine.step() for _ in range(100)],
+        lambda: engine.add(request("s", [5])),
+        lambda: engine.reload_keeping(Path("a"), version=1, digest="a"),
+    ):
+        with pytest.raises(ResourceError, match="vLLM's server at http://127"):
+            ask()
+
+
+def test_silence_of_a_server_that_is_not_well_is_an_error(
+    server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _open(subject)
+    monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 20)
+    monkeypatch.setattr(vllm_server, "SILENCE_MS", 0)
+    server.hold_after = {1: 0}
+    engine.add(request("r", [5], seed=1, max_tokens=30))
+    assert engine.step() == []  # it is well, and only slow
+    server.healthy = False
+    with pytest.raises(ResourceError, match=r"503.*silent"):
+        engine.step()
+
+
+def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="401") as raised:
+        VllmServerEngine.open(
+            tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, "guessed")
+        )
+    assert raised.value.hint is not None and "key" in raised.value.hint
+    assert "guessed" not in str(raised.value)
+
+
+def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -> None:
+    address = Address.of(server.url, server.key)
+    with pytest.raises(ConfigError, match="64 slots and contexts of 256"):
+        VllmServerEngine.open(tmp_path, slots=65, context_tokens=64, address=address)
+
+
+def test_server_without_the_extension_says_what_it_lacks(server: FakeVllm, tmp_path: Path) -> None:
+    server.facts = {"error": "its weight transfer is not 'dora-pipe-held'"}
+    address = Address.of(server.url, server.key)
+    with pytest.raises(PolicyError, match="weight transfer"):
+        VllmServerEngine.open(tmp_path, slots=1, context_tokens=64, address=address)

@@ -81,7 +81,8 @@ class Remote:
                 self._process.settle()
             except ResourceError as ended:
                 return ended
-        return ResourceError(f"{error.message} ({said})" if said else error.message)
+        message = f"{error.message} ({said})" if said else error.message
+        return ResourceError(message, hint=error.hint)
 
     def close(self, stays: list[str]) -> None:
         """End it if it was started from here, else these requests."""

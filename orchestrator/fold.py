@@ -18,7 +18,7 @@ from dora_pipe.errors import InvariantBroken, SchemaError
 from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.rules_control import apply_control, read_control
 from dora_pipe.orchestrator.rules_decision import apply_decision
-from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.orchestrator.transitions import note_progress, press
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import (
@@ -115,10 +115,11 @@ def fold_decisions(state: State, round_: Round) -> None:
 
 def check_digest(state: State, round_: Round) -> None:
     """A round that led to `state` carries its digest when that is due. Raises InvariantBroken."""
-    if round_.state_digest is not None and round_.state_digest != state.digest():
-        raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
-    if round_.state_digest is None and is_digest_due(state, round_.ordinal):
+    found = round_.state_digest
+    if found is None and is_digest_due(state, round_.ordinal):
         raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
+    if found is not None and is_comparable(found) and found != state.digest():
+        raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
 
 
 def close_round(state: State, round_: Round) -> None:

@@ -4,8 +4,8 @@ Rules:
 
 1. State changes only in `orchestrator.rules_*` and `orchestrator.transitions`, driven by `fold`.
    The planner applies its decisions through the same functions.
-2. States compare by digest: sha256 of the canonical JSON of everything but the chain
-   and the index, which follows from the rest.
+2. States compare by digest: sha256 of the canonical JSON of everything but the chain,
+   the frozen keys of the configuration, and the index, which follows from the rest.
 3. Whoever changes a worker, or what it has, calls `index.touch` (or `mark`, for what is rare).
 4. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
    the run is.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,10 @@ U is exactly the training groups that are generating or finished.
 """
 
 Drain = Literal["no", "asked", "told"]
+
+STATE_FORM: Final = "1"
+"""What a state's digest covers, by name: another form with every field that comes or goes, so that
+a later version can go on with a log whose digests it cannot make again."""
 
 RANK: dict[Purpose, int] = {"train": 0, "eval": 1}
 """Queued requests of training groups go before those of evaluation groups of the same version."""
@@ -351,14 +355,23 @@ class State:
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def digest(self) -> str:
-        """Hex digest of everything but the chain and the index."""
+        """`STATE_FORM`, and the hex digest of everything but the chain and the index.
+
+        Of the configuration only the logged keys: no other changes in a run.
+        """
         names = [one.name for one in fields(self) if one.name not in ("chain", "index")]
         plain = {name: getattr(self, name) for name in names}
-        return sha256_hex(canonical(_plain(plain)))
+        return f"{STATE_FORM}:{sha256_hex(canonical(_plain(plain)))}"
+
+
+def is_comparable(digest: str) -> bool:
+    """Whether a recorded digest covers what the digests of this version cover."""
+    return digest.startswith(f"{STATE_FORM}:")
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """Maps keyed by a number become sorted pairs: canonical JSON has no such maps."""
+    state["config"] = state["config"] and logged_keys(state["config"])
     for name in ("policies", "pins", "deadlines", "queues"):
         state[name] = sorted(state[name].items())
     tally: Tally = state["tally"]
@@ -387,13 +400,19 @@ def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None
         del queues[version]
 
 
-def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
-    """The logged keys that a training step obeys, as `take batch` carries them."""
+def logged_keys(config: Config) -> dict[str, Any]:
+    """The keys that may change in a run, as they are in force."""
     found = {}
     for key in sorted(LOGGED):
         section, _, name = key.partition(".")
-        if section in ("trainer", "objective"):
-            value = getattr(getattr(config, section), name)
-            if value is not None:  # a key that this kind of objective does not use
-                found[key] = value
+        found[key] = getattr(getattr(config, section), name)
     return found
+
+
+def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
+    """The logged keys that a training step obeys, as `take batch` carries them."""
+    return {
+        key: value
+        for key, value in logged_keys(config).items()
+        if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
+    }

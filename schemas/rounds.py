@@ -235,7 +235,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     planned: bool = True
     """Whether a plan was made; an orchestrator that is still reading the log makes none."""
     state_digest: str | None = None
-    """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th round and the last."""
+    """Form and digest of the state after this round, every `STATE_DIGEST_EVERY`-th and the last."""
     chain: str = ""
     """sha256 of the chain before, the control bytes folded, this round without it (`chain_of`)."""
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 
-from dora_pipe.orchestrator.state import QueueKey, State, pull, push, queue_key
+from dora_pipe.config.model import LOGGED, Config
+from dora_pipe.orchestrator.state import STATE_FORM, QueueKey, State, pull, push, queue_key
 from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.wire import sha256_hex
 from tests.support.orchestrator_stage import Stage
 
 
@@ -59,6 +64,42 @@ def test_digest_sees_every_field_but_the_chain_and_the_index(name: str) -> None:
     changed = 5 if value is None else None if name in ("training",) else other(value, "r")
     setattr(state, name, changed)
     assert (state.digest() == before) == (name in ("chain", "index"))
+
+
+def covered(kind: Any) -> Iterator[str]:
+    """Names of all fields that a digest covers, each with its class, at any depth."""
+    for argument in get_args(kind):
+        yield from covered(argument)
+    if not isinstance(kind, type) or not (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+        return
+    for name, hint in get_type_hints(kind).items():
+        if (kind, name) in ((State, "chain"), (State, "index")) or name.startswith("__"):
+            continue
+        yield f"{kind.__name__}.{name}"
+        if hint != Config | None:
+            yield from covered(hint)
+
+
+def test_digest_that_covers_other_fields_has_another_form() -> None:
+    """A field that came or went: give `STATE_FORM` the next number, and its hash a line here."""
+    names = sorted({*covered(State), *LOGGED})
+    assert len(names) > 100
+    shape = sha256_hex(json.dumps(names).encode())
+    known = {"1": "c774d4da863571c479cc46e033bfaf83512b8cb3dcdd52aecf818cd0d9293acd"}
+    assert known[STATE_FORM] == shape
+    assert rich().digest().startswith(f"{STATE_FORM}:")
+
+
+def test_digest_does_not_depend_on_keys_that_no_run_changes() -> None:
+    state = rich()
+    before, config = state.digest(), state.config
+    assert config is not None
+    later = msgspec.structs.replace(config.workers, prefetch=config.workers.prefetch + 1)
+    state.config = msgspec.structs.replace(config, workers=later)
+    assert state.digest() == before
+    lower = msgspec.structs.replace(config.staleness, max_staleness=0)
+    state.config = msgspec.structs.replace(config, staleness=lower)
+    assert state.digest() != before
 
 
 def test_digest_sees_into_requests_groups_and_workers() -> None:

@@ -61,7 +61,7 @@ def archive(
     with opened(run, root, alone=True) as open_run:
         if open_run.directory.is_archive:
             raise UsageError(f"{open_run.directory.path} is an archive itself")
-        if (to / "config.toml").is_file() and not (to / MANIFEST).is_file():
+        if (to / "config.toml").is_file() and not RunDir(to).is_archive:
             raise UsageError(
                 f"{to} holds a run, not an archive", hint="an archive wants a folder of its own"
             )
@@ -105,8 +105,11 @@ def _tell(to: Path, done: Pass, copied: Copied | None, *, as_json: bool) -> None
 
 
 def _verify(directory: Path, head: str, *, as_json: bool) -> None:
-    if not (directory / MANIFEST).is_file():
-        raise UsageError(f"{directory} is no archive", hint=f"there is no {MANIFEST} in it")
+    if not RunDir(directory).is_archive:
+        raise UsageError(
+            f"{directory} is no archive: there is no {MANIFEST} in it",
+            hint="name the folder that `dora-pipe archive RUN --to DIR` made",
+        )
     found = verify(directory, expected=head)
     if as_json:
         emit_json(asdict(found))
@@ -117,6 +120,7 @@ def _verify(directory: Path, head: str, *, as_json: bool) -> None:
             typer.echo(problem)
         typer.echo(
             f"{directory}: run {found.run}, {found.segments} segments, {found.records} records, "
-            f"{found.bytes / 1e6:.1f} MB, {found.claims} claimed values; chain {found.head}"
+            f"{found.bytes / 1e6:.1f} MB of files, {found.claims} claimed values; "
+            f"chain {found.head}"
         )
     raise_if_damaged(found)

@@ -16,14 +16,14 @@ An archive is such a directory too, with manifest.json, segments/ and claims/ in
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from dora_pipe.bus.archive_format import CLAIMS, MANIFEST
+from dora_pipe.bus.archive_format import CLAIMS, MANIFEST, SEGMENTS
 from dora_pipe.bus.claims import ClaimStore
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.bus.splice import spliced
@@ -73,7 +73,8 @@ class RunDir:
     @property
     def is_archive(self) -> bool:
         """Whether this is the archive of a run, not the run's own directory."""
-        return (self.path / MANIFEST).is_file()
+        # One that lost its manifest must not pass for a run whose log is elsewhere.
+        return (self.path / MANIFEST).is_file() or (self.path / SEGMENTS).is_dir()
 
     @property
     def archive(self) -> Path | None:
@@ -129,13 +130,11 @@ class RunDir:
         """Whether this is an archive with copies of the policies."""
         return self.is_archive and (self.path / "policies").is_dir()
 
-    def policies(
-        self, config: Config, peers: Callable[[str, Path], bool] | None = None
-    ) -> PolicyStore:
-        """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
+    def policies(self, config: Config) -> PolicyStore:
+        """The policy store, wherever it is. Raises ConfigError."""
         if self._holds_policies:
             return PolicyStore(self.store(config))
-        return open_store(self.store(config), config.store, run=config.run.name, peers=peers)
+        return open_store(self.store(config), config.store, run=config.run.name)
 
     @property
     def snapshots(self) -> Path:

@@ -89,14 +89,16 @@ def decode_tagged(
     return decode(data, decoder)
 
 
-def schema_error(error: Exception, root: str = "$", *, what: str = "") -> SchemaError:
+def schema_error(
+    error: Exception, root: str = "$", *, what: str = "", hint: str | None = None
+) -> SchemaError:
     """Our error for one of msgspec's, with its path kept; `root` is where that path begins, and
     `what` is said before the reason."""
     found = _PATH.match(str(error))
     assert found is not None
     path = (found["path"] or "$").removeprefix("$")
     reason = found["what"] or type(error).__name__
-    return SchemaError(f"{what}{reason}", path=f"{root}{path}")
+    return SchemaError(f"{what}{reason}", path=f"{root}{path}", hint=hint)
 
 
 def kebab(name: str) -> str:

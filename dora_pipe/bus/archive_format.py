@@ -34,6 +34,9 @@ SEGMENTS: Final = "segments"
 CLAIMS: Final = "claims"
 """Folder of the values that were too large for the log (see `bus.claims`)."""
 
+DAMAGED: Final = "restore it from a copy; `dora-pipe archive --verify DIR` names all that is wrong"
+"""What can be done about an archive that is not what it says."""
+
 TEMPORARY: Final = ".tmp-"
 """How the name of an unfinished file begins."""
 
@@ -127,7 +130,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     found = load_manifest(directory)
     for problem in problems_of(found):
-        raise InvariantBroken(f"{directory / MANIFEST}: {problem}")
+        raise InvariantBroken(f"{directory / MANIFEST}: {problem}", hint=DAMAGED)
     return found
 
 
@@ -137,8 +140,14 @@ def load_manifest(directory: Path) -> Manifest:
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MANIFEST_BYTES_MAX:
-            raise SchemaError(f"{path} of {size_bytes} bytes is no manifest")
+            raise SchemaError(f"{path} of {size_bytes} bytes is no manifest", hint=DAMAGED)
         data = path.read_bytes()
+    except FileNotFoundError:
+        raise LogTruncated(
+            f"{directory} is no archive: there is no {MANIFEST} in it",
+            hint="name the folder that `dora-pipe archive RUN --to DIR` made; "
+            "a lost file comes back from a copy",
+        ) from None
     except OSError as error:
         raise LogTruncated(
             f"{path} cannot be read: {error.strerror}", hint="an archive cannot be without it"
@@ -151,7 +160,7 @@ def decode_manifest(data: bytes, where: str = MANIFEST) -> Manifest:
     try:
         found = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise schema_error(error, what=f"{where} is no manifest: ") from None
+        raise schema_error(error, what=f"{where} is no manifest: ", hint=DAMAGED) from None
     if found.format != FORMAT:
         raise SchemaError(f"{where} is of format {found.format}, this version reads {FORMAT}")
     return found

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
-from dora_pipe.bus.archive_format import Entry, unfinished
+from dora_pipe.bus.archive_format import DAMAGED, Entry, unfinished
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.errors import InvariantBroken, LogTruncated, SchemaError
@@ -192,14 +192,17 @@ def read_segment(path: Path, entry: Entry) -> Segment:
     except OSError as error:
         raise LogTruncated(
             f"segment {entry.file} of the archive is gone: {error.strerror}",
-            hint="restore it from a copy: `dora-pipe archive --verify` names all that is wrong",
+            hint=DAMAGED,
         ) from None
     if size_bytes != entry.file_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise InvariantBroken(f"segment {entry.file} of the archive was changed (sha256)")
+        raise InvariantBroken(
+            f"segment {entry.file} of the archive was changed (sha256)", hint=DAMAGED
+        )
     try:
         return Segment(entry, decode_segment(data, entry))
     except SchemaError as error:
-        raise InvariantBroken(f"segment {entry.file} cannot be read: {error.message}") from None
+        why = f"segment {entry.file} cannot be read: {error.message}"
+        raise InvariantBroken(why, hint=DAMAGED) from None
 
 
 def decode_segment(data: bytes, entry: Entry) -> list[pa.RecordBatch]:

@@ -31,7 +31,7 @@ from dora_pipe.bus.archive_format import (
 from dora_pipe.bus.archive_segment import Written, write_segment
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.port import Record, TopicPartition
-from dora_pipe.errors import BusError, ResourceError, UsageError
+from dora_pipe.errors import BusError, LogTruncated, ResourceError, UsageError
 
 SEGMENT_BYTES: Final = 32 * 1024 * 1024
 """A segment with so much in it is full; a reader holds one of them."""
@@ -60,7 +60,8 @@ class ArchiveWriter:
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        """Raises UsageError for the archive of another run, BusError while another one writes."""
+        """Raises UsageError for the archive of another run, LogTruncated for one without its
+        manifest, BusError while another one writes."""
         self.directory = directory
         self._segment_bytes = segment_bytes
         try:
@@ -94,6 +95,11 @@ class ArchiveWriter:
                     hint="each run has an archive of its own",
                 )
             return found
+        if any((self.directory / SEGMENTS).iterdir()):
+            raise LogTruncated(
+                f"{self.directory} has segments and no {MANIFEST}: it would be written over",
+                hint=f"restore {MANIFEST} from a copy, or take another folder",
+            )
         cut = {topic: (0,) * count for topic, count in topics.items()}
         made = Manifest(format=FORMAT, run=run, topics=dict(topics), cut=cut)
         write_manifest(self.directory, made)

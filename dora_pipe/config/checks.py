@@ -220,7 +220,7 @@ def _check_bus(config: Config) -> Iterator[str]:
     if bus.protocol != "PLAINTEXT" and not bus.url.startswith("kafka:"):
         yield f"bus.protocol: {bus.protocol} needs a bus.url of kafka://host:port,..."
     if bus.protocol.startswith("SASL_") != bool(bus.username):
-        need = "needs" if not bus.username else "takes no"
+        need = "needs a" if not bus.username else "takes no"
         yield f"bus.username: protocol {bus.protocol} {need} user name"
     if bus.key_file and not bus.cert_file:
         yield "bus.key_file: a key without its certificate, bus.cert_file"

@@ -75,7 +75,7 @@ def raise_if_damaged(found: Verified) -> None:
     """Raise InvariantBroken, naming the first problem, unless there is none."""
     if found.problems:
         more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
-        raise InvariantBroken(f"{found.problems[0]}{more}")
+        raise InvariantBroken(f"{found.problems[0]}{more}", hint="restore it from a copy")
 
 
 def _look(directory: Path, entry: Entry, found: Verified) -> None:

@@ -121,6 +121,47 @@ def test_what_cannot_be_is_refused_with_a_hint(
     assert code == 4 and "another process writes the archive" in err
 
 
+def test_an_archive_that_lost_its_manifest_is_one_line_and_not_written_over(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    place = tmp_path / "kept"
+    assert call("archive", recorded.directory, "--to", place)[0] == 0
+    (place / MANIFEST).unlink()
+    kept = {path.name: path.read_bytes() for path in (place / SEGMENTS).iterdir()}
+    commands = [
+        ("audit", place),
+        ("topics", place),
+        ("archive", "--verify", place),
+        ("archive", recorded.directory, "--to", place),
+        ("audit", recorded.directory, "--archive", place),
+    ]
+    for command in commands:
+        code, _, err = call(*command)
+        assert (code, err.count("error:"), err.count("hint:")) == (4, 1, 1), (command, err)
+        assert MANIFEST in err
+    assert {path.name: path.read_bytes() for path in (place / SEGMENTS).iterdir()} == kept
+
+
+def test_a_flipped_bit_is_one_line_with_a_hint_in_every_command(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    place = tmp_path / "kept"
+    assert call("archive", recorded.directory, "--to", place)[0] == 0
+    path = next((place / SEGMENTS).glob("recorded.trajectories-0-*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for command in [
+        ("audit", place),
+        ("cat", place, "trajectories"),
+        ("archive", "--verify", place),
+    ]:
+        code, _, err = call(*command)
+        assert (code, err.count("error:"), err.count("hint:")) == (5, 1, 1), (command, err)
+        assert f"segment {path.name} of the archive was changed" in err
+        assert "from a copy" in err
+
+
 @pytest.fixture
 def shortened(
     recorded: RecordedRun, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch

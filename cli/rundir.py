@@ -16,7 +16,7 @@ An archive is such a directory too, with manifest.json, segments/ and claims/ in
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +130,13 @@ class RunDir:
         """Whether this is an archive with copies of the policies."""
         return self.is_archive and (self.path / "policies").is_dir()
 
-    def policies(self, config: Config) -> PolicyStore:
-        """The policy store, wherever it is. Raises ConfigError."""
+    def policies(
+        self, config: Config, peers: Callable[[str, Path], bool] | None = None
+    ) -> PolicyStore:
+        """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
         if self._holds_policies:
             return PolicyStore(self.store(config))
-        return open_store(self.store(config), config.store, run=config.run.name)
+        return open_store(self.store(config), config.store, run=config.run.name, peers=peers)
 
     @property
     def snapshots(self) -> Path:

@@ -29,7 +29,7 @@ from dora_pipe.views.progress import Progress
 
 TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
-REPLAYED_STEPS: Final = 3
+REPLAYED_STEPS: Final = 4
 REWARD_MIN: Final = 0.85
 """The demo has failed when the last policy's evaluation reward is below."""
 
@@ -55,7 +55,7 @@ def demo(
     steps = load_config(start / "demo.toml", override or ()).run.steps
     killer = _Killer()
     works = {
-        "warm start": lambda: warm(start, engine),
+        "warm start": lambda: warm(start),
         "replay": lambda: replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps),
     }
     with closing(Children(works)) as children:
@@ -109,9 +109,9 @@ def _report(run: str, killer: _Killer) -> None:
     audit(run)
 
 
-def warm(start: Path, engine: str = TORCH) -> None:
+def warm(start: Path) -> None:
     """The demo's model under `start`, random and warmed up; `demo.toml` lies there. Needs torch."""
-    make_model(start / "random", TASK, engine)
+    make_model(start / "random", TASK)
     sft(
         start / "demo.toml",
         start / "warm",

@@ -51,22 +51,20 @@ def init(
         raise UsageError(f"no engine {engine!r}", hint=f"one of {', '.join(ENGINES)}")
     directory.mkdir(parents=True)
     (directory / "config.toml").write_text(example_config(task, engine))
-    parameters = make_model(directory / "model", task, engine)
+    parameters = make_model(directory / "model", task)
     say(f"{directory}/config.toml and {directory}/model ({parameters:,} parameters)")
     steps = SFT_STEPS_OF[task]
     say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm --steps {steps}")
     say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
 
 
-def make_model(directory: Path, task: str, engine: str = TORCH) -> int:
-    """A small random model with the words of a built-in task, in a shape that the engine takes;
-    returns its parameters."""
-    from dora_pipe.cli.small_model import HEADS, VLLM_HEADS, write_small_model
+def make_model(directory: Path, task: str) -> int:
+    """A small random model with the words of a built-in task; returns its parameters."""
+    from dora_pipe.cli.small_model import write_small_model
     from dora_pipe.producers.tasks import arithmetic, calculator
 
     words = {"arithmetic": arithmetic.WORDS, "calculator": calculator.WORDS}[task]
-    heads = HEADS if engine == TORCH else VLLM_HEADS
-    return write_small_model(directory, words, context_tokens=CONTEXT_TOKENS, heads=heads)
+    return write_small_model(directory, words, context_tokens=CONTEXT_TOKENS)
 
 
 def example_config(task: str, engine: str = TORCH) -> str:
@@ -83,11 +81,10 @@ def example_file(task: str) -> Path:
 
 
 def share_cores() -> None:
-    """Before torch is imported: its threads sleep while they wait for each other.
-
-    By default they spin, and beside other work two of them are ten times slower than one.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Before torch is imported: its threads spin for microseconds only while they wait for each
+    other. By default they spin for longer than a pass takes: beside other work two of them are
+    ten times slower than one. Were they to sleep at once, two would be no faster than one."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def sft(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
+from kafka import KafkaAdminClient, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
@@ -54,6 +54,7 @@ from dora_pipe.bus.kafka_client import (
     topic_settings,
     was_fenced,
 )
+from dora_pipe.bus.kafka_driven import DrivenConsumer, DrivenProducer
 from dora_pipe.bus.kafka_errors import our_errors
 from dora_pipe.bus.kafka_reach import knock, unreachable
 from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
@@ -223,7 +224,7 @@ class KafkaReader:
         self._fetched = Fetched()
         self._heard_s = time.monotonic()
         with self._errors():
-            self._consumer = KafkaConsumer(
+            self._consumer = DrivenConsumer(
                 **bus.client_settings(),
                 isolation_level="read_committed",
                 group_id=None,
@@ -365,7 +366,7 @@ class KafkaWriter:
 
     def _open(self) -> KafkaProducer:
         with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
-            producer = KafkaProducer(
+            producer = (KafkaProducer if self._name else DrivenProducer)(
                 **self._bus.client_settings(),
                 acks="all",
                 enable_idempotence=True,

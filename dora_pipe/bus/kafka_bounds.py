@@ -1,7 +1,7 @@
 """What is under way between a client and its cluster; decides how much that may be.
 
 kafka-python takes whatever it is given: its producer copies every record into memory and never says
-no. So a writer waits here for its oldest record whenever more would be under way than the bounds
+no. So a writer waits here until all has landed whenever more would be under way than the bounds
 allow, and a reader keeps here what was fetched over its caller's bounds.
 """
 
@@ -43,10 +43,8 @@ class Flight:
     def send(self, record: Append) -> None:
         """Hand it to the producer, as soon as there is room. Raises the client's errors."""
         size = len(record.key) + len(record.value)  # headers are small, and slow to add up
-        while self._flying and (
-            len(self._flying) >= FLIGHT_RECORDS_MAX or self.bytes + size > FLIGHT_BYTES_MAX
-        ):
-            self._land_one()
+        if len(self._flying) >= FLIGHT_RECORDS_MAX or self.bytes + size > FLIGHT_BYTES_MAX:
+            self.land()
         deadline_s = time.monotonic() + self._limit_s
         self._flying.append((send(self._producer, record), size, deadline_s))
         self.bytes += size
@@ -55,7 +53,7 @@ class Flight:
         """Wait for all; every offset since the start, in order. Raises the client's errors."""
         if self._flying:
             # The producer lingers, so that a call makes a few large batches and not many small
-            # ones; now there is nothing more to wait for.
+            # ones; now there is nothing more to wait for. A driven one moves only here.
             self._producer.flush(_left(self._flying[0][2]))
         while self._flying:
             self._land_one()

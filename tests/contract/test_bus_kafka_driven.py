@@ -1,0 +1,104 @@
+"""The real broker and a client without threads: nobody else moves bytes, and nothing is missed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
+from tests.support.kafka_broker import KafkaBroker
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture
+def bus(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
+    bus = KafkaBus([kafka_broker.bootstrap])
+    yield bus
+    bus.close()
+
+
+@pytest.fixture
+def at(bus: KafkaBus) -> TopicPartition:
+    """The only partition of a topic of this test's own."""
+    topic = f"driven-{uuid4().hex[:8]}"
+    bus.create([TopicSpec(name=topic)])
+    return TopicPartition(topic, 0)
+
+
+def records(at: TopicPartition, count: int, size: int = 1) -> list[Append]:
+    return [Append(topic=at.topic, value=bytes([each % 256]) * size) for each in range(count)]
+
+
+def read(bus: KafkaBus, at: TopicPartition, count: int, timeout_s: float) -> list[Record]:
+    """Everything from the beginning, which must come."""
+    reader = bus.reader({at: 0})
+    found: list[Record] = []
+    deadline_s = time.monotonic() + 60
+    while len(found) < count:
+        found += reader.poll(timeout_s=timeout_s)
+        assert time.monotonic() < deadline_s
+    assert reader.position(at) == bus.end(at)
+    reader.close()
+    return found
+
+
+def test_a_plain_writer_and_a_reader_work_without_threads(
+    bus: KafkaBus, at: TopicPartition
+) -> None:
+    before = set(threading.enumerate())
+    writer = bus.writer()
+    assert writer.append(records(at, 3)) == [0, 1, 2]
+    assert [one.offset for one in read(bus, at, 3, timeout_s=1)] == [0, 1, 2]
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_first_poll_of_a_reader_brings_what_is_there(bus: KafkaBus, at: TopicPartition) -> None:
+    """Nobody but this poll finds out who leads the partition, and connects."""
+    bus.writer().append(records(at, 3))
+    assert [one.offset for one in bus.reader({at: 0}).poll(timeout_s=30)] == [0, 1, 2]
+
+
+def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
+    bus: KafkaBus, at: TopicPartition
+) -> None:
+    given = records(at, 40, size=1_000_000)
+    assert bus.writer().append(given) == list(range(40)), "and an append above the bounds lands"
+    found = read(bus, at, 40, timeout_s=0.0)
+    assert [one.value for one in found] == [one.value for one in given]
+
+
+def test_a_reader_that_reads_on_misses_nothing_and_one_that_seeks_repeats(
+    bus: KafkaBus, at: TopicPartition
+) -> None:
+    writer, reader = bus.writer(), bus.reader({at: 0})
+    for number in range(20):
+        assert writer.append(records(at, 1)) == [number]
+        assert [one.offset for one in _next(reader)] == [number]
+    reader.seek(at, 5)
+    assert [one.offset for one in _next(reader)] == list(range(5, 20))
+
+
+def test_a_writer_goes_on_after_its_connection_was_idle_too_long(
+    bus: KafkaBus, at: TopicPartition
+) -> None:
+    """The broker hangs up on who is silent for ten minutes; nobody reads that before an append."""
+    writer = bus.writer()
+    writer.append(records(at, 1))
+    assert writer._producer is not None
+    for connection in writer._producer._sender._client._manager._conns.values():
+        connection.transport._sock.shutdown(2)
+    assert writer.append(records(at, 2)) == [1, 2]
+    assert len(read(bus, at, 3, timeout_s=1)) == 3
+
+
+def _next(reader: Reader) -> list[Record]:
+    found: list[Record] = []
+    while not found:
+        found = reader.poll(timeout_s=1)
+    return found

@@ -1,0 +1,197 @@
+"""The Kafka client's event loop without a thread: woken by whom it must be, within its limits."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kafka import errors as kafka_errors
+from kafka.future import Future
+from kafka.net.selector import NetworkSelector
+from kafka.producer import kafka as kafka_producer
+
+from dora_pipe.bus import kafka_driven
+from dora_pipe.bus.kafka_driven import DrivenClient, DrivenConsumer, DrivenLoop, DrivenProducer
+
+NOBODY = "127.0.0.1:1"  # nothing listens there
+
+
+@pytest.fixture
+def loop() -> Iterator[DrivenLoop]:
+    loop = DrivenLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a stream that never block."""
+    pair = socket.socketpair()
+    for end in pair:
+        end.setblocking(False)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
+    """A line for each call of a method that goes on as before."""
+    calls: list[str] = []
+    whole: Callable[..., Any] = getattr(owner, name)
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, count)
+    return calls
+
+
+def test_it_starts_no_thread_and_its_caller_runs_it(loop: DrivenLoop) -> None:
+    before = threading.active_count()
+    loop.start()
+
+    async def answer() -> int:
+        return threading.get_ident()
+
+    assert loop.run(answer) == threading.get_ident()
+    assert threading.active_count() == before
+
+
+def test_a_socket_that_takes_bytes_is_not_waited_for(
+    loop: DrivenLoop,
+    ends: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = counted(monkeypatch, NetworkSelector, "wait_write")
+
+    async def write() -> int:
+        await loop.wait_write(ends[0])
+        return ends[0].send(b"x")
+
+    assert loop.run(write) == 1
+    assert waits == []
+
+
+def test_a_full_socket_is_waited_for_until_somebody_reads(
+    loop: DrivenLoop, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    writes, reads = ends
+    size = 0
+    while True:
+        try:
+            size += writes.send(b"x" * 65536)
+        except BlockingIOError:
+            break
+    written: list[int] = []
+
+    async def write() -> None:
+        await loop.wait_write(writes)
+        written.append(writes.send(b"y"))
+
+    loop.call_soon(write)
+    loop.poll(timeout_ms=1)
+    loop.poll(timeout_ms=1)
+    assert written == []
+    while size > 0:
+        size -= len(reads.recv(65536))
+    while not written:
+        loop.poll(timeout_ms=1000)
+    assert written == [1]
+
+
+def test_one_socket_may_be_waited_for_in_both_directions(
+    loop: DrivenLoop, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    seen: list[str] = []
+
+    async def wait(what: str, until: Callable[[socket.socket, float], Any]) -> None:
+        await until(ends[0], time.monotonic() + 60)
+        seen.append(what)
+
+    loop.call_soon(wait("read", loop.wait_read))
+    loop.poll(timeout_ms=0)
+    loop.call_soon(wait("write", loop.wait_write))
+    while not seen:
+        loop.poll(timeout_ms=1000)
+    assert seen == ["write"]
+    ends[1].send(b"x")
+    while len(seen) < 2:
+        loop.poll(timeout_ms=1000)
+    assert seen == ["write", "read"]
+
+
+def test_only_another_thread_wakes_it(loop: DrivenLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes = counted(monkeypatch, NetworkSelector, "wakeup")
+    loop.call_soon_threadsafe(lambda: None)
+    loop.poll(timeout_ms=0)
+    assert wakes == [], "nobody sleeps in it while its only caller is elsewhere"
+    asleep, woken = threading.Event(), Future()
+
+    def wake() -> None:
+        asleep.wait(10)
+        loop.call_soon_threadsafe(lambda: woken.success(None))
+
+    other = threading.Thread(target=wake)
+    other.start()
+    loop.call_soon(asleep.set)
+    loop.poll(timeout_ms=10_000, future=woken)
+    other.join()
+    assert woken.is_done
+    assert wakes == ["wakeup"]
+
+
+def test_no_wait_of_a_client_goes_beyond_its_limit_and_then_it_gives_up() -> None:
+    client = DrivenClient(bootstrap_servers=NOBODY)
+    given_up: list[bool] = []
+    client.give_up = lambda: given_up.append(True)
+    assert client._bounded_ms(None) is None
+    assert client._bounded_ms(7.0) == 7.0
+    client.until_s = time.monotonic() + 100
+    assert client._bounded_ms(7.0) == 7.0
+    assert 0 < (client._bounded_ms(None) or 0) <= 100_000
+    assert given_up == []
+    client.until_s = time.monotonic() - 1
+    client.poll(timeout_ms=60_000, future=Future())
+    assert given_up == [True]
+    client.close()
+
+
+def test_a_closed_door_is_no_error_and_is_not_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise kafka_errors.KafkaConnectionError("not ready")
+
+    monkeypatch.setattr(kafka_driven.KafkaNetClient, "await_ready", refuse)
+    client = DrivenClient(bootstrap_servers=NOBODY)
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert client.await_ready("node-1") is False
+    assert slept == [kafka_driven.AWHILE_S]
+    client.close()
+
+
+@pytest.mark.parametrize("kind", [DrivenProducer, DrivenConsumer])
+def test_without_a_broker_it_says_so_and_leaves_no_thread(kind: Callable[..., Any]) -> None:
+    before = threading.active_count()
+    with pytest.raises(kafka_errors.KafkaTimeoutError):
+        kind(bootstrap_servers=NOBODY, bootstrap_timeout_ms=100)
+    assert threading.active_count() == before
+
+
+def test_a_sender_whose_client_is_not_driven_is_the_thread_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = [counted(monkeypatch, threading.Thread, name) for name in ("start", "join")]
+    sender = kafka_producer.Sender(kafka_driven.KafkaNetClient(), None, None)
+    monkeypatch.setattr(sender, "run", lambda: None)
+    sender.start()
+    sender.join(10)
+    assert calls == [["start"], ["join"]]
+    sender._client.close()

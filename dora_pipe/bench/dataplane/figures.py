@@ -68,14 +68,16 @@ class PlaneFigure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitFigure:
     """Where the time of one trajectory goes: CPU microseconds at full load, then the median
-    latency at a third of it in three parts: until its append began, until it was fetched, until
-    its batch was ready.
+    latency at a third of it in four parts: until its encoding began (the writer was in an append),
+    until its append began, until it was fetched, until its batch was ready.
 
     `append_us` and `fetch_us` are all that the two processes did beside the codec and the assembly.
+    `ack_ms` is what its append took, beside the fetch. `third_cores` is how many cores both
+    processes and the broker kept busy at a third of full load.
 
     Example: ``SplitFigure(plane="kafka", tokens=2048, encode_us=480.0, append_us=60.0,
-    broker_us=30.0, fetch_us=70.0, decode_us=230.0, assembly_us=60.0, to_append_ms=0.6,
-    to_fetch_ms=1.9, to_batch_ms=0.4)``
+    broker_us=30.0, fetch_us=70.0, decode_us=230.0, assembly_us=60.0, to_encode_ms=0.2,
+    to_append_ms=0.6, to_fetch_ms=1.9, to_batch_ms=0.4, ack_ms=1.5, third_cores=1.1)``
     """
 
     plane: str
@@ -86,9 +88,12 @@ class SplitFigure:
     fetch_us: float
     decode_us: float
     assembly_us: float
+    to_encode_ms: float
     to_append_ms: float
     to_fetch_ms: float
     to_batch_ms: float
+    ack_ms: float
+    third_cores: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,7 @@ class PlaneRound:
     """CPU seconds of the broker at full load; 0 where there is none, None if unknown."""
     published_third: Done
     assembled_third: Done
+    broker_third_s: float | None
 
 
 def rate(begun: Done, ended: Done) -> float:
@@ -214,6 +220,7 @@ def split_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> Split
     parts = [_latency_parts_ms(one) for one in rounds]
     figures = {f"{name}_us": _median_or_none([one[name] for one in stages]) for name in STAGES}
     figures |= {name: statistics.median(one[name] for one in parts) for name in parts[0]}
+    figures["third_cores"] = _median_or_none([_third_cores(one) for one in rounds])
     return SplitFigure(plane=plane, tokens=tokens, **figures)  # type: ignore[arg-type]
 
 
@@ -253,13 +260,23 @@ def spread(values: Sequence[float], *, digits: int) -> str:
 
 
 def _latency_parts_ms(one: PlaneRound) -> dict[str, float]:
-    """Medians of the three parts of the latency."""
+    """Medians of the parts of the latency, and of the append that is part of none."""
     writer, reader = one.published_third, one.assembled_third
     return {
-        "to_append_ms": statistics.median(_between_ms(writer, "finished", writer, "appended")),
+        "to_encode_ms": statistics.median(_between_ms(writer, "finished", writer, "begun")),
+        "to_append_ms": statistics.median(_between_ms(writer, "begun", writer, "appended")),
         "to_fetch_ms": statistics.median(_between_ms(writer, "appended", reader, "polled")),
         "to_batch_ms": statistics.median(_between_ms(reader, "polled", reader, "batched")),
+        "ack_ms": statistics.median(_between_ms(writer, "appended", writer, "acked")),
     }
+
+
+def _third_cores(one: PlaneRound) -> float | None:
+    if one.broker_third_s is None:
+        return None
+    writer, reader = one.published_third, one.assembled_third
+    wall_s = (reader.end_ns - writer.start_ns) / 1e9
+    return (writer.cpu_s + reader.cpu_s + one.broker_third_s) / wall_s
 
 
 def _between_ms(first: Done, this: str, second: Done, that: str) -> list[float]:

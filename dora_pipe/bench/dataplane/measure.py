@@ -195,7 +195,7 @@ def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:
         *full, broker_s = _plane(setup, address, tokens, batch, setup.seconds, per_s=0.0)
         per_s = rate(*full) * LOAD
         seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
-        *third, _ = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
+        *third, broker_third_s = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
         yield (
             name,
             PlaneRound(
@@ -204,6 +204,7 @@ def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:
                 broker_s=broker_s,
                 published_third=third[0],
                 assembled_third=third[1],
+                broker_third_s=broker_third_s,
             ),
         )
 

@@ -44,8 +44,12 @@ class Publisher:
         self.encode_s = 0.0
         self.own_s = 0.0
         self.finished_ns: list[int] = []
+        self.begun_ns: list[int] = []
+        """When its encoding began."""
         self.appended_ns: list[int] = []
-        """When the append that carries a trajectory began."""
+        """When the append that carries a trajectory began ..."""
+        self.acked_ns: list[int] = []
+        """... and when it ended."""
 
     @property
     def full(self) -> bool:
@@ -57,6 +61,7 @@ class Publisher:
         start_s = time.thread_time()
         trajectory = self._source(self._next)
         self.finished_ns.append(finished_ns)
+        self.begun_ns.append(time.monotonic_ns())
         made_s = time.thread_time()
         record = encoded(trajectory, self._topic)
         self.encode_s += time.thread_time() - made_s
@@ -72,6 +77,7 @@ class Publisher:
         self._held_bytes = 0
         self.appended_ns += [time.monotonic_ns()] * len(held)
         self._writer.append(held)
+        self.acked_ns += [time.monotonic_ns()] * len(held)
 
 
 def publish(task: Publish, inside: Inside) -> Done:
@@ -97,7 +103,12 @@ def publish(task: Publish, inside: Inside) -> Done:
         end_ns=end_ns,
         cpu_s=cpu_s - publisher.own_s,
         stages={"encode": publisher.encode_s},
-        moments={"finished": publisher.finished_ns, "appended": publisher.appended_ns},
+        moments={
+            "finished": publisher.finished_ns,
+            "begun": publisher.begun_ns,
+            "appended": publisher.appended_ns,
+            "acked": publisher.acked_ns,
+        },
     )
 
 

@@ -38,7 +38,9 @@ def published(*, records: int = 100, encode_s: float = 0.3, cpu_s: float = 0.5) 
         stages={"encode": encode_s},
         moments={
             "finished": [10 * MS * number for number in range(records)],
+            "begun": [10 * MS * number + MS // 2 for number in range(records)],
             "appended": [10 * MS * number + MS for number in range(records)],
+            "acked": [10 * MS * number + 3 * MS for number in range(records)],
         },
     )
 
@@ -66,6 +68,7 @@ def round_of(*, end_ms: int = 3000, took_ms: int = 5, broker_s: float | None = 0
         broker_s=broker_s,
         published_third=published(records=10),
         assembled_third=assembled(records=10, took_ms=took_ms),
+        broker_third_s=broker_s,
     )
 
 
@@ -119,14 +122,18 @@ def test_the_stages_of_a_trajectory_add_up_to_all_that_was_spent() -> None:
 
 def test_the_parts_of_the_latency_are_told_apart() -> None:
     figure = split_figure("sqlite", 256, [round_of(took_ms=5)])
-    assert (figure.to_append_ms, figure.to_fetch_ms, figure.to_batch_ms) == (1.0, 3.0, 1.0)
+    assert (figure.to_encode_ms, figure.to_append_ms) == (0.5, 0.5)
+    assert (figure.to_fetch_ms, figure.to_batch_ms) == (3.0, 1.0)
+    assert figure.ack_ms == 2.0, "beside the fetch"
+    assert figure.third_cores == pytest.approx((0.5 + 0.4 + 0.1) / 2)
     assert figure.encode_us == pytest.approx(3000)
 
 
 def test_what_a_broker_elsewhere_spends_is_not_made_up() -> None:
     rounds = [round_of(broker_s=None)]
     assert plane_figure("kafka", 256, rounds).cpu_s_per_gb is None
-    assert split_figure("kafka", 256, rounds).broker_us is None
+    split = split_figure("kafka", 256, rounds)
+    assert (split.broker_us, split.third_cores) == (None, None)
 
 
 def test_a_trajectory_that_never_came_is_no_latency_but_an_error() -> None:
@@ -137,6 +144,7 @@ def test_a_trajectory_that_never_came_is_no_latency_but_an_error() -> None:
         broker_s=0.0,
         published_third=one.published_third,
         assembled_third=assembled(records=9),
+        broker_third_s=0.0,
     )
     with pytest.raises(ValueError, match="shorter"):
         latencies_ms(lost)

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
@@ -123,6 +123,20 @@ class Port(Protocol):
         ...
 
 
+class _Block(AbstractContextManager[None]):
+    """`with meter.spend(name)`: made once, for a role enters it several times in each tick."""
+
+    def __init__(self, meter: Meter, name: str) -> None:
+        self._meter = meter
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._meter.begin(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._meter.end()
+
+
 class Meter:
     """Where the CPU time of this role went; `codec` may be spent inside the others' time.
 
@@ -132,19 +146,23 @@ class Meter:
     def __init__(self) -> None:
         self._start_s = time.process_time()
         self._spent_s = {"bus": 0.0, "control": 0.0, "codec": 0.0}
+        self._blocks = {name: _Block(self, name) for name in self._spent_s}
         self._open: list[str] = []
         self._last_s = 0.0
 
-    @contextmanager
-    def spend(self, name: str) -> Iterator[None]:
+    def spend(self, name: str) -> AbstractContextManager[None]:
         """Book the CPU time of this thread to `name`; an inner block is not booked to the outer."""
+        return self._blocks[name]
+
+    def begin(self, name: str) -> None:
+        """What this thread spends from now on is booked to `name`."""
         self._turn()
         self._open.append(name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._open.pop()
+
+    def end(self) -> None:
+        """What it spends from now on is booked as before `begin`."""
+        self._turn()
+        self._open.pop()
 
     def add(self, name: str, seconds: float) -> None:
         """Book CPU time that another thread of this role measured."""

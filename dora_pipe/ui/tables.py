@@ -199,7 +199,8 @@ def decisions(book: Book, asked: Question) -> dict[str, Any]:
 
 def decision_row(book: Book, one: DecisionRow) -> Row:
     """A decision as `DECISION_COLUMNS` say."""
-    return [seconds(one.at_ns, book.first_ns), *one[1:]]
+    round_ = one.round if one.round >= 0 else None
+    return [seconds(one.at_ns, book.first_ns), round_, one.kind, one.subject, one.reason]
 
 
 def _fitting(asked: Question) -> Callable[[GroupRow], bool]:

@@ -79,10 +79,10 @@ function head({ run, page }) {
       PAGES.map((one) => item(one, `#/${run}/${one}`, one === page)),
       beside ? item("side by side", "#/0/compare", page === "compare") : null)),
     runs.length > 1 ? h("nav", { "aria-label": "runs" }, h("ul", null, names)) : null,
-    search(run), embedded ? h("p", { class: "note" }, "a file, not a live page") : live());
+    goTo(run), embedded ? h("p", { class: "note" }, "a file, not a live page") : live());
 }
 
-function search(run) {
+function goTo(run) {
   const input = h("input", { id: "goto", type: "search", size: 16, placeholder: "step or id",
     maxlength: 40 });
   const go = (event) => {

@@ -6,7 +6,7 @@ import { h, s, show, table } from "./dom.js";
 export const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442"];
 const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
 const MARKS = ["circle", "square", "triangle", "diamond"];
-const LEFT = 58, RIGHT = 14, TOP = 10, BOTTOM = 36;
+const LEFT = 66, RIGHT = 14, TOP = 10, BOTTOM = 36;
 let serial = 0;
 
 // Where the ticks of an axis are: round numbers, at most so many.

@@ -3,16 +3,16 @@
 import { embedded, get, has } from "./data.js";
 import { h, show, table } from "./dom.js";
 
-const FATES = ["", "open", "trained", "filtered", "failed", "cancelled", "evaluated"];
+const FATE_CHOICES = ["", "open", "trained", "filtered", "failed", "cancelled", "evaluated"];
 const FIELDS = {
   steps: [],
   groups: [
-    ["q", "id contains"], ["fate", "fate", FATES], ["purpose", "purpose", ["", "train", "eval"]],
+    ["q", "id contains"], ["fate", "fate", FATE_CHOICES], ["purpose", "purpose", ["", "train", "eval"]],
     ["version", "version", "number"], ["step", "step", "number"],
     ["staleness", "staleness", "number"],
   ],
   trajectories: [
-    ["q", "id contains"], ["fate", "fate", FATES], ["purpose", "purpose", ["", "train", "eval"]],
+    ["q", "id contains"], ["fate", "fate", FATE_CHOICES], ["purpose", "purpose", ["", "train", "eval"]],
     ["version", "version", "number"], ["step", "step", "number"],
     ["staleness", "staleness", "number"], ["worker", "worker"],
     ["finish", "finish", ["", "stop", "length", "environment", "error"]],

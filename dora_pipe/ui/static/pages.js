@@ -11,7 +11,7 @@ function link(run, page, id, text) {
   return has(address) ? h("a", { href: address }, text) : text;
 }
 
-function search(run, name, fields, text) {
+function listLink(run, name, fields, text) {
   return h("a", { href: `#/${run}/${name}?${new URLSearchParams(fields)}` }, text);
 }
 
@@ -31,11 +31,11 @@ export async function stepPage(run, id) {
           link(run, "version", version, `version ${version}`), ` (${count} groups)`])],
         ["this step", `step ${number}: ${rest.groups} groups`],
         ["made", link(run, "version", number + 1, `version ${number + 1}`)],
-        ["from which", [search(run, "groups", { version: number + 1 },
+        ["from which", [listLink(run, "groups", { version: number + 1 },
           `${show(found.sampled_from)} groups`), " were sampled"]],
       ]),
       facts({ reward, ...rest, ...found.facts }, run, has),
-      h("p", null, search(run, "trajectories", { step: number }, "Its trajectories as a list")),
+      h("p", null, listLink(run, "trajectories", { step: number }, "Its trajectories as a list")),
       h("h2", null, "Groups of the batch"),
       table(run, found.groups, { caption: `Groups of step ${number}`, has }),
       h("h2", null, "Figures"), facts(found.figures),
@@ -60,7 +60,7 @@ function cameFrom(run, own, here) {
   if (own.step !== null) {
     items.push(["trained in", link(run, "step", own.step, `step ${own.step}`)],
       ["which made", link(run, "version", own.makes, `version ${own.makes}`)],
-      ["from which", [search(run, "groups", { version: own.makes },
+      ["from which", [listLink(run, "groups", { version: own.makes },
         `${show(own.sampled_from_it)} groups`), " were sampled"]]);
   }
   return lineage(items);
@@ -95,7 +95,7 @@ export async function versionPage(run, id) {
         ["its groups were trained in", found.steps.length ? found.steps.map(([step, count], at) =>
           [at ? ", " : "", link(run, "step", step, `step ${step}`), ` (${count})`]) : "no step yet"],
       ]),
-      h("p", null, search(run, "groups", { version: number }, "Groups that were sampled from it")),
+      h("p", null, listLink(run, "groups", { version: number }, "Groups that were sampled from it")),
       h("h2", null, "What became of its groups"), facts(found.fates),
       h("h2", null, "Who hosted it"), table(run, found.hosts, { caption: "Hosts" }),
     ],

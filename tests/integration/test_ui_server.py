@@ -1,0 +1,191 @@
+"""The server of the pages: who is answered, what is forbidden, and that nothing can be changed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from dora_pipe.errors import ResourceError
+from dora_pipe.ui.desk import Desk
+from dora_pipe.ui.server import REQUESTS_MAX, Server
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.ui_stage import source_of
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def server(recorded: RecordedRun) -> Iterator[Server]:
+    """Pages of the recorded run at a free port."""
+    desk = Desk(lambda: source_of(recorded))
+    desk.read_all()
+    with closing(desk), Server([desk], port=0) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def _ask(server: Server, path: str, method: str = "GET", host: str | None = None) -> Answer:
+    port = server.server_address[1]
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        headers = {} if host is None else {"Host": host}
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+
+
+def test_it_listens_on_this_machine_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert server.address == f"http://127.0.0.1:{server.server_address[1]}/"
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/style.css", "/api/runs"])
+def test_answers_forbid_everything_from_elsewhere(server: Server, path: str) -> None:
+    status, headers, body = _ask(server, path)
+    assert status == 200
+    assert body
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy and "http" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in headers
+
+
+def test_page_has_no_script_or_style_inside(server: Server) -> None:
+    page = _ask(server, "/")[2].decode()
+    assert "<style" not in page and " style=" not in page
+    assert page.count("<script") == page.count('<script type="module" src=')
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js"])
+def test_name_of_elsewhere_is_not_answered(server: Server, path: str) -> None:
+    port = server.server_address[1]
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
+        status, _, body = _ask(server, path, host=host)
+        assert status == 421
+        assert b"recorded" not in body
+    assert _ask(server, path, host=f"localhost:{port + 1}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_only_reading_is_possible(server: Server, method: str) -> None:
+    status, headers, _ = _ask(server, "/api/runs", method)
+    assert status == 405
+    assert headers["content-security-policy"]
+
+
+def test_head_is_a_get_without_its_body(server: Server) -> None:
+    status, headers, body = _ask(server, "/api/runs", "HEAD")
+    assert (status, body) == (200, b"")
+    assert int(headers["content-length"]) > 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../server.py",
+        "/static/%2e%2e/server.py",
+        "/static/",
+        "/index.html",
+        "/api",
+        "/etc/passwd",
+        "//evil.example/",
+    ],
+)
+def test_other_files_are_not_there(server: Server, path: str) -> None:
+    assert _ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/",
+        "/api/1/overview",
+        "/api/x/overview",
+        "/api/0/nothing",
+        "/api/0/step/999",
+        "/api/0/trajectories?tokens_min=x",
+        "/api/0/trajectories?sort=x",
+        "/api/0/overview/more",
+        "/api/0/trajectories?" + "&".join(f"a{one}=1" for one in range(99)),
+    ],
+)
+def test_question_without_an_answer_is_a_line_of_json(server: Server, path: str) -> None:
+    status, headers, body = _ask(server, path)
+    assert (status, headers["content-type"]) == (404, "application/json")
+    assert json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/0/overview",
+        "/api/0/timeline?from=0&until=1",
+        "/api/0/steps",
+        "/api/0/groups?fate=trained",
+        "/api/0/trajectories?sort=-tokens&limit=5",
+        "/api/0/decisions?kind=assign",
+        "/api/0/step/0",
+        "/api/0/version/1",
+        "/api/0/mismatch",
+        "/api/0/times",
+        "/api/0/replay",
+    ],
+)
+def test_every_question_of_the_pages_has_an_answer(server: Server, path: str) -> None:
+    status, _, body = _ask(server, path)
+    assert status == 200
+    assert isinstance(json.loads(body), dict)
+
+
+def test_runs_say_how_far_they_are(server: Server) -> None:
+    (run,) = json.loads(_ask(server, "/api/runs")[2])["runs"]
+    assert (run["name"], run["steps"], run["state"]) == ("recorded", STEPS, "finished")
+
+
+def test_many_ask_at_once_and_each_is_answered(server: Server) -> None:
+    found: list[int] = []
+    ask = lambda: found.append(_ask(server, "/api/0/overview")[0])  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(REQUESTS_MAX // 2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert found == [200] * len(threads)
+
+
+def test_more_than_there_is_room_for_are_refused(server: Server) -> None:
+    for _ in range(REQUESTS_MAX):
+        server.room.acquire()
+    try:
+        assert _ask(server, "/")[0] == 503
+    finally:
+        server.room.release(REQUESTS_MAX)
+    assert _ask(server, "/")[0] == 200
+
+
+def test_what_is_no_http_is_refused(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert b"Bad Request" in connection.recv(4096)
+
+
+def test_port_that_is_taken_is_one_line(server: Server) -> None:
+    with pytest.raises(ResourceError) as error:
+        Server(server.desks, port=server.server_address[1])
+    assert "--port" in (error.value.hint or "")

@@ -1,0 +1,298 @@
+"""The pages in a real Chromium: from the first page to a token, by mouse and keyboard, at two
+widths, live and as a file; nothing in the console, nothing from elsewhere, readable by everybody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bench.audit_log import LogPlan, write_log
+from dora_pipe.bench.audit_records import config_of
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.config.load import dump_toml
+from dora_pipe.ui.desk import Desk
+from dora_pipe.ui.export import export_file
+from dora_pipe.ui.server import Server
+from tests.support import chromium
+from tests.support.axe import AXE, violations
+from tests.support.chromium import Page
+from tests.support.cluster import Cluster, make_config
+from tests.support.page_checks import CONTRAST, DASHES, LABELS, TABLES_EMPTY
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.ui_stage import source_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        chromium.found() is None, reason="the pages need chromium, not found on this machine"
+    ),
+]
+
+FIRST_PAGE_S = 2.0
+EXPORT_S = 60.0
+EXPORT_BYTES = 10_000_000
+MANY = 100_000
+PLACES = (
+    "#/0/overview",
+    "#/0/steps",
+    "#/0/step/5",
+    "#/0/version/3",
+    "#/0/groups?fate=trained",
+    "#/0/trajectories?sort=-tokens",
+    "#/0/decisions",
+    "#/0/compare",
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """One tab for all tests of this file."""
+    with chromium.browser(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_wrong(page: Page) -> Iterator[None]:
+    """No test leaves an error in the console, or asks anybody else for anything."""
+    page.problems.clear()
+    page.requested.clear()
+    page.size(1280, 900)
+    yield
+    assert page.problems == []
+    own = ("http://127.0.0.1:", "file:///", "data:", "about:")
+    assert [one for one in page.requested if not one.startswith(own)] == []
+
+
+@contextmanager
+def served(*desks: Desk) -> Iterator[str]:
+    """The address of a server of these."""
+    with Server(list(desks), port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server.address
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _desk(recorded: RecordedRun, *, redact: bool = False) -> Desk:
+    desk = Desk(lambda: source_of(recorded, redact=redact, decode=lambda ids: f"w{ids[0] % 90} "))
+    desk.read_all()
+    return desk
+
+
+@pytest.fixture(scope="module")
+def address(recorded: RecordedRun) -> Iterator[str]:
+    """The run beside itself."""
+    with closing(_desk(recorded)) as first, closing(_desk(recorded)) as second:
+        with served(first, second) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def file(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same as a file."""
+    path = tmp_path_factory.mktemp("file") / "run.html"
+    with closing(_desk(recorded)) as first, closing(_desk(recorded)) as second:
+        export_file([first, second], path)
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("kind", ["address", "file"])
+def test_from_the_first_page_to_a_token_and_back(
+    page: Page, request: pytest.FixtureRequest, kind: str
+) -> None:
+    page.open(request.getfixturevalue(kind))
+    page.settle()
+    assert f"{STEPS} of {STEPS} steps" in page.text("h1")
+    page.until("document.querySelectorAll('figure svg').length > 10")
+    page.click("header a[href='#/0/steps']")
+    assert page.text("h1") == "Steps"
+    page.click(f"td a[href='#/0/step/{STEPS - 2}']")
+    assert page.text("h1") == f"Step {STEPS - 2}"
+    page.click("td a[href^='#/0/group/']")
+    assert page.text("h1").startswith("Group g")
+    page.click("td a[href^='#/0/trajectory/']")
+    assert page.text("h1").startswith("Trajectory g")
+    page.click(".tokens .t:last-child")
+    assert "log-prob -" in page.text("#chosen")
+    page.click("input[value='advantage']")
+    assert "whole trajectory" in page.text("#shading")
+    page.click(f".lineage a[href='#/0/step/{STEPS - 2}']")
+    assert page.text("h1") == f"Step {STEPS - 2}"
+
+
+@pytest.mark.parametrize("kind", ["address", "file"])
+def test_lists_are_filtered_by_form_and_by_address(
+    page: Page, request: pytest.FixtureRequest, kind: str
+) -> None:
+    page.open(request.getfixturevalue(kind) + "#/0/trajectories")
+    whole = page.text("#range")
+    page.run("document.querySelector('#f-fate').value = 'trained'")
+    page.run("document.querySelector('#f-tokens_min').value = '20'")
+    page.click(".filters button")
+    assert "fate=trained" in page.run("location.hash")
+    assert page.text("#range") not in ("", whole)
+    second = "document.querySelectorAll('tbody tr td:nth-child(2)')"
+    fates = page.run(f"[...{second}].map((one) => one.innerText)")
+    assert set(fates) == {"trained"}
+    page.run("document.querySelector('#goto').value = '4'")
+    page.run("document.querySelector('.goto').requestSubmit()")
+    page.until("document.querySelector('h1').innerText === 'Step 4'")
+
+
+def test_keyboard_alone_leads_to_the_content_and_through_the_tokens(
+    page: Page, address: str
+) -> None:
+    page.open(address)
+    page.press("Tab")
+    assert page.run("document.activeElement.className") == "skip"
+    page.go("#/0/trajectories?fate=trained&sort=-tokens")
+    page.click("td a[href^='#/0/trajectory/']")
+    assert page.run("document.activeElement.tagName") == "H1"
+    page.run("document.querySelector('.tokens').focus()")
+    for _ in range(3):
+        page.press("ArrowRight")
+    assert page.text("#chosen").startswith("token 2,")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_pages_fit_their_width(page: Page, address: str, width: int) -> None:
+    page.size(width, 900)
+    page.open(address)
+    for place in PLACES:
+        page.go(place)
+        page.until("!document.querySelector('main .reading')")
+        assert page.run("document.documentElement.scrollWidth") <= width, place
+        inside = "[...document.querySelectorAll('svg')].every(s => s.clientWidth <= innerWidth)"
+        assert page.run(inside), place
+
+
+def test_everything_has_a_name_and_enough_contrast(page: Page, address: str) -> None:
+    page.open(address)
+    for place in (*PLACES, "trajectory"):
+        if place == "trajectory":
+            page.go("#/0/trajectories?fate=trained&sort=-tokens")
+            page.click("td a[href^='#/0/trajectory/']")
+        else:
+            page.go(place)
+        assert page.run(LABELS) == [], place
+        assert page.run(CONTRAST) == [], place
+        assert page.run("document.querySelectorAll('h1').length") == 1
+        assert page.run("document.querySelectorAll('main, header').length") == 2
+
+
+def test_what_these_tests_look_for_is_found_where_it_is(page: Page, address: str) -> None:
+    page.open(address)
+    page.run("console.error('planted')")
+    page.run("fetch('http://planted.example/').catch(() => 0)")
+    page.run("document.querySelector('main').append(document.createElement('input'))")
+    page.run("document.querySelector('h1').style.color = '#ccc'")
+    assert len(page.run(LABELS)) == 1
+    assert len(page.run(CONTRAST)) == 1
+    if AXE.is_file():
+        assert any(one.startswith("label") for one in violations(page))
+    assert any("planted" in one for one in page.problems)
+    assert any("Content Security Policy" in one for one in page.problems), page.problems
+    page.problems.clear()
+    page.requested.clear()
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not there: make axe")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_axe_finds_nothing(page: Page, address: str, width: int) -> None:
+    page.size(width, 900)
+    page.open(address)
+    for place in (*PLACES, "trajectory"):
+        if place == "trajectory":
+            page.go("#/0/trajectories?fate=trained&sort=-tokens")
+            page.click("td a[href^='#/0/trajectory/']")
+        else:
+            page.go(place)
+        assert violations(page) == [], place
+
+
+def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> None:
+    page.open(address)
+    page.until("document.querySelectorAll('figure details').length > 10")
+    page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
+    page.settle()
+    assert page.run(TABLES_EMPTY) == []
+
+
+def test_areas_differ_in_pattern_where_they_differ_in_colour(page: Page, address: str) -> None:
+    page.open(address)
+    page.until("document.querySelectorAll('.timeline rect').length > 5")
+    fills = page.run(
+        "[...document.querySelectorAll('.timeline rect')].map((one) => one.getAttribute('fill'))"
+    )
+    assert any(one.startswith("url(") for one in fills)
+    assert any(one.startswith("#") for one in fills)
+    dashes = page.run(DASHES)
+    assert dashes and all(len(set(one)) == len(one) for one in dashes)
+
+
+def test_redacted_pages_show_no_text(page: Page, recorded: RecordedRun) -> None:
+    with closing(_desk(recorded, redact=True)) as desk, served(desk) as address:
+        page.open(address + "#/0/trajectories?fate=trained")
+        page.click("td a[href^='#/0/trajectory/']")
+        assert "Texts are hidden" in page.text()
+        assert set(page.text(".tokens").split()) == {"▒"}
+
+
+def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_path: Path) -> None:
+    config = make_config(run__steps=6, run__name="living")
+    with Cluster(tmp_path, config) as cluster:
+        cluster.until(lambda: cluster.version >= 2)
+        desk = Desk(lambda: source_of(RecordedRun(directory=tmp_path, run="living")))
+        with closing(desk), served(desk) as address:
+            desk.start()
+            page.open(address)
+            page.until("document.querySelector('h1').innerText.includes('open, 2 of 6')")
+            page.until("document.querySelector('figure details')")
+            page.run("document.querySelector('figure details').open = true")
+            page.run("window.scrollTo(0, 200)")
+            cluster.run()
+            page.until("document.querySelector('h1').innerText.includes('finished, 6 of 6')")
+            assert page.run("document.querySelector('figure details').open")
+            assert page.run("window.scrollY") == 200
+
+
+def test_run_of_a_hundred_thousand_trajectories(page: Page, tmp_path: Path) -> None:
+    plan = LogPlan(trajectories=MANY, tokens=8, run="many")
+    with closing(SqliteBus(tmp_path / "log.sqlite")) as bus:
+        assert write_log(bus, plan).trajectories >= MANY
+    (tmp_path / "config.toml").write_text(dump_toml(config_of(plan)))
+    recorded = RecordedRun(directory=tmp_path, run="many")
+    began_s = time.monotonic()
+    with closing(Desk(lambda: source_of(recorded))) as desk, served(desk) as address:
+        desk.start()
+        page.open(address)
+        first_s = time.monotonic() - began_s
+        assert page.run("document.querySelectorAll('main h1').length") == 1
+        page.until("document.querySelector('h1').innerText.includes('finished')")
+        page.until("!document.querySelector('main .reading')")
+    path = tmp_path / "many.html"
+    began_s = time.monotonic()
+    with closing(Desk(lambda: source_of(recorded))) as desk:
+        desk.read_all()
+        done = export_file([desk], path)
+    export_s = time.monotonic() - began_s
+    page.open(path.as_uri())
+    page.until("document.querySelectorAll('figure svg').length > 8")
+    figures = f"first page {first_s:.2f} s, export {export_s:.1f} s, {done.bytes / 1e6:.1f} MB"
+    assert first_s < FIRST_PAGE_S, figures
+    assert export_s < EXPORT_S, figures
+    assert done.bytes < EXPORT_BYTES, figures

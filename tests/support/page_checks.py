@@ -1,0 +1,52 @@
+"""Expressions that ask a page in a browser whether people can use it; each gives what is wrong."""
+
+from __future__ import annotations
+
+from typing import Final
+
+LABELS: Final = """
+[...document.querySelectorAll('input, select, button, a, svg[role=img], [role=region], nav')]
+  .filter((one) => !(one.getAttribute('aria-label') || one.innerText?.trim() ||
+    (one.labels && one.labels.length)))
+  .map((one) => one.outerHTML.slice(0, 120))
+"""
+"""Controls, links, charts and regions without a name."""
+
+CONTRAST: Final = r"""
+(() => {
+  const part = (v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; };
+  const light = ([r, g, b]) => .2126 * part(r) + .7152 * part(g) + .0722 * part(b);
+  const rgb = (text) => text.match(/[\d.]+/g).map(Number);
+  const ground = (one) => {
+    for (; one; one = one.parentElement) {
+      const found = rgb(getComputedStyle(one).backgroundColor);
+      if (found.length < 4 || found[3] > 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const low = new Set();
+  for (const one of document.querySelectorAll('body *')) {
+    if (one.closest('svg, .unseen, noscript, script, style')) continue;
+    if (![...one.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
+    const ink = light(rgb(getComputedStyle(one).color));
+    const [a, b] = [ink, light(ground(one))].sort((x, y) => y - x);
+    if ((a + .05) / (b + .05) < 4.5) low.add(`${one.className || one.tagName}: ${one.innerText}`);
+  }
+  return [...low];
+})()
+"""
+"""Texts with less contrast to their ground than 4.5 to 1 (WCAG 2, AA)."""
+
+TABLES_EMPTY: Final = """
+[...document.querySelectorAll('figure details')]
+  .filter((one) => !one.querySelector('tbody tr')).map((one) => one.innerText)
+"""
+"""Charts whose table has nothing in it, once it was opened."""
+
+DASHES: Final = """
+[...document.querySelectorAll('figure')]
+  .map((one) => [...one.querySelectorAll('.keys line')]
+    .map((line) => line.getAttribute('stroke-dasharray')))
+  .filter((one) => one.length > 1)
+"""
+"""The dashes of the lines of every chart that has several."""

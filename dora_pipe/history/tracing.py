@@ -42,7 +42,7 @@ class Traces:
             return []
         found = {
             one.course.spec.group: one
-            for one in self._ended([group], run)
+            for one in self._ended(self._batch(group), run)
             if isinstance(one, GroupEnded)
         }
         ended = found.get(group.spec.group)
@@ -54,8 +54,7 @@ class Traces:
     def step(self, entry: StepEntry) -> list[Row]:
         """A step's trace, and under it a row for each group of its batch."""
         run = self._run()
-        groups = [self._ledger.accounts.groups.get(one.group) for one in entry.fact.groups]
-        known = [one for one in groups if one is not None]
+        known = self._members(entry)
         if run is None or not known:
             return []
         found: list[Row] = []
@@ -71,6 +70,16 @@ class Traces:
         members = [one for one in members if one.step == entry.step]
         members.sort(key=lambda one: (_came_ns(one), one.course.spec.group))
         return found + [_member(run, one, origin_ns) for one in members if found]
+
+    def _batch(self, group: GroupEntry) -> list[GroupEntry]:
+        """A group with those that it was trained with: it may have waited for one of them."""
+        entry = None if group.step is None else self._ledger.steps.get(group.step)
+        members = [] if entry is None else self._members(entry)
+        return members or [group]
+
+    def _members(self, entry: StepEntry) -> list[GroupEntry]:
+        groups = (self._ledger.accounts.groups.get(one.group) for one in entry.fact.groups)
+        return [one for one in groups if one is not None]
 
     def _run(self) -> RunFacts | None:
         started = self._ledger.started

@@ -1,6 +1,7 @@
 """Makes spans of one trace; it decides what happens to what is unknown and to clocks that disagree.
 
-An attribute that is not known is left out. A stage that would end before it began ends at once.
+An attribute that is not known is left out. A stage that would end before it began ends at once,
+and none ends after the orchestrator has known of its end.
 """
 
 from __future__ import annotations
@@ -36,20 +37,27 @@ def step_span(run: RunFacts, step: int) -> tuple[str, str]:
 
 
 class Cursor:
-    """The time up to which a way is told: it only goes forward."""
+    """The time up to which something is told: it only goes forward, and not beyond `limit_ns`.
 
-    __slots__ = ("at_ns", "skew_ns")
+    The limit is the next moment of the orchestrator, whose clock never goes back: what a worker
+    said was before that, whatever the worker's clock says.
+    """
 
-    def __init__(self, at_ns: int) -> None:
+    __slots__ = ("at_ns", "limit_ns", "skew_ns")
+
+    def __init__(self, at_ns: int, limit_ns: int | None = None) -> None:
         self.at_ns = at_ns
+        self.limit_ns = limit_ns
         self.skew_ns = 0
+        """Clocks disagreed by so much."""
 
     def to(self, at_ns: int | None) -> tuple[int, int]:
         """Start and end of a stage that ends then; None: at once."""
         start_ns = self.at_ns
         if at_ns is not None:
-            self.skew_ns = max(self.skew_ns, start_ns - at_ns)
-            self.at_ns = max(start_ns, at_ns)
+            known_ns = at_ns if self.limit_ns is None else min(at_ns, self.limit_ns)
+            self.at_ns = max(start_ns, known_ns)
+            self.skew_ns = max(self.skew_ns, start_ns - known_ns, at_ns - known_ns)
         return start_ns, self.at_ns
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 from dora_pipe.schemas.control import TrajectoryLogged, WorkerJoined
@@ -69,13 +70,17 @@ class Sibling:
         self._name = span_id(maker.trace, "trajectory", way.trajectory)
         self._cursor = Cursor(ended.course.dispatched_ns)
         self._told = _Told(content)
+        batch = ended.batch
+        self._known_ns = ended.ended_ns if batch is None else batch.taken_ns
+        """When the orchestrator knew that the siblings had ended."""
 
     def spans(self, parent: str) -> Reached:
         """Add all of them, the trajectory's own first."""
         way, cursor, began_ns = self._way, self._cursor, self._cursor.at_ns
         place = len(self._maker.made)
-        for stay in way.stays:
+        for stay, following in zip_longest(way.stays, way.stays[1:]):
             self._queued(stay)
+            cursor.limit_ns = self._known_ns if following is None else following.placed_ns
             self._stay(stay)
         if way.logged is not None:
             self._published(way.logged)

@@ -174,7 +174,8 @@ def _reward(said: Said) -> Iterator[str]:
 
 def _step(said: Said) -> Iterator[str]:
     yield f"step {said[names.STEP]}, attempt {said[names.ATTEMPT]}"
-    yield f"{said[names.GROUPS]} groups, {said[names.COUNT]} trajectories"
+    groups = said[names.GROUPS]
+    yield f"{groups} group{'' if groups == 1 else 's'}, {said[names.COUNT]} trajectories"
 
 
 _WORDS: Final[Mapping[str, Callable[[Said], Iterator[str]]]] = {

@@ -1,0 +1,202 @@
+"""Sends the traces of a run while it lives; it decides when to wait, and when to give up.
+
+The log is the truth, so nothing is buffered and nothing is dropped: while the endpoint is away the
+follower stands still in the log. It remembers how far it has sent, so a run that is resumed sends
+nothing twice. When the run is over it gives what is left a bounded time; on any later day
+`dora-pipe export --traces` sends everything, under the same ids.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.clock import Clock
+from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.telemetry.course import RunFacts
+from dora_pipe.telemetry.keeping import Share
+from dora_pipe.telemetry.sinks import SPANS_MAX, Sink
+from dora_pipe.telemetry.span import Span
+from dora_pipe.telemetry.tracer import Tracer
+
+LOG = logging.getLogger(__name__)
+
+TURN_S: Final = 1.0
+"""Between two looks at the log: traces come so late at least."""
+
+FLUSH_SPANS: Final = 4 * SPANS_MAX
+"""So many are sent without waiting for the end of a look; the bound of what is in memory."""
+
+RETRY_FIRST_S: Final = 0.5
+RETRY_MAX_S: Final = 5.0
+"""Between two tries, while log or endpoint are away: twice as long each time."""
+
+LEAVE_S: Final = 20.0
+"""When the run is over or the follower is asked to end, it goes on sending for so long at most; it
+does not wait any more for what is away."""
+
+TAIL: Final = 64
+"""Offsets at the end of a topic among which its last record lies: offsets are not dense."""
+
+
+class Mark:
+    """A file that remembers the last round whose traces were sent; without a path, nothing does."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self) -> int:
+        """Offset of the round in decisions; -1 where nothing was sent."""
+        if self._path is None:
+            return -1
+        with suppress(OSError, ValueError):
+            return int(self._path.read_text())
+        return -1
+
+    def write(self, offset: int) -> None:
+        """Remember, all or nothing; a disk that is full costs a trace sent twice, no more."""
+        if self._path is not None:
+            unfinished = self._path.with_name(f"{self._path.name}.tmp")
+            with suppress(OSError):
+                unfinished.write_text(f"{offset}\n")
+                unfinished.replace(self._path)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """What a follower has done."""
+
+    groups: int = 0
+    left_out: int = 0
+    """Groups that are not traced, by their share."""
+    spans: int = 0
+    whole: bool = False
+    """The run is over and everything was sent."""
+
+
+class Follower:
+    """Follows one run until it is over or `stop` says so. Example: ``Follower(...).run()``."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        topics: Topics,
+        sink: Sink,
+        share: Share,
+        *,
+        clock: Clock,
+        stop: Callable[[], bool] = lambda: False,
+        mark: Mark | None = None,
+    ) -> None:
+        self._bus, self._topics, self._sink, self._share = bus, topics, sink, share
+        self._clock, self._stop, self._mark = clock, stop, mark or Mark(None)
+        self._after = self._mark.read()
+        self._sent = Sent()
+        self._leave_ns: int | None = None
+        self._retry_s = RETRY_FIRST_S
+
+    def run(self) -> Sent:
+        """Until the end. Raises LogTruncated, SchemaError for a log that cannot be followed."""
+        while True:
+            tracer = None
+            try:
+                tracer = Tracer(self._bus, self._topics, self._share, after=self._after)
+                if self._follow(tracer):
+                    return self._sent
+            except LogTruncated:
+                raise
+            except BusError as error:
+                if not self._wait(f"the log is away: {error.message}"):
+                    return self._sent
+            finally:
+                if tracer is not None:
+                    tracer.close()
+
+    def _follow(self, tracer: Tracer) -> bool:
+        """Whether that was all, or has to be; a failing log raises."""
+        while True:
+            if not self._turn(tracer):
+                return True
+            behind = not tracer.caught_up
+            if tracer.over and not behind:
+                self._sent.whole = True
+                return True
+            if self._late(leaving=self._stop() or tracer.over) or (self._stop() and not behind):
+                return True
+            if not behind:
+                self._clock.sleep(TURN_S)
+
+    def _turn(self, tracer: Tracer) -> bool:
+        """Send what the next rounds ended; False when it could not be sent and time is up."""
+        spans: list[Span] = []
+        offset = self._after
+        left_out, kept = tracer.left_out, tracer.kept
+        for traced in tracer.turn(timeout_s=0.0):
+            spans += traced.spans
+            offset = traced.offset
+            if len(spans) >= FLUSH_SPANS:
+                if not self._send(tracer.run, spans, offset):
+                    return False
+                spans = []
+        self._sent.left_out += tracer.left_out - left_out
+        self._sent.groups += tracer.kept - kept
+        return not spans or self._send(tracer.run, spans, offset)
+
+    def _send(self, run: RunFacts | None, spans: list[Span], offset: int) -> bool:
+        assert run is not None, "spans of a run that has not started"
+        while True:
+            try:
+                self._sink.send(run, spans)
+            except ResourceError as error:
+                if not self._wait(error.message):
+                    return False
+                continue
+            self._retry_s = RETRY_FIRST_S
+            self._sent.spans += len(spans)
+            self._after = offset
+            self._mark.write(offset)
+            return True
+
+    def _wait(self, why: str) -> bool:
+        """Wait before another try; False when nobody has time for one."""
+        if self._retry_s == RETRY_FIRST_S:
+            LOG.warning("traces wait: %s", why)
+        if self._stop() or self._is_over():
+            return False
+        self._clock.sleep(self._retry_s)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether the run is, however far the follower has come."""
+        try:
+            return is_over(self._bus, self._topics)
+        except BusError:
+            return False  # nobody knows
+
+    def _late(self, *, leaving: bool) -> bool:
+        """Whether the time is up that whoever leaves has."""
+        now_ns = self._clock.now_ns()
+        if self._leave_ns is None and leaving:
+            self._leave_ns = now_ns + int(LEAVE_S * 1e9)
+        return self._leave_ns is not None and now_ns >= self._leave_ns
+
+
+def is_over(bus: Bus, topics: Topics) -> bool:
+    """Whether the last round there is stops the run. Raises BusError."""
+    at = TopicPartition(topics.decisions, 0)
+    end = bus.end(at)
+    with closing(bus.reader({at: max(bus.begin(at), end - TAIL)})) as reader:
+        last = b""
+        while reader.position(at) < end:
+            records = reader.poll(timeout_s=0.0)
+            if not records:
+                break
+            last = records[-1].value
+    return b'"kind":"stop-run"' in last

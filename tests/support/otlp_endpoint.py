@@ -1,0 +1,139 @@
+"""A real endpoint for OTLP over HTTP: it parses what it is sent, as a collector does."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from dora_pipe.telemetry.names import Kind
+from dora_pipe.telemetry.span import Event, Link, Span, Value
+
+KINDS: dict[int, Kind] = {1: "internal", 4: "producer", 5: "consumer"}
+
+
+class OtlpEndpoint:
+    """Example: ``with OtlpEndpoint() as endpoint: ...; endpoint.spans``. `refuse` so many first."""
+
+    def __init__(self, *, refuse: int = 0, status: int = 503) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        self.asked = 0
+        self.refuse, self.status = refuse, status
+        handler = type("Handler", (_Handler,), {"endpoint": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(poll_interval=0.05), daemon=True
+        )
+
+    @property
+    def address(self) -> str:
+        """Without a path."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def spans(self) -> list[Span]:
+        """Everything that came, in order."""
+        return [one for request in list(self.requests) for one in spans_of(request)]
+
+    def resources(self) -> list[dict[str, Value]]:
+        """What each request says of its resource."""
+        return [
+            {one.key: value_of(one.value) for one in each.resource.attributes}
+            for request in self.requests
+            for each in request.resource_spans
+        ]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    endpoint: OtlpEndpoint
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.endpoint.asked += 1
+        if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
+            self.send_error(404)
+            return
+        if self.endpoint.asked <= self.endpoint.refuse:
+            self.send_error(self.endpoint.status)
+            return
+        request = ExportTraceServiceRequest()
+        request.ParseFromString(body)
+        self.endpoint.requests.append(request)
+        answer = ExportTraceServiceResponse().SerializeToString()
+        self.send_response(200)
+        self.send_header("content-type", "application/x-protobuf")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is printed."""
+
+
+def spans_of(request: ExportTraceServiceRequest) -> list[Span]:
+    """The spans of a request as values."""
+    return [
+        _span(one)
+        for each in request.resource_spans
+        for scope in each.scope_spans
+        for one in scope.spans
+    ]
+
+
+def _span(one: trace_pb2.Span) -> Span:
+    failed = one.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    found = Span(
+        stage=one.name,
+        trace_id=one.trace_id.hex(),
+        span_id=one.span_id.hex(),
+        parent_id=one.parent_span_id.hex(),
+        start_ns=one.start_time_unix_nano,
+        end_ns=one.end_time_unix_nano,
+        attributes=_said(one.attributes),
+        events=tuple(Event(e.name, e.time_unix_nano, _said(e.attributes)) for e in one.events),
+        links=tuple(
+            Link(link.trace_id.hex(), link.span_id.hex(), _said(link.attributes))
+            for link in one.links
+        ),
+        error=one.status.message if failed else "",
+    )
+    assert found.kind == KINDS[one.kind], found
+    return found
+
+
+def _said(attributes: Any) -> dict[str, Value]:
+    return {one.key: value_of(one.value) for one in attributes}
+
+
+def value_of(value: AnyValue) -> Value:
+    """A plain value."""
+    which = value.WhichOneof("value")
+    if which == "array_value":
+        return tuple(str(value_of(one)) for one in value.array_value.values)
+    found: Value = getattr(value, str(which))
+    return found

@@ -1,0 +1,131 @@
+"""Traces of a log, and what must hold of them whatever happened: every path is unbroken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.history.audit import build_ledger
+from dora_pipe.history.entries import GroupEntry
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.telemetry import names
+from dora_pipe.telemetry.keeping import Share
+from dora_pipe.telemetry.span import Link, Span
+from dora_pipe.telemetry.tracer import Tracer
+
+WAY = ("queued", "generated", "reward", "published")
+"""What the time of a trajectory is made of."""
+
+
+def traces_of(
+    bus: Bus, topics: Topics, share: Share | None = None, *, after: int = -1
+) -> list[Span]:
+    """Every span of a log."""
+    found: list[Span] = []
+    with closing(Tracer(bus, topics, share or Share(), after=after)) as tracer:
+        while not tracer.caught_up:
+            for traced in tracer.turn(timeout_s=0.0):
+                found += traced.spans
+    return found
+
+
+def check_traces(bus: Bus, topics: Topics) -> int:
+    """Hold the traces of a log against its ledger; how many trained trajectories there were."""
+    spans = traces_of(bus, topics)
+    check_whole(spans)
+    roots = {str(one.attributes[names.GROUP]): one for one in spans if one.stage == "group"}
+    steps = {one.attributes[names.STEP]: one for one in spans if one.stage == "step"}
+    ledger = build_ledger(bus, topics)
+    assert sorted(steps) == [one.step for one in ledger.steps.values()]
+    ended = {name: one for name, one in ledger.accounts.groups.items() if one.fate is not None}
+    assert sorted(roots) == sorted(ended)
+    by_trace = _by(spans, lambda one: one.trace_id)
+    trained = 0
+    for name, group in ended.items():
+        root = roots[name]
+        assert root.attributes[names.FATE] == group.fate, name
+        assert root.attributes.get(names.STEP) == group.step, name
+        if group.step is not None:
+            trained += _check_trained(group, by_trace[root.trace_id], steps[group.step])
+    return trained
+
+
+def check_whole(spans: Sequence[Span]) -> None:
+    """What must hold of any trace: ids, parents, times, and only attributes that are declared."""
+    ids = {(one.trace_id, one.span_id): one for one in spans}
+    assert len(ids) == len(spans)
+    for one in spans:
+        declared = names.STAGES[one.stage]
+        assert one.start_ns <= one.end_ns, one
+        assert undeclared(one) == [], one.stage
+        if not declared.parent:
+            assert one.parent_id == "", one
+            continue
+        parent = ids[one.trace_id, one.parent_id]
+        assert parent.stage == declared.parent, one
+        assert parent.start_ns <= one.start_ns, one
+        assert one.end_ns <= parent.end_ns, one
+
+
+def undeclared(span: Span) -> list[str]:
+    """Attributes of a span that the table does not name for its stage."""
+    figure = names.FIGURE.removesuffix("*")
+    keys = (names.FIGURE if key.startswith(figure) else key for key in span.attributes)
+    return [key for key in keys if key not in names.STAGES[span.stage].attributes]
+
+
+def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
+    """From the dispatch to the step and back, for every trajectory that counts."""
+    stages = _by(spans, lambda one: one.stage)
+    (root,), (dispatched,) = stages["group"], stages["dispatched"]
+    (selected,), (trained,) = stages["selected"], stages["trained"]
+    own = {str(one.attributes[names.TRAJECTORY]): one for one in stages["trajectory"]}
+    links = {one.span_id: one for one in step.links}
+    for logged in group.results:
+        name = logged.fact.trajectory
+        trajectory = own[name]
+        below = [one for one in spans if one.parent_id == trajectory.span_id]
+        check_way(trajectory, below)
+        assert dispatched.end_ns == trajectory.start_ns == root.start_ns, name
+        published = below[-1]
+        assert published.attributes[names.PARTITION] == str(logged.fact.partition), name
+        assert published.attributes[names.OFFSET] == logged.fact.offset, name
+        assert trajectory.attributes[names.STEP] == group.step, name
+        assert published.end_ns <= selected.start_ns, name
+        assert links[trajectory.span_id].trace_id == trajectory.trace_id, name
+    last_ns = max(one.end_ns for one in stages["published"])
+    assert selected.start_ns == last_ns
+    assert selected.end_ns == trained.start_ns
+    assert trained.end_ns == root.end_ns
+    assert [(one.trace_id, one.span_id) for one in trained.links] == [(step.trace_id, step.span_id)]
+    return len(group.results)
+
+
+def check_way(trajectory: Span, below: Sequence[Span]) -> None:
+    """A published trajectory's stages follow each other without a gap, and nothing is beside."""
+    assert [one for one in below if one.stage not in WAY] == []
+    assert below[0].stage == "queued", trajectory
+    assert below[-1].stage == "published", trajectory
+    at_ns = trajectory.start_ns
+    for one in below:
+        assert one.start_ns == at_ns, (trajectory, one)
+        at_ns = one.end_ns
+    assert at_ns == trajectory.end_ns
+    stays = [one.attributes[names.OUTCOME] for one in below if one.stage == "generated"]
+    assert stays[-1] == "logged"
+    assert "logged" not in stays[:-1]
+
+
+def links_to(spans: Iterable[Span], span: Span) -> list[Link]:
+    """Links of these spans to another one."""
+    at = span.trace_id, span.span_id
+    return [link for one in spans for link in one.links if (link.trace_id, link.span_id) == at]
+
+
+def _by(spans: Sequence[Span], key: Callable[[Span], str]) -> Mapping[str, list[Span]]:
+    found: defaultdict[str, list[Span]] = defaultdict(list)
+    for one in spans:
+        found[key(one)].append(one)
+    return found

@@ -34,6 +34,8 @@ from dora_pipe.transfers.port import Transfers
 
 ORCHESTRATOR = "orchestrator"
 TRAINER = "trainer"
+TRACES = "traces"
+"""Sends traces of the run (`cli.traces`); the run goes on without it."""
 
 ENGINES: Final = {
     "torch": ("torch", "transformers", "safetensors"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from dora_pipe.cli.output import say
 from dora_pipe.cli.rundir import RUNS, RunDir, create, find_run, opened, run_dir, store_config
 from dora_pipe.cli.settings import OverrideOption, ParadigmOption
 from dora_pipe.cli.supervisor import Supervisor
+from dora_pipe.cli.traces import follow_run
 from dora_pipe.cli.zygote import Zygote
 from dora_pipe.clock import SystemClock
 from dora_pipe.config.load import from_plain, load_config
@@ -34,8 +35,8 @@ from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.views.alarms import Alarms
 from dora_pipe.transfers.open import need_transfers
+from dora_pipe.views.alarms import Alarms
 from dora_pipe.views.lineage import policy_after
 from dora_pipe.views.progress import Progress
 
@@ -83,8 +84,8 @@ def run(
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
     roles.need_engines(["torch", *roles.worker_engines(wanted).values()])
     need_trainer(wanted)
-    plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
     need_transfers(wanted.transfers)
+    plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
     if not supervise(replace(plan, adopt=adopt)):
         say(f"go on with: dora-pipe run {plan.directory.path} --resume")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -157,8 +158,8 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     engines = roles.worker_engines(config)
     roles.need_engines(["torch", *engines.values()])
     need_trainer(config)
-    shutil.rmtree(directory.handover, ignore_errors=True)
     need_transfers(config.transfers)
+    shutil.rmtree(directory.handover, ignore_errors=True)
     slim = Zygote(lambda name: _be(plan, name))
     serving = {
         engine: Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD[engine])
@@ -167,6 +168,8 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     training = Zygote(lambda name: _be(plan, name), preload=roles.TRAINER_PRELOAD)
     zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training}
     zygotes |= {name: serving[engine] for name, engine in engines.items()}
+    if config.telemetry.traces != "off":
+        zygotes[roles.TRACES] = slim
     try:
         with _bus(directory, config) as bus:
             topics = Topics(config.run.name)
@@ -181,7 +184,8 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
 
             supervisor = Supervisor(
                 zygotes,
-                stop_order=(names, (roles.TRAINER,), (roles.ORCHESTRATOR,)),
+                stop_order=stop_order(names, zygotes),
+                spare=(roles.TRACES,),
                 timing=config.timing,
                 logs=directory.logs,
                 watch=turn,
@@ -193,6 +197,12 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     finally:
         for zygote in (slim, *serving.values(), training):
             zygote.close()
+
+
+def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Whom to ask first to stop: see `supervisor`. Who follows the run goes last."""
+    order = (workers, (roles.TRAINER,), (roles.ORCHESTRATOR,), (roles.TRACES,))
+    return tuple(names for names in order if all(name in started for name in names))
 
 
 class Onlooker:
@@ -226,6 +236,7 @@ def _be(plan: Plan, name: str) -> int:
     starts: dict[str, Callable[[], None]] = {
         roles.ORCHESTRATOR: lambda: roles.orchestrator(directory, config, plan.first),
         roles.TRAINER: lambda: roles.trainer(directory, config, adopt=plan.adopt),
+        roles.TRACES: lambda: follow_run(directory, config, roles.settle()),
     }
 
     def worker() -> None:

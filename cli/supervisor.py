@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,7 @@ class Supervisor:
     """Keeps roles alive until they end by themselves.
 
     `stop_order` lists names in the order in which they are asked to stop, those of one entry
-    together.
+    together. A role of `spare` that ends for good takes the run not with it.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class Supervisor:
         timing: Timing,
         logs: Path,
         watch: Callable[[], None],
+        spare: Collection[str] = (),
     ) -> None:
         self._roles = {name: _Role(zygote=zygote) for name, zygote in roles.items()}
         self._stop_order = stop_order
         self._timing = timing
         self._logs = logs
         self._watch = watch
+        self._spare = frozenset(spare)
         self._interrupts = 0
 
     def run(self) -> bool:
@@ -133,7 +135,8 @@ class Supervisor:
             return
         if report.code in FATAL_CODES:
             self._fail(report)
-        self._again(report, role)
+        else:
+            self._again(report, role)
 
     def _again(self, report: Ended, role: _Role) -> None:
         now_s = time.monotonic()
@@ -141,6 +144,7 @@ class Supervisor:
             role.starts_s.popleft()
         if len(role.starts_s) > self._timing.restarts_max:
             self._fail(report)
+            return
         pause_s = min(BACKOFF_FIRST_S * 2 ** (len(role.starts_s) - 1), BACKOFF_MAX_S)
         role.due_s = now_s + pause_s
         say(f"{report.name} {how(report.code)}; starting it again in {pause_s:.1f} s")
@@ -148,6 +152,10 @@ class Supervisor:
     def _fail(self, report: Ended) -> None:
         said = self._last_error(report.name)
         message = f"{report.name} {how(report.code)}" + (f": {said}" if said else "")
+        if report.name in self._spare:
+            self._roles[report.name].done = True
+            say(f"{message}; the run goes on without it")
+            return
         self._interrupts = 1
         self._stop()
         code = report.code if report.code > 0 else 1

@@ -11,6 +11,7 @@ from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOptio
 from dora_pipe.cli.output import say
 from dora_pipe.cli.replay_lines import rebuilder, replay_steps, replay_trajectories
 from dora_pipe.cli.rundir import RUNS, opened
+from dora_pipe.cli.traces import export_traces
 from dora_pipe.errors import UsageError
 from dora_pipe.history.export import export_parquet, export_policy
 from dora_pipe.policies.model_dir import refuse_used
@@ -27,17 +28,30 @@ def export(
     policy: Annotated[
         int | None, typer.Option(metavar="N", help="Version N as a model directory.")
     ] = None,
+    traces: Annotated[
+        str,
+        typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP."),
+    ] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="With --traces URL: go on until the run is over.")
+    ] = False,
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --traces: a share of the groups.")
+    ] = 1.0,
     everything: Annotated[
         bool, typer.Option("--all", help="Also records that do not count for their group.")
     ] = False,
     archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
-    """Hand a run to other tools: `--parquet FILE`, or `--policy N DIR` for `from_pretrained`."""
-    if (parquet is None) == (policy is None):
-        raise UsageError("say what to export: --parquet FILE, or --policy N DIR")
+    """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`, or
+    `--traces FILE|URL`."""
+    if [parquet is not None, policy is not None, bool(traces)].count(True) != 1:
+        raise UsageError("say what to export: --parquet FILE, --policy N DIR, or --traces FILE|URL")
     with opened(run, root, archive) as open_run:
-        if parquet is not None:
+        if traces:
+            export_traces(open_run, traces, follow=follow, ratio=ratio)
+        elif parquet is not None:
             store = open_run.policies if open_run.has_policies else None
             done = export_parquet(
                 open_run.bus, open_run.topics, store, parquet, everything=everything

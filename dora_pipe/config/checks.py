@@ -226,6 +226,15 @@ def _check_bus(config: Config) -> Iterator[str]:
         yield "bus.key_file: a key without its certificate, bus.cert_file"
 
 
+def _check_telemetry(config: Config) -> Iterator[str]:
+    traces = config.telemetry.traces
+    if "@" in traces:
+        # The address is stored and printed, so this line must not repeat it.
+        yield "telemetry.traces: no names and passwords in an address; see docs/traces.md"
+    elif traces != "off" and not re.match(r"https?://[^/]", traces):
+        yield f"telemetry.traces: `{traces}` is neither off nor http://host:4318"
+
+
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
     return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
 
@@ -247,4 +256,5 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_trainer,
     _check_bus,
     _check_records,
+    _check_telemetry,
 )

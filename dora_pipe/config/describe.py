@@ -24,12 +24,13 @@ from dora_pipe.config import (
     model,
     objectives,
     rollout_sections,
+    telemetry_section,
     training_sections,
 )
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.config.paradigms import paradigm_of
 
-_WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections)
+_WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections, telemetry_section)
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
@@ -43,8 +44,8 @@ _TYPES: Mapping[str, str] = {
     "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
     "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
     "RunName": "name",
-    "RecordBytes": "integer, 65536 to 32505856",
     "Port": "integer, 0 to 65535",
+    "RecordBytes": "integer, 65536 to 32505856",
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",

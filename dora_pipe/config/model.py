@@ -2,9 +2,10 @@
 
 Keys are `frozen` (a resumed run must have the same), `logged` (may change; in force from the next
 step, recorded in the log) or `free` (addresses, sizes, timing). `FROZEN` and `LOGGED` name the
-first two; everything else is free. The sections stand in `rollout_sections`, `training_sections`
-and `machine_sections` and are imported from here; their docstrings are what `config show` and
-docs/configuration.md print. `load` reads a file, `checks` says what one section asks of another.
+first two; everything else is free. The sections stand in `rollout_sections`, `training_sections`,
+`machine_sections` and `telemetry_section` and are imported from here; their docstrings are what
+`config show` and docs/configuration.md print. `load` reads a file, `checks` says what one section
+asks of another.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dora_pipe.config.rollout_sections import (
     Task,
 )
 from dora_pipe.config.section import Section
+from dora_pipe.config.telemetry_section import Telemetry
 from dora_pipe.config.training_sections import Objective, Trainer
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Staleness",
     "Store",
     "Task",
+    "Telemetry",
     "Timing",
     "Trainer",
     "Transfers",
@@ -68,6 +71,7 @@ class Config(Section, frozen=True, kw_only=True):
     timing: Timing = Timing()
     store: Store = Store()
     transfers: Transfers = Transfers()
+    telemetry: Telemetry = Telemetry()
 
     def __post_init__(self) -> None:
         objective = self.objective

@@ -38,7 +38,7 @@ COMING_LIMIT_S: Final = 0.02
 """For the rest of an answer whose beginning is there: a poll that may not wait takes it too."""
 
 IDLE_MS: Final = 5
-"""A poll that cannot ask yet looks again so soon."""
+"""Who cannot ask yet, because nobody is connected, looks again so soon if nothing happens."""
 
 SEND_EVERY_BYTES: Final = 256 * 1024
 """An append hands on what is full so often, so that the broker works while it goes on."""
@@ -169,12 +169,15 @@ class DrivenProducer(KafkaProducer):  # type: ignore[misc]  # the client has no 
         self._held_bytes = 0
         if self._sender._force_close:
             return  # whoever closes it tells all that wait
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._driven.busy.acquire(timeout=-1 if timeout is None else timeout):
+            raise kafka_errors.KafkaTimeoutError("another thread waits in this producer")
         self._accumulator.begin_flush()
         try:
-            with self._driven.busy:
-                self._drive(math.inf if timeout is None else time.monotonic() + timeout)
+            self._drive(until_s)
         finally:
             self._accumulator._flushes_in_progress.decrement()
+            self._driven.busy.release()
 
     def _drive(self, until_s: float) -> None:
         self._driven.until_s = until_s
@@ -183,8 +186,12 @@ class DrivenProducer(KafkaProducer):  # type: ignore[misc]  # the client has no 
                 if self._sender._force_close or time.monotonic() > until_s:
                     raise kafka_errors.KafkaTimeoutError("not acknowledged in time")
                 self._sender.run_once()
-                if self._accumulator.has_incomplete and not self._accumulator.has_undrained():
+                if not self._accumulator.has_incomplete:
+                    break
+                if not self._accumulator.has_undrained():
                     self._driven.poll()  # all is on the wire: nothing to do before an answer
+                elif any(each.initializing for each in self._driven._manager._conns.values()):
+                    self._driven.poll(timeout_ms=IDLE_MS)  # the sender would ask without a pause
         finally:
             self._driven.until_s = math.inf
 

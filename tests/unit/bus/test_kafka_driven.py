@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kafka import errors as kafka_errors
 from kafka.future import Future
+from kafka.net.compat import KafkaNetClient
 from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
 
@@ -169,7 +170,7 @@ def test_a_closed_door_is_no_error_and_is_not_tried_again_at_once(
     def refuse(*_: object, **__: object) -> bool:
         raise kafka_errors.KafkaConnectionError("not ready")
 
-    monkeypatch.setattr(kafka_driven.KafkaNetClient, "await_ready", refuse)
+    monkeypatch.setattr(KafkaNetClient, "await_ready", refuse)
     client = DrivenClient(bootstrap_servers=NOBODY)
     monkeypatch.setattr("time.sleep", slept.append)
     assert client.await_ready("node-1") is False
@@ -189,7 +190,7 @@ def test_a_sender_whose_client_is_not_driven_is_the_thread_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = [counted(monkeypatch, threading.Thread, name) for name in ("start", "join")]
-    sender = kafka_producer.Sender(kafka_driven.KafkaNetClient(), None, None)
+    sender = kafka_producer.Sender(KafkaNetClient(), None, None)
     monkeypatch.setattr(sender, "run", lambda: None)
     sender.start()
     sender.join(10)

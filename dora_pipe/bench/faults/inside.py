@@ -3,7 +3,7 @@
 SQLite calls a trace with each statement as it begins: the rows are in when COMMIT does. The Kafka
 client is wrapped in the process that is to be struck, and only there: an exclusive writer's
 records are acknowledged when its commit begins; a plain writer has no commit, and is met when its
-first record was handed to the client, whose thread sends it.
+first record was handed to the client, which sends it a moment later.
 """
 
 from __future__ import annotations

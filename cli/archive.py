@@ -11,11 +11,12 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.bus.archive_format import MANIFEST
+from dora_pipe.bus.archive_format import AGAIN, MANIFEST, unfinished
 from dora_pipe.cli.look import JsonOption, RunsOption
 from dora_pipe.cli.output import emit_json, say
-from dora_pipe.cli.rundir import RUNS, OpenRun, RunDir, opened, remember_archive, store_config
-from dora_pipe.errors import UsageError
+from dora_pipe.cli.rundir import RUNS, OpenRun, RunDir, opened, remember_archive
+from dora_pipe.config.load import dump_toml
+from dora_pipe.errors import ResourceError, UsageError
 from dora_pipe.history.archive import Archiver, Pass
 from dora_pipe.history.archive_policies import Copied, copy_policies
 from dora_pipe.history.archive_verify import raise_if_damaged, verify
@@ -75,17 +76,33 @@ def _passes(
     """One pass; with `every_s` one after the other, until the run has ended."""
     with closing(Archiver(run.bus, run.topics, to)) as archiver:
         if not (to / "config.toml").is_file() or RunDir(to).config() != run.config:
-            store_config(RunDir(to), run.config)
-        remember_archive(run.directory, to)
+            with unfinished(RunDir(to).config_file) as config:
+                config.write_text(dump_toml(run.config))
+        _remember(run.directory, to)
         while True:
             done = archiver.once()
-            yield done, copy_policies(to, run.topics, run.policies) if with_policies else None
+            yield done, _copied(run, to) if with_policies else None
             if every_s is None or archiver.finished:
                 break
             time.sleep(every_s)
         if every_s is not None:
             time.sleep(SETTLE_S)
             yield archiver.once(), None
+
+
+def _copied(run: OpenRun, to: Path) -> Copied:
+    try:
+        return copy_policies(to, run.topics, run.policies)
+    except ResourceError as error:  # Its own hint is for a run that trains.
+        raise ResourceError(error.message, hint=AGAIN) from error
+
+
+def _remember(run: RunDir, to: Path) -> None:
+    """An auditor may archive a run whose directory is not theirs to write."""
+    try:
+        remember_archive(run, to)
+    except OSError as error:
+        say(f"note: {run.path} cannot be written ({error.strerror}): say --archive DIR there")
 
 
 def _tell(to: Path, done: Pass, copied: Copied | None, *, as_json: bool) -> None:

@@ -37,6 +37,8 @@ CLAIMS: Final = "claims"
 DAMAGED: Final = "restore it from a copy; `dora-pipe archive --verify DIR` names all that is wrong"
 """What can be done about an archive that is not what it says."""
 
+AGAIN: Final = "free some space and archive again: it goes on where it was"
+
 TEMPORARY: Final = ".tmp-"
 """How the name of an unfinished file begins."""
 
@@ -227,14 +229,18 @@ def unfinished(final: Path) -> Iterator[Path]:
         path.replace(final)
         sync(final.parent)
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise BusFull(
-                f"no room left for the archive in {final.parent}",
-                hint="free some space and archive again: it goes on where it was",
-            ) from error
-        raise ResourceError(f"cannot write {final}: {error.strerror or error}") from error
+        raise refused(final, error) from error
     finally:
         path.unlink(missing_ok=True)
+
+
+def refused(path: Path, error: OSError) -> BusFull | ResourceError:
+    """What the disk said when `path` was to be written, as our error."""
+    if error.errno in _NO_ROOM:
+        return BusFull(f"no room left for the archive in {path.parent}", hint=AGAIN)
+    return ResourceError(
+        f"cannot write {path}: {error.strerror or error}", hint="another folder, or its rights"
+    )
 
 
 def sync(path: Path) -> None:

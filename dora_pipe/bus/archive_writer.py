@@ -26,12 +26,13 @@ from dora_pipe.bus.archive_format import (
     chain_of,
     file_name,
     read_manifest,
+    refused,
     write_manifest,
 )
 from dora_pipe.bus.archive_segment import Written, write_segment
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.port import Record, TopicPartition
-from dora_pipe.errors import BusError, LogTruncated, ResourceError, UsageError
+from dora_pipe.errors import BusError, LogTruncated, UsageError
 
 SEGMENT_BYTES: Final = 32 * 1024 * 1024
 """A segment with so much in it is full; a reader holds one of them."""
@@ -68,7 +69,7 @@ class ArchiveWriter:
             (directory / SEGMENTS).mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ResourceError(f"cannot write {directory}: {error.strerror}") from error
+            raise refused(directory / SEGMENTS, error) from error
         with ExitStack() as unlocking:
             unlocking.callback(os.close, self._lock)
             try:

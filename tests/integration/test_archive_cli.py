@@ -30,6 +30,7 @@ from dora_pipe.history.reading import records_of
 from tests.support.bus_archive import everything, log_in_memory, partitions_of
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.small_disk import small_disk
 
 
 @pytest.fixture
@@ -160,6 +161,32 @@ def test_a_flipped_bit_is_one_line_with_a_hint_in_every_command(
         assert (code, err.count("error:"), err.count("hint:")) == (5, 1, 1), (command, err)
         assert f"segment {path.name} of the archive was changed" in err
         assert "from a copy" in err
+
+
+def test_a_full_disk_is_one_line_with_a_hint_and_the_next_call_goes_on(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        place = disk.path / "kept"
+        words = ("archive", recorded.directory, "--to", place, "--with-policies")
+        for free_bytes in (0, 4096, 12_288, 32_768):
+            disk.fill(but_bytes=free_bytes)
+            code, _, err = call(*words)
+            assert code in (4, 7), err
+            assert (err.count("error:"), err.count("hint:")) == (1, 1), err
+            assert "no room left" in err and "archive again" in err
+            disk.make_room()
+        assert call(*words)[0] == 0
+        assert call("archive", "--verify", place)[0] == 0
+        assert call("audit", place)[0] == 0
+
+
+def test_an_archive_of_a_run_whose_directory_cannot_be_written_says_so(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    (recorded.directory / rundir.ARCHIVED_TO).mkdir()
+    code, _, err = call("archive", recorded.directory, "--to", tmp_path / "kept")
+    assert code == 0 and "note:" in err and "--archive DIR" in err
 
 
 @pytest.fixture

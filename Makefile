@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster demo-kafka deepspeed test-deepspeed lock clean
+.PHONY: help setup install demo test test-full lint types fuzz bench sim kafka kafka-cluster kafka-tools demo-kafka deepspeed test-deepspeed lock clean
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -67,8 +67,8 @@ install-vllm:
 	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
 
-test-vllm: vllm ## What needs vLLM: the engine contract, weights, a run that mixes engines
-	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py $(ARGS)
+test-vllm: vllm ## What needs vLLM, in process and as a server: the engine contract, weights, mixed runs
+	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py tests/slow/test_vllm_server_run.py $(ARGS)
 
 demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)
@@ -97,6 +97,9 @@ kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foregr
 
 kafka-cluster: setup ## Three brokers on localhost:29092, 39092 and 49092, in the foreground
 	@$(BIN)/python -m infra.kafka --brokers 3 $(ARGS)
+
+kafka-tools: setup ## Kafka's own commands of docs/ from Maven's jars: prints the PATH to set
+	@$(BIN)/python -m infra.kafka.tools $(ARGS)
 
 demo-kafka: setup ## The demo on a real broker, which is started before it and stopped behind it
 	@$(BIN)/python -m infra.kafka -- $(BIN)/dora-pipe demo -o 'bus.url=kafka://{bootstrap}' $(ARGS)

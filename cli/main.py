@@ -12,6 +12,7 @@ import typer
 from dora_pipe.cli import bench_audit, look, settings, start, think, trust
 from dora_pipe.cli.archive import archive
 from dora_pipe.cli.audit import audit
+from dora_pipe.cli.bench_moves import moves
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
@@ -70,7 +71,7 @@ _BENCHES = (
     bench_audit.audit,
     think.codec,
     think.dataplane,
-    think.move,
+    moves,
     think.plan,
     think.restart,
     paradigms,

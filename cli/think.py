@@ -108,17 +108,6 @@ def codec(
     _emit(bench_codec(tokens or TOKENS), as_json=as_json)
 
 
-def move(
-    model: Annotated[list[str] | None, typer.Option(help="demo or llama-30m; both.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Time until a moved request has its next token: with its KV cache, and prefilled."""
-    from dora_pipe.bench.move import MODELS, bench_move
-
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        _emit(list(bench_move(Path(folder), model or tuple(MODELS))), as_json=as_json)
-
-
 def plan(
     workers: Annotated[list[int] | None, typer.Option(help="Sizes to measure.")] = None,
     as_json: JsonOption = False,

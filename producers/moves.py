@@ -90,6 +90,7 @@ def _release(book: Requests, row: Row, now: Now) -> None:
         attempt=place.attempt,
         resume=row.resume,
         kv=row.blob if row.resume is not None else None,
+        left_ns=now.wall_ns - (now.mono_ns - row.since_ns) if row.phase is Phase.RELEASING else 0,
     )
     book.say(place.trajectory, record)
     book.counts["released"] += 1

@@ -212,6 +212,8 @@ class RequestReleased(Control, frozen=True, kw_only=True):
     resume: Resume | None = None
     kv: Blob | None = None
     """The KV cache of all tokens but the last, in the worker's handover directory."""
+    left_ns: int = 0
+    """When it left its slot; 0 for a request that had none."""
 
 
 class RequestFailed(Control, frozen=True, kw_only=True):

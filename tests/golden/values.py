@@ -347,6 +347,7 @@ RELEASED_PEER = control.RequestReleased(
     attempt=1,
     resume=Resume(tokens=130, partition=2, offset=18),
     kv=policy.Blob(sha256=SHA256, bytes=65_536, peer="grpc://10.0.0.7:40123"),
+    left_ns=AT_NS - 40_000_000,
 )
 """Between machines a KV cache is fetched from the peer that offers it."""
 

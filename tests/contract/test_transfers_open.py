@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,48 @@ def test_address_of_another_machine_cannot_be_listened_on(
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     with pytest.raises(ConfigError, match="cannot listen on"):
         opened(tmp_path, kind="flight", host="192.0.2.1")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-subj", "/CN=tiny", "-days", "2")
+    files = ("-keyout", "key.pem", "-out", "cert.pem")
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, *files]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=60)
+    return str(folder / "cert.pem"), str(folder / "key.pem")
+
+
+def test_with_certificates_the_wire_is_encrypted_and_peers_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certificate: tuple[str, str]
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    cert, key = certificate
+    keys = {"kind": "flight", "host": "127.0.0.1", "cert_file": cert, "key_file": key}
+    source = opened(tmp_path / "a", **keys).transfers
+    trusting = opened(tmp_path / "b", **keys, ca_file=cert).transfers
+    doubting = opened(tmp_path / "c", **keys).transfers
+    try:
+        blob = source.offer([memoryview(b"x" * 1000)])
+        assert not isinstance(blob, Lost)
+        assert blob.peer == source.address and blob.peer.startswith("grpc+tls://127.0.0.1:")
+        assert doubting.fetch(blob, timeout_s=5.0) == Lost(UNREACHABLE)
+        assert not isinstance(trusting.fetch(blob, timeout_s=20.0), Lost)
+        plain = msgspec.structs.replace(blob, peer=blob.peer.replace("+tls", ""))
+        assert isinstance(doubting.fetch(plain, timeout_s=5.0), Lost)
+    finally:
+        for one in (source, trusting, doubting):
+            one.close()
+
+
+def test_certificate_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    for name in ("cert_file", "ca_file"):
+        with pytest.raises(ConfigError, match=f"transfers.{name}: nowhere.pem"):
+            need_transfers(Section(kind="flight", **{name: "nowhere.pem"}))
 
 
 # Peers

@@ -1,0 +1,153 @@
+"""Workers on machines of their own: a drained one's requests and everybody's weights go by wire."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bench.moves_log import overhead_of
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Append, Bus, TopicPartition
+from dora_pipe.history.reading import records_of
+from dora_pipe.schemas.control import (
+    Command,
+    RequestReleased,
+    StepCommitted,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.transfers.open import TOKEN_VARIABLE
+from tests.support.user_run import WAIT_S, call, furnish, start, until
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+RUN = "tiny"
+TOPICS = Topics(RUN)
+DRAINED = "w1"
+TOKEN = "a token that only this run knows"
+SETTINGS = """
+[transfers]
+kind = "flight"
+host = "127.0.0.1"
+[bus]
+url = "sqlite:{folder}/log.sqlite"
+[store]
+url = "file://{folder}/store"
+"""
+LONG = (
+    ("steps = 3", "steps = 4"),
+    ("max_tokens = 12", "max_tokens = 480"),
+    ("per_step = 2", "per_step = 5"),
+    ("context_tokens = 64", "context_tokens = 512\ncheckpoint_tokens = 16"),
+    ("lease_s = 5.0", "lease_s = 5.0\nplan_period_s = 0.3"),
+    ("prompts = 4", "prompts = 0\n[staleness]\nmax_staleness = 0"),
+)
+
+
+class Site:
+    """Machines with a folder each; they share the configuration, the log and the store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shared = folder / "shared"
+        shared.mkdir()
+        self.config = furnish(shared) / "config.toml"
+        text = self.config.read_text() + SETTINGS.format(folder=folder)
+        for old, new in LONG:
+            assert old in text
+            text = text.replace(old, new)
+        self.config.write_text(text)
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, role: str, *words: str, name: str = "") -> None:
+        """A role on a machine of its own."""
+        place = self.folder / (name or role)
+        place.mkdir()
+        named = ("--name", name) if name else ()
+        self.running[name or role] = start(place, role, str(self.config), *named, *words)
+
+    def said(self, machine: str) -> str:
+        """What it printed so far."""
+        return (self.folder / machine / "said").read_text()
+
+    def bus(self) -> Bus:
+        """The log."""
+        return open_bus(f"sqlite:{self.folder}/log.sqlite")
+
+    def facts(self) -> list[object]:
+        """The control records so far."""
+        return [decode_control(one) for one in self._values(TOPICS.control)]
+
+    def samples(self) -> bool:
+        """Whether the worker that will be drained is in the middle of requests."""
+        statuses = [decode_metrics(one) for one in self._values(TOPICS.metrics)]
+        said = [one for one in statuses if isinstance(one, WorkerStatus) and one.worker == DRAINED]
+        return (
+            bool(said) and said[-1].version > 0 and said[-1].active > 1 and bool(said[-1].progress)
+        )
+
+    def _values(self, topic: str) -> list[bytes]:
+        if not (self.folder / "log.sqlite").exists():
+            return []
+        with closing(self.bus()) as bus:
+            if topic not in bus.topics():
+                return []
+            tp = TopicPartition(topic, 0)
+            return [one.value for one in records_of(bus, {tp: bus.end(tp)})]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    made = Site(tmp_path)
+    yield made
+    for process in made.running.values():
+        process.kill()
+        process.wait()
+
+
+def test_caches_and_weights_go_from_machine_to_machine(site: Site) -> None:
+    site.start("orchestrator")
+    for name in ("w0", DRAINED, "w2"):
+        site.start("worker", name=name)
+    site.start("trainer")
+    until(site.samples)
+    command = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
+    with closing(site.bus()) as bus:
+        bus.writer().append([Append(topic=TOPICS.control, value=encode(command))])
+    codes = {name: process.wait(WAIT_S) for name, process in site.running.items()}
+    assert set(codes.values()) == {0}, {name: site.said(name) for name in codes}
+
+    facts = site.facts()
+    assert len([one for one in facts if isinstance(one, StepCommitted)]) == 4
+    assert len([one for one in facts if isinstance(one, WorkerJoined)]) == 3
+    released = [one for one in facts if isinstance(one, RequestReleased) and one.kv is not None]
+    peers = {one.kv.peer for one in released if one.kv is not None}
+    assert len(peers) >= 1 and all(peer.startswith("grpc://127.0.0.1:") for peer in peers)
+    with closing(site.bus()) as bus:
+        figure = overhead_of(bus, TOPICS)
+    assert figure.with_cache >= 1
+
+    counted = "".join(site.said(name) for name in ("w0", "w2"))
+    assert "'KV caches imported'" in counted and "KV cache not" not in counted
+    came = [line for line in counted.splitlines() if " came from grpc://" in line]
+    assert came, "no worker got weights from a peer"
+    assert all(TOKEN not in site.said(name) for name in codes)
+    moved = sorted({one.trajectory for one in released})[:3]
+    prove(site, moved)
+
+
+def prove(site: Site, moved: list[str]) -> None:
+    """The log and the store are enough, and moved requests are what one go would have made."""
+    other = site.folder / "orchestrator" / "runs" / RUN
+    assert call(other, "audit", ".") == 0, (other / "said").read_text()
+    names = [word for one in moved for word in ("--trajectory", one)]
+    assert call(other, "replay", ".", *names) == 0, (other / "said").read_text()

@@ -49,7 +49,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, key: str) -> Address:
-        """From http://HOST:PORT. Raises ConfigError for anything else."""
+        """From http://HOST:PORT. Raises ConfigError for anything else, or a key that is none."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -59,6 +59,8 @@ class Address:
         if not plain or parts.query or parts.fragment or parts.username is not None:
             raise ConfigError(f"not an address of a vLLM server: {url!r}", hint="http://HOST:PORT")
         assert host is not None and port is not None
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise ConfigError(f"the key of vLLM's server at {url} is not plain text of one line")
         return cls(host=host, port=port, key=key)
 
     def __str__(self) -> str:
@@ -140,11 +142,12 @@ class Exchange:
         content = b"" if body is None else msgspec.json.encode(body)
         headers = [
             ("Host", f"{self._address.host}:{self._address.port}"),
-            ("Authorization", f"Bearer {self._address.key}"),
             ("Content-Type", "application/json"),
             ("Content-Length", str(len(content))),
             ("Connection", "close"),
         ]
+        if self._address.key:
+            headers.append(("Authorization", f"Bearer {self._address.key}"))
         head = h11.Request(method=method, target=path, headers=headers)
         parts = [self._protocol.send(head), self._protocol.send(h11.Data(data=content))]
         parts.append(self._protocol.send(h11.EndOfMessage()))

@@ -32,6 +32,13 @@ def _vllm(model_dir: Path) -> Engine:
     return engine
 
 
+def _vllm_server(model_dir: Path) -> Engine:
+    need_vllm()
+    from tests.support.vllm_servers import open_shared
+
+    return open_shared(slots=16, context_tokens=128)
+
+
 def _trainer(kind: str, assets: Path, reference: Path, root: Path) -> Trainer:
     if kind == "torch":
         return TorchTrainer(assets, reference=reference)
@@ -43,8 +50,13 @@ def _trainer(kind: str, assets: Path, reference: Path, root: Path) -> Trainer:
 @pytest.mark.parametrize("kind", ["torch", "deepspeed"])
 @pytest.mark.parametrize(
     ("make_model", "open_engine"),
-    [(make_qwen2, _torch), (make_llama_gqa, _torch), (make_qwen2, _vllm)],
-    ids=["qwen2-torch", "llama_gqa-torch", "qwen2-vllm"],
+    [
+        (make_qwen2, _torch),
+        (make_llama_gqa, _torch),
+        (make_qwen2, _vllm),
+        (make_qwen2, _vllm_server),
+    ],
+    ids=["qwen2-torch", "llama_gqa-torch", "qwen2-vllm", "qwen2-vllm-server"],
 )
 def test_ratio_is_one_on_the_policy_that_sampled(
     make_model: Callable[..., Path],

@@ -38,13 +38,23 @@ def running_server() -> tuple[ServerProcess, Path]:
     return server, model
 
 
+def open_shared(
+    *, slots: int, context_tokens: int, decode: Decode | None = None
+) -> VllmServerEngine:
+    """An engine of that server, without weights."""
+    server, model = running_server()
+    return VllmServerEngine.open(
+        model, slots=slots, context_tokens=context_tokens, address=server.address, decode=decode
+    )
+
+
 @contextmanager
 def server_subject(folder: Path) -> Iterator[Subject]:
     """The vllm-server engine under contract, with two policies in a store of their own.
 
     Engines of one server must not run at the same time under other weights; no check does that.
     """
-    server, model = running_server()
+    _, model = running_server()
     directories = [model, models.make_qwen2(folder / "seed1", 1, scale=8.0)]
     shutil.copytree(model, folder / "seed0")
     store = PolicyStore(folder / "policies")
@@ -55,13 +65,7 @@ def server_subject(folder: Path) -> Iterator[Subject]:
     def open_engine(
         *, slots: int, context_tokens: int = CONTEXT_TOKENS, decode: Decode | None = None
     ) -> Engine:
-        engine = VllmServerEngine.open(
-            model,
-            slots=slots,
-            context_tokens=context_tokens,
-            address=server.address,
-            decode=decode,
-        )
+        engine = open_shared(slots=slots, context_tokens=context_tokens, decode=decode)
         engine.load(first[0], version=0, digest=first[1])
         opened.append(engine)
         return engine

@@ -96,7 +96,14 @@ def test_address_that_is_none_is_named(url: str) -> None:
         Address.of(url, "")
 
 
-def test_address_with_six_bytes_more_is_one() -> None:
+@pytest.mark.parametrize("key", ["two\nlines", " padded", "schlüssel"])
+def test_key_that_no_header_can_carry_is_refused_unseen(key: str) -> None:
+    with pytest.raises(ConfigError, match="key of vLLM's server") as raised:
+        Address.of("http://h:1", key)
+    assert key not in str(raised.value)
+
+
+def test_address_of_the_next_protocol_is_one() -> None:
     assert str(Address.of("http://[::1]:8000/", "")) == "http://[::1]:8000"
 
 

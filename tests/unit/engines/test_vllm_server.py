@@ -277,10 +277,11 @@ def test_silence_of_a_server_that_is_not_well_is_an_error(
         engine.step()
 
 
-def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["guessed", ""])
+def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path, key: str) -> None:
     with pytest.raises(ResourceError, match="401") as raised:
         VllmServerEngine.open(
-            tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, "guessed")
+            tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, key)
         )
     assert raised.value.hint is not None and "key" in raised.value.hint
     assert "guessed" not in str(raised.value)

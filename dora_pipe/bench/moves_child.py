@@ -127,6 +127,7 @@ class Moving:
             MappedFiles(Path(setup.own) / "handover", clock=clock),
             Identity(token=TOKEN, run="bench", host=HOST),
             weights=Path,
+            linger_s=0.0,
         )
         self._ways = {
             "files": KvHandover(MappedFiles(Path(setup.shared) / "handover", clock=clock)),

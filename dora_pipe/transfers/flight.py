@@ -9,6 +9,7 @@ while it comes.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,14 @@ from dora_pipe.transfers.port import (
 WAIT_S: Final = 5.0
 BYTES_PER_S_MIN: Final = 20_000_000
 """Weights that come more slowly than this, after `WAIT_S`, are read from the store instead."""
+
+LINGER_S: Final = 5.0
+"""A process that ends serves what it offered for so long; behind that, requests are prefilled."""
+
+REMEMBERED_MAX: Final = 10_000
+"""Blobs that a process remembers for that."""
+
+LINGER_TURN_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +84,12 @@ class FlightTransfers:
         *,
         weights: Callable[[str], Path],
         streams_max: int = STREAMS_MAX,
+        linger_s: float = LINGER_S,
     ) -> None:
         self._place = place
+        self._linger_s = linger_s
+        self._offered: set[str] = set()
+        self._sent: set[str] = set()
         self._client = Client(identity.token, identity.run, **dict(identity.client_tls))
         self._server = Server(
             f"{identity.scheme}://{identity.listen or identity.host}:{identity.port}",
@@ -84,6 +97,7 @@ class FlightTransfers:
             run=identity.run,
             shelves={"kv": lambda leaf: place.path(Blob(sha256=leaf, bytes=0)), "weights": weights},
             drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
+            sent=self._sent.add,
             streams_max=streams_max,
             **dict(identity.server_tls),
         )
@@ -94,6 +108,10 @@ class FlightTransfers:
         blob = self._place.offer(chunks)
         if isinstance(blob, Lost):
             return blob
+        if len(self._offered) >= REMEMBERED_MAX:
+            self._offered.clear()
+            self._sent.clear()
+        self._offered.add(blob.sha256)
         return msgspec.structs.replace(blob, peer=self.address)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
@@ -117,7 +135,16 @@ class FlightTransfers:
         self._place.clear()
 
     def close(self) -> None:
-        """Stop serving; streams that run are ended."""
+        """Stop serving, as soon as nobody waits for what was offered here, or after `LINGER_S`.
+
+        A worker that was drained has just let go of requests, whose caches lie here alone. Streams
+        that run are finished: their clients have deadlines.
+        """
+        until_s = time.monotonic() + self._linger_s
+        while self._awaited() and time.monotonic() < until_s:
+            time.sleep(LINGER_TURN_S)
+        for sha256 in self._sent:
+            self._place.drop(Blob(sha256=sha256, bytes=1))
         self._client.close()
         self._server.shutdown()
         self._server.wait()
@@ -145,6 +172,11 @@ class FlightTransfers:
         if full:
             return Lost(NO_ROOM)
         return lost or (None if written == size else Lost(BROKEN_OFF))
+
+    def _awaited(self) -> bool:
+        """Whether something that was offered here has been neither sent nor dropped."""
+        lying = (self._place.path(Blob(sha256=one, bytes=1)) for one in self._offered - self._sent)
+        return any(path.exists() for path in lying)
 
     def _is_elsewhere(self, blob: Blob) -> bool:
         return blob.peer not in ("", self.address)

@@ -36,7 +36,8 @@ Shelf = Callable[[str], Path]
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """A server of its own thread pool; `shelves` by the first part of names."""
+    """A server of its own thread pool; `shelves` by the first part of names. `drop` and `sent` are
+    told of a blob that a peer wants forgotten, and of one that a peer has got."""
 
     def __init__(
         self,
@@ -46,21 +47,30 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         run: str,
         shelves: Mapping[str, Shelf],
         drop: Callable[[str], None],
+        sent: Callable[[str], None],
         streams_max: int = STREAMS_MAX,
         **tls: Any,
     ) -> None:
         self._shelves = shelves
         self._drop = drop
+        self._sent = sent
         self._streams = threading.BoundedSemaphore(streams_max)
         super().__init__(location, auth_handler=ServerAuth(token, run), **tls)
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         """Stream a file. Raises FlightServerError: it is not here, or there are too many."""
-        data = self._mapped(ticket.ticket)
+        name = ticket.ticket
+        data = self._mapped(name)
         if not self._streams.acquire(blocking=False):
             data.close()
             raise flight.FlightServerError(BUSY)
-        return flight.GeneratorStream(SCHEMA, _Chunks(data, self._streams.release))
+        kind, leaf = _split(name)
+
+        def sent() -> None:
+            if kind == "kv":
+                self._sent(leaf)
+
+        return flight.GeneratorStream(SCHEMA, _Chunks(data, sent, self._streams.release))
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         """Drop a blob, or say how large a file is."""
@@ -85,10 +95,12 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
 
 class _Chunks:
-    """The chunks of a file; whatever becomes of the stream, `done` is called once at its end."""
+    """The chunks of a file. `sent` is called behind the last one; `done` once at the end, whatever
+    becomes of the stream."""
 
-    def __init__(self, data: mmap.mmap, done: Callable[[], None]) -> None:
+    def __init__(self, data: mmap.mmap, sent: Callable[[], None], done: Callable[[], None]) -> None:
         self._data = pa.py_buffer(data)
+        self._sent = sent
         self._done: Callable[[], None] | None = done
         self._at = 0
 
@@ -97,6 +109,7 @@ class _Chunks:
 
     def __next__(self) -> Any:
         if self._at >= self._data.size:
+            self._sent()
             self._end()
             raise StopIteration
         part = self._data.slice(self._at, min(CHUNK_BYTES, self._data.size - self._at))

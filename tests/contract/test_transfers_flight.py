@@ -206,7 +206,8 @@ def test_peer_that_was_started_anew_is_known_again(tmp_path: Path) -> None:
             assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
             number = int(source.address.rpartition(":")[2])
         assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.UNREACHABLE)
-        with served(tmp_path / "a", port=number):
+        with served(tmp_path / "a", port=number) as again:
+            assert offered(again) == blob
             until_s = time.monotonic() + WAIT_S
             while isinstance(target.fetch(blob, timeout_s=WAIT_S), Lost):
                 assert time.monotonic() < until_s, "gRPC's own patience with an address is 1 s"
@@ -294,6 +295,39 @@ def test_more_peers_than_connections_are_served(
         blobs = [offered(first, b"1"), offered(second, b"2")]
         for blob in blobs * 2:
             assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
+
+
+# When one ends
+
+
+def test_peer_that_ends_waits_for_those_that_fetch_from_it(tmp_path: Path) -> None:
+    with served(tmp_path / "b") as target:
+        source = served(tmp_path / "a", linger_s=WAIT_S)
+        transfers = source.__enter__()
+        blob = offered(transfers)
+        with ThreadPoolExecutor(1) as pool:
+            ending = pool.submit(source.__exit__, None, None, None)
+            assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
+            ending.result(WAIT_S)
+    assert not list((tmp_path / "a" / "place").iterdir()), "what was sent needs nobody any more"
+
+
+def test_peer_that_ends_does_not_wait_for_ever(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with served(tmp_path / "a", linger_s=0.1) as source:
+        offered(source)
+    assert 0.1 <= time.monotonic() - began_s < 5.0
+    assert list((tmp_path / "a" / "place").iterdir()), "one of this machine may yet take it"
+
+
+def test_peer_whose_blobs_were_dropped_ends_at_once(tmp_path: Path) -> None:
+    with served(tmp_path / "b") as target:
+        with served(tmp_path / "a", linger_s=WAIT_S) as source:
+            here, there = offered(source, b"here"), offered(source, b"there")
+            source.drop(here)
+            target.drop(there)
+            began_s = time.monotonic()
+        assert time.monotonic() - began_s < 2.0
 
 
 # Weights

@@ -99,6 +99,7 @@ def served(
     run: str = RUN,
     streams_max: int = 8,
     port: int = 0,
+    linger_s: float = 0.0,
 ) -> Iterator[FlightTransfers]:
     """A process of a machine of its own; its policy store is `folder/policies`."""
     place = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
@@ -107,6 +108,7 @@ def served(
         Identity(token=token, run=run, host=HOST, port=port),
         weights=lambda name: folder / "policies" / "weights" / name,
         streams_max=streams_max,
+        linger_s=linger_s,
     )
     try:
         yield transfers

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from dora_pipe.bus.open import open_bus
-from dora_pipe.cli.rundir import opened
 from dora_pipe.history.helpers import Request, serve
 
 OUT_BYTES = 1 << 20
@@ -28,6 +27,8 @@ def main(kind: str, where: str, archive: str = "") -> None:
             finally:
                 bus.close()
             return
+        from dora_pipe.cli.rundir import opened  # What a run's directory takes; an address less.
+
         with opened(where, archive=Path(archive) if archive else None) as run:
             serve(run.bus, request, out)
 

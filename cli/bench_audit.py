@@ -23,7 +23,7 @@ def audit(
     trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
     memory: Annotated[
-        int, typer.Option(min=0, help="Also compare memory: so many trajectories, and ten times.")
+        int, typer.Option(min=0, help="Also how memory grows in an audit of so many trajectories.")
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -38,10 +38,10 @@ class Hosts:
     _heap: list[tuple[int, str]] = field(default_factory=list)
     """(load - slots, name) of workers with room, many of them out of date."""
 
-    def offer(self, worker: Worker) -> None:
+    def offer(self, worker: Worker, load: int) -> None:
         """A worker with room, as it is now."""
         heap = self._heap
-        heappush(heap, (worker.load - worker.slots, worker.name))
+        heappush(heap, (load - worker.slots, worker.name))
         if len(heap) > STALE_MIN + STALE_TIMES * len(self.workers):
             open_ = [one for one in self.workers.values() if one.open]
             self._heap = [(one.load - one.slots, one.name) for one in open_]
@@ -99,9 +99,15 @@ class Index:
             hosts.load += load - seen.load
             hosts.free += free - seen.free
             seen.load, seen.free = load, free
-        if target is not None:
-            if worker.open:
-                self.hosts[target].offer(worker)
+        if target is None:
+            return
+        if worker.open:
+            self.hosts[target].offer(worker, load)
+        # Whoever has requests that stay, as nearly everybody has, is in neither.
+        if load > worker.arriving:
+            self.idle.pop(worker.name, None)
+            self.emptying.pop(worker.name, None)
+        else:
             _keep(self.idle, worker, not worker.requests and worker.settled)
             _keep(self.emptying, worker, bool(worker.leaving) and not load)
 

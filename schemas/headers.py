@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> H
 
 def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
     """Headers as the bus carries them. Raises SchemaError for what is not ASCII."""
-    return tuple((one.name, _write(one.name, getattr(headers, one.name))) for one in _FIELDS)
+    return tuple((name, _write(name, getattr(headers, name))) for name in _ORDER)
 
 
 def headers_of(
@@ -89,11 +88,11 @@ def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
             raise SchemaError("header is there twice", path=_path(name))
         found[name] = value
     parsed: dict[str, Any] = {}
-    for one in _FIELDS:
-        if one.name in found:
-            parsed[one.name] = _PARSERS[str(one.type)](one.name, _ascii(one.name, found[one.name]))
-        elif one.name not in _OPTIONAL:
-            raise SchemaError("header is missing", path=_path(one.name))
+    for name, kind in _KINDS.items():
+        if name in found:
+            parsed[name] = _PARSERS[kind](name, _ascii(name, found[name]))
+        elif name not in _OPTIONAL:
+            raise SchemaError("header is missing", path=_path(name))
     for name in _DIGESTS:
         if _HEX.fullmatch(parsed[name]) is None:
             raise SchemaError("not 64 hex digits", path=_path(name))
@@ -218,10 +217,10 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "int": _integer,
     "float | None": _reward,
 }
-_FIELDS = fields(Headers)
-_NAMES = frozenset(one.name for one in _FIELDS)
+_ORDER = Headers.__struct_fields__
+_KINDS = {name: str(Headers.__annotations__[name]) for name in _ORDER}
+_NAMES = frozenset(_ORDER)
 _OPTIONAL = frozenset({"traceparent"})
-_ORDER = tuple(one.name for one in _FIELDS)
 _COMPARED_NAMES = tuple(name for name in _ORDER if name not in ("sha256", "traceparent"))
 _COMPARED = attrgetter(*_COMPARED_NAMES)
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
@@ -233,5 +232,5 @@ def _pattern(name: str, kind: str) -> str:
     return _HEX.pattern if name in _DIGESTS else f"[^\n]{{0,{_TEXT_CHARACTERS_MAX}}}"
 
 
-_LINE = re.compile("\n".join(f"({_pattern(one.name, str(one.type))})" for one in _FIELDS))
+_LINE = re.compile("\n".join(f"({_pattern(*one)})" for one in _KINDS.items()))
 """All headers, a line each: who holds a newline has one too many."""

@@ -146,8 +146,7 @@ class Trajectory:
         return [one.version for one in self.segments if one.kind == "model"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headers:
+class Headers(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What a reader may filter by without opening the value; ASCII on the wire (see `headers`).
 
     Example: ``parse_headers(record.headers).version == 3``.

@@ -21,6 +21,9 @@ NODES: Final = 26
 BUFFERS: Final = 56
 """Bitmaps, offsets, values."""
 
+_SMALL_BYTES_MAX: Final = COLUMN_BYTES_MAX // BUFFERS
+"""Buffers that lie in a body of this size cannot be too large together."""
+
 _HEAD: Final = TRAJECTORY.head
 _PREFIX: Final = struct.Struct("<iI")  # a message: continuation mark, bytes of its metadata
 _HEADER_SLOT: Final = 2  # of the flatbuffers table Message
@@ -66,7 +69,7 @@ class Metadata:
         at, layout = 0, "<"
         for place, count in numbers:
             self._same.append((start + at, whole[at:place]))
-            layout += f"{place - at}x{count}q"
+            layout += f"{place - at}x{count}Q"  # What is negative becomes huge.
             at = place + 8 * count
         self._numbers = struct.Struct(layout)
         self._low_bytes = slice(start + buffers, start + buffers + 16 * BUFFERS, 16)
@@ -79,9 +82,9 @@ class Metadata:
         found = self._numbers.unpack_from(raw, len(_HEAD))
         starts, sizes = found[1 : 2 * BUFFERS : 2], found[2 : 2 * BUFFERS + 1 : 2]
         body = raw[self._body :]
-        if not 0 <= found[0] <= len(body) or min(starts) < 0 or min(sizes) < 0:
+        if found[0] > len(body) or max(map(add, starts, sizes)) > found[0]:
             raise Unusual
-        if max(map(add, starts, sizes)) > found[0] or sum(sizes) > COLUMN_BYTES_MAX:
+        if found[0] > _SMALL_BYTES_MAX and sum(sizes) > COLUMN_BYTES_MAX:
             raise Unusual
         if raw[self._low_bytes].translate(None, _MULTIPLES_OF_8):
             raise Unusual

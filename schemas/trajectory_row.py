@@ -25,12 +25,14 @@ from dora_pipe.schemas.trajectory_codec import META
 from dora_pipe.schemas.trajectory_numbers import Metadata, Unusual
 
 _PAIR: Final = struct.Struct("<2i")
+_NOTHING: Final = _PAIR.pack(0, 0)
 _LONG: Final = struct.Struct("<q")
 _DOUBLE: Final = struct.Struct("<d")
 
 _NAME, _VERSION, _DIGEST, _TOKENS, _LOGPROBS, _SAMPLER, _MASK = 1, 4, 6, 8, 12, 16, 20
 """Of a text or list the buffer of its offsets; its bitmap is before, its entries are behind it."""
 _REWARD, _SEGMENTS, _KIND, _WORKER, _TOOL, _META = 24, 26, 29, 42, 49, 54
+_LISTS: Final = (_LOGPROBS, _SAMPLER, _MASK)
 _INTEGERS: Final = (32, 34, 36)  # of segments: start, end, turn
 _LONGS: Final = (38, 40, 45, 47)  # start_ns, end_ns, epoch, version
 _OK: Final = 52
@@ -115,7 +117,9 @@ class Row:
         runs = self._runs()
         self.sampled = sum(end - start for start, end in runs)
         self._check_nodes(nodes)
-        self._check_arrays(runs, nodes[2 * _SAMPLER_NODE + 1] == 0)
+        other = nodes[2 * _SAMPLER_NODE + 1] == 0
+        self._check_lists(other)
+        self._check_arrays(runs, other)
         self.epochs, self.versions = self._longs(_LONGS[2]), self._longs(_LONGS[3])
         self.name = self._text(_NAME).decode()
         self.version = self._version()
@@ -189,6 +193,17 @@ class Row:
             raise Unusual
         return int(end)
 
+    def _check_lists(self, other: bool) -> None:
+        """The only list of a column goes from its first entry to the last token."""
+        at, begins, whole = self._at, self._raw.startswith, _PAIR.pack(0, self.length)
+        sampler = whole if other else _NOTHING
+        if min(map(self._sizes.__getitem__, _LISTS)) < _PAIR.size:
+            raise Unusual
+        if not (begins(whole, at[_LOGPROBS]) and begins(whole, at[_MASK])):
+            raise Unusual
+        if not begins(sampler, at[_SAMPLER]):
+            raise Unusual
+
     def _text(self, place: int) -> bytes:
         end, start = self._list_end(place), self._at[place + 1]
         if end > self._sizes[place + 1]:
@@ -236,7 +251,7 @@ class Row:
     def _runs(self) -> list[tuple[int, int]]:
         """The model segments, of segments that tile the sequence and of a mask that says so."""
         raw, mask, length = self._raw, self._at[_MASK + 2], self.length
-        if self._list_end(_MASK) != length or self._sizes[_MASK + 2] < length:
+        if self._sizes[_MASK + 2] < length:
             raise Unusual
         at, found = 0, []
         for kind, start, end in zip(self.kinds, *self.rows, strict=True):
@@ -285,14 +300,14 @@ class Row:
             self._check_floats(_SAMPLER, runs)
         else:
             null = sizes[_SAMPLER - 1] and not raw[at[_SAMPLER - 1]] & 1
-            if not null or self._list_end(_SAMPLER) or sizes[_SAMPLER + 1]:
+            if not null or sizes[_SAMPLER + 1]:
                 raise Unusual
 
     def _check_floats(self, place: int, runs: list[tuple[int, int]]) -> None:
         raw, length = self._raw, self.length
         bitmap, start = self._at[place + 1 : place + 3]
         bitmap_bytes, size = self._sizes[place + 1 : place + 3]
-        if self._list_end(place) != length or size < 4 * length:
+        if size < 4 * length:
             raise Unusual
         if self.sampled == length:
             if bitmap_bytes:

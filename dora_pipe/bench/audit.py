@@ -7,7 +7,6 @@ first audit is compared with the readings before and after it.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -22,19 +21,18 @@ from pathlib import Path
 from typing import Final, Literal
 from uuid import uuid4
 
+import msgspec
+
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.errors import InvariantBroken
-from dora_pipe.history.auditor import Auditor
+from dora_pipe.history.auditor import Auditor, Progress
 from dora_pipe.history.gathering import Source
 from dora_pipe.history.helpers import Helpers, command_of, helpers_for
 from dora_pipe.history.index import open_index
 from dora_pipe.history.reading import ends_of, records_of
 from dora_pipe.schemas.topics import Topics
-
-MEMORY_TIMES: Final = 10
-"""The longer of the two logs whose audits' memory is compared."""
 
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
@@ -65,7 +63,11 @@ class AuditFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigure:
-    """The largest resident memory of the processes that audited two runs, MB of 10^6 bytes."""
+    """The largest resident memory of a process by the middle of its audit and by its end, MB of
+    10^6 bytes.
+
+    By the middle of a long run whatever is bounded has filled up: what comes then grows with it.
+    """
 
     trajectories: int
     mb: float
@@ -163,10 +165,19 @@ def audit_log(
     *,
     whole: bool = True,
     source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
+    on_piece: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
     """Audit a log with its index, as the command does. Raises InvariantBroken."""
     opened = open_index(path, bus, topics, whole=whole, files=False)
-    auditor = Auditor(bus, topics, None, books=opened.books, whole=whole, source=source)
+    auditor = Auditor(
+        bus,
+        topics,
+        None,
+        books=opened.books,
+        whole=whole,
+        source=source,
+        on_piece=lambda: on_piece(auditor.progress),
+    )
     try:
         auditor.advance()
         opened.index.remember(auditor.books)
@@ -179,14 +190,13 @@ def audit_log(
 
 
 def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
-    """Audit a run and one of ten times its length, each in a process of its own."""
-    found = []
-    for count in (trajectories, MEMORY_TIMES * trajectories):
-        path = folder / f"memory-{count}.sqlite"
-        with closing(open_bus(f"sqlite:{path}")) as bus:
-            written = write_log(bus, LogPlan(trajectories=count, tokens=32, run="memory"))
-        found.append((written.trajectories, _peak_bytes(path)))
-    (few, few_bytes), (many, many_bytes) = found
+    """Audit a run of so many trajectories in a process of its own."""
+    path = folder / "memory.sqlite"
+    with closing(open_bus(f"sqlite:{path}")) as bus:
+        written = write_log(bus, LogPlan(trajectories=trajectories, tokens=32, run="memory"))
+    curve = _peaks(path)
+    many, many_bytes = written.trajectories, curve[-1][1]
+    few, few_bytes = next(point for point in curve if 2 * point[0] >= many)
     slope = (many_bytes - few_bytes) / (many - few)
     return MemoryFigure(
         trajectories=few,
@@ -199,10 +209,11 @@ def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
     )
 
 
-def _peak_bytes(path: Path) -> int:
+def _peaks(path: Path) -> list[tuple[int, int]]:
+    """Trajectories that an audit had looked at, and its largest memory by then, in bytes."""
     command = [sys.executable, "-m", "dora_pipe.bench.audit", str(path)]
     done = subprocess.run(command, check=True, capture_output=True)
-    return int(json.loads(done.stdout)["peak_bytes"])
+    return msgspec.json.decode(done.stdout, type=list[tuple[int, int]])
 
 
 def _timed(work: Callable[[], None]) -> _Spent:
@@ -217,13 +228,23 @@ def _cpu_s() -> float:
 
 
 def _main(path: str) -> None:
-    """Audit the log of the run `memory`, and say how much memory that took at most."""
-    index = Path(f"{path}.index")
+    """Audit the log of the run `memory`; say after each piece how much memory it took at most."""
+    curve: list[tuple[int, int]] = []
     with closing(open_bus(f"sqlite:{path}")) as bus:
-        audit_log(bus, Topics("memory"), index)
+        audit_log(
+            bus,
+            Topics("memory"),
+            Path(f"{path}.index"),
+            on_piece=lambda progress: curve.append((progress.records, _peak_bytes())),
+        )
+    curve.append((curve[-1][0], _peak_bytes()))
+    sys.stdout.buffer.write(msgspec.json.encode(curve))
+
+
+def _peak_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    sys.stdout.write(json.dumps({"peak_bytes": int(peak) * 1024}))
+    return int(peak) * 1024
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ class Accounts:
 
     def placed(self, decision: PlacedRequest, at: Moment) -> None:
         """A new attempt at a request."""
-        entry = self.request(decision.trajectory)
+        group = self.groups.get(decision.spec.group)
+        entry = None if group is None else group.requests.get(decision.trajectory)
         if entry is None:
             return
         entry.waiting, entry.moving = False, False

@@ -170,8 +170,9 @@ class RecordCheck:
             for name in one.disagree:
                 message = f"its header and its value disagree about {name}"
                 self._findings.add(_check_of(name), who, message)
-            self._value(one.content, logged, group)
-            pure = set(one.content.versions) <= {one.content.version}
+            versions = set(one.content.versions)
+            self._value(one.content, versions, logged, group)
+            pure = versions <= {one.content.version}
         self.seen.one_version += pure and self._findings.total == before
 
     def _bytes(self, one: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
@@ -228,7 +229,9 @@ class RecordCheck:
             message = f"was sampled from other weights than version {headers.version}"
             self._findings.same("C1", who, message, expected=published.digest, found=headers.digest)
 
-    def _value(self, content: Content, logged: Logged, group: GroupEntry) -> None:
+    def _value(
+        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+    ) -> None:
         spec, who = group.spec, logged.fact.trajectory
         wanted = (
             spec.size,
@@ -248,10 +251,12 @@ class RecordCheck:
         )
         self._dispatched(who, _OF_VALUE, wanted, found)
         self._same("records", who, "finish", logged.fact.finish, content.finish)
-        self._versions(content, logged, group)
+        self._versions(content, versions, logged, group)
 
-    def _versions(self, content: Content, logged: Logged, group: GroupEntry) -> None:
-        who, versions = logged.fact.trajectory, set(content.versions)
+    def _versions(
+        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+    ) -> None:
+        who = logged.fact.trajectory
         self.seen.mixed[len(versions)] += 1
         if self._ledger.interruptible and group.spec.purpose == "train":
             self._findings.looked["C1"] += len(content.sampled)

@@ -244,10 +244,7 @@ class _Groups:
         if found is None:
             return None
         group = self._decoder.decode(zstandard.decompress(found[0]))
-        places = {logged.place: logged for logged in group.records}
-        for entry in group.requests.values():
-            if entry.bound is not None:
-                entry.bound = places[entry.bound.place]
+        _bind(group)
         return group
 
     def of_version(self, version: int) -> set[str]:
@@ -258,12 +255,26 @@ class _Groups:
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
         """Many groups."""
         kept = list(entries)
-        squeezed = _squeeze(self._encode(group) for _, group in kept)
+        squeezed = _squeeze(self._written(group) for _, group in kept)
         rows = [
             (_group_number(name), group.spec.version, group.fate, group.step, entry)
             for (name, group), entry in zip(kept, squeezed, strict=True)
         ]
         self._index.write("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _written(self, group: GroupEntry) -> bytes:
+        """A group with each record once: which of them are bound, their standing says."""
+        for entry in group.requests.values():
+            entry.bound = None
+        written = self._encode(group)
+        _bind(group)
+        return written
+
+
+def _bind(group: GroupEntry) -> None:
+    for logged in group.records:
+        if logged.standing == "bound":
+            group.requests[logged.fact.trajectory].bound = logged
 
 
 class _Waiting:

@@ -178,13 +178,12 @@ class Legality:
         self._books.add(spec)
 
     def _place(self, decision: PlacedRequest, where: str) -> None:
-        group = self._ledger.accounts.groups.get(decision.spec.group)
-        entry = self._ledger.accounts.request(decision.trajectory)
-        who = decision.trajectory
+        who, group = decision.trajectory, self._ledger.accounts.groups.get(decision.spec.group)
+        entry = None if group is None else group.requests.get(who)
         if group is None or entry is None:
             self._wrong(who, f"is placed in {where} but was never dispatched")
             return
-        if group.spec != decision.spec:
+        if group.spec is not decision.spec and group.spec != decision.spec:
             expected, found = _differing(group.spec, decision.spec)
             message = f"is placed in {where} otherwise than its group was dispatched"
             self._wrong(who, message, expected, found)
@@ -196,9 +195,7 @@ class Legality:
             self._wrong(who, f"is placed in {where} although it has ended")
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
-        worker = self._worker(
-            decision.worker, decision.epoch, f"place {decision.trajectory}", where
-        )
+        worker = self._worker(decision.worker, decision.epoch, f"place {who}", where)
         if worker is not None and not self._may_run(group.spec, worker.target):
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)

@@ -128,7 +128,7 @@ class TrainerStage:
     ) -> TakenTrajectory:
         """Append a trajectory, its headers changed as asked; how a batch decision names it."""
         value, headers = encode_trajectory(trajectory)
-        headers = replace(headers, **header_changes)
+        headers = msgspec.structs.replace(headers, **header_changes)
         ordinal = int(trajectory.trajectory[1:11])
         where = ordinal % PARTITIONS if partition is None else partition
         (offset,) = self.writer.append(

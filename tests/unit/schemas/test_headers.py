@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matche
 from dora_pipe.schemas.trajectory import Headers
 from tests.golden.arrow_values import HEADERS, PLAIN_TRAJECTORY, TRAJECTORY
 
-REQUIRED = [one.name for one in fields(Headers) if one.name != "traceparent"]
+REQUIRED = [name for name in Headers.__struct_fields__ if name != "traceparent"]
 
 
 def pairs_with(**changes: bytes | None) -> list[tuple[str, bytes]]:
@@ -32,7 +32,9 @@ def test_missing_header_is_named(name: str) -> None:
 
 
 def test_missing_traceparent_is_nothing_to_complain_about() -> None:
-    assert parse_headers(pairs_with(traceparent=None)) == replace(HEADERS, traceparent="")
+    assert parse_headers(pairs_with(traceparent=None)) == msgspec.structs.replace(
+        HEADERS, traceparent=""
+    )
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -76,7 +78,7 @@ def test_digest_that_is_none_is_refused(name: str, text: bytes) -> None:
 
 @pytest.mark.parametrize("reward", [None, 0.0, -0.0, 1 / 3, -1e300, 5e-324])
 def test_reward_survives_exactly_and_none_is_not_zero(reward: float | None) -> None:
-    back = parse_headers(header_pairs(replace(HEADERS, reward=reward))).reward
+    back = parse_headers(header_pairs(msgspec.structs.replace(HEADERS, reward=reward))).reward
     assert repr(back) == repr(reward)
 
 
@@ -94,7 +96,7 @@ def test_worker_name_that_is_not_ascii_is_refused_by_the_writer() -> None:
 
 def test_headers_of_a_trajectory_say_what_it_says() -> None:
     headers = describe(TRAJECTORY, sha256="ab" * 32, traceparent="00-x")
-    assert headers == replace(HEADERS, sha256="ab" * 32, traceparent="00-x")
+    assert headers == msgspec.structs.replace(HEADERS, sha256="ab" * 32, traceparent="00-x")
     assert matches(headers, TRAJECTORY) == []
 
 
@@ -117,12 +119,12 @@ DISAGREEING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", DISAGREEING)
 def test_header_that_disagrees_with_the_value_is_named(name: str) -> None:
-    wrong = replace(HEADERS, **{name: DISAGREEING[name]})
+    wrong = msgspec.structs.replace(HEADERS, **{name: DISAGREEING[name]})
     assert matches(wrong, TRAJECTORY) == [name]
 
 
 def test_every_header_is_compared_but_two() -> None:
-    assert {one.name for one in fields(Headers)} - set(DISAGREEING) == {"sha256", "traceparent"}
+    assert set(Headers.__struct_fields__) - set(DISAGREEING) == {"sha256", "traceparent"}
 
 
 def _outcome(pairs: Any) -> Any:

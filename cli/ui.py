@@ -52,7 +52,7 @@ def ui(
         desks = []
         for place, name in enumerate(filter(None, (run, beside))):
             find_run(name, root)
-            opener = _opener(name, root, None if place else archive, redact)
+            opener = opener_of(name, root, None if place else archive, redact=redact)
             desks.append(Desk(opener, None if place else replayed))
             stack.callback(desks[-1].close)
         if export is not None:
@@ -70,7 +70,11 @@ def ui(
         server.serve_forever()
 
 
-def _opener(name: str, root: Path, archive: Path | None, redact: bool) -> Opener:
+def opener_of(
+    name: str, root: Path, archive: Path | None = None, *, redact: bool = False
+) -> Opener:
+    """Opens a run, or the archive of one, as the pages need it."""
+
     @contextmanager
     def open_source() -> Iterator[Source]:
         with opened(name, root, archive) as run:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -90,6 +91,11 @@ class Server(ThreadingHTTPServer):
                 f"port {port} of {HOST} cannot be used: {error.strerror}",
                 hint="choose another one with --port, or 0 for any",
             ) from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away before its answer is no news; anything else is a mistake."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

@@ -1,5 +1,5 @@
 """The pages in a real Chromium: from the first page to a token, by mouse and keyboard, at two
-widths, live and as a file; nothing in the console, nothing from elsewhere, readable by everybody."""
+widths, live and as a file; nothing in the console, nothing from elsewhere, readable for all."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _desk(recorded: RecordedRun, *, redact: bool = False) -> Desk:
 @pytest.fixture(scope="module")
 def address(recorded: RecordedRun) -> Iterator[str]:
     """The run beside itself."""
-    with closing(_desk(recorded)) as first, closing(_desk(recorded)) as second:
-        with served(first, second) as found:
-            yield found
+    desks = closing(_desk(recorded)), closing(_desk(recorded))
+    with desks[0] as first, desks[1] as second, served(first, second) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,9 @@ def test_redacted_pages_show_no_text(page: Page, recorded: RecordedRun) -> None:
         page.open(address + "#/0/trajectories?fate=trained")
         page.click("td a[href^='#/0/trajectory/']")
         assert "Texts are hidden" in page.text()
+        assert "null" not in page.text("body")
         assert set(page.text(".tokens").split()) == {"▒"}
+        page.leave()
 
 
 def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_path: Path) -> None:
@@ -268,6 +270,7 @@ def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_pat
             page.until("document.querySelector('h1').innerText.includes('finished, 6 of 6')")
             assert page.run("document.querySelector('figure details').open")
             assert page.run("window.scrollY") == 200
+            page.leave()
 
 
 def test_run_of_a_hundred_thousand_trajectories(page: Page, tmp_path: Path) -> None:
@@ -284,6 +287,7 @@ def test_run_of_a_hundred_thousand_trajectories(page: Page, tmp_path: Path) -> N
         assert page.run("document.querySelectorAll('main h1').length") == 1
         page.until("document.querySelector('h1').innerText.includes('finished')")
         page.until("!document.querySelector('main .reading')")
+        page.leave()
     path = tmp_path / "many.html"
     began_s = time.monotonic()
     with closing(Desk(lambda: source_of(recorded))) as desk:

@@ -65,6 +65,11 @@ class Page:
         self._call("Page.navigate", url=address)
         self.until("document.documentElement?.dataset.ready === 'yes'")
 
+    def leave(self) -> None:
+        """To nowhere: a page that follows a run would miss its server."""
+        self._call("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
+
     def go(self, address: str) -> None:
         """To another page of the same application: what stands behind the #."""
         self.run(f"location.hash = {json.dumps(address)}")
@@ -114,9 +119,10 @@ class Page:
                 **text,
             )
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """What it looks like, all of it if wanted, as PNG."""
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, path: Path) -> None:
+        """What it looks like now, as PNG or WebP by the file's name."""
+        kind = {".png": {"format": "png"}, ".webp": {"format": "webp", "quality": 60}}[path.suffix]
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=True, **kind)
         path.write_bytes(base64.b64decode(found["data"]))
 
     def shot_whole(self, path: Path, width: int, height_max: int = 6000) -> None:

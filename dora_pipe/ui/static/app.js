@@ -73,13 +73,14 @@ function head({ run, page }) {
   const names = runs.map((one, at) => item(same && at ? `${one.name} (beside)` : one.name,
     `#/${at}/overview`,
     page !== "compare" && String(at) === run));
-  document.getElementById("head").replaceChildren(
+  document.getElementById("head").replaceChildren(...[
     h("div", { class: "brand" }, h("a", { href: "#/0/overview" }, "dora-pipe")),
     h("nav", { "aria-label": "pages" }, h("ul", null,
       PAGES.map((one) => item(one, `#/${run}/${one}`, one === page)),
       beside ? item("side by side", "#/0/compare", page === "compare") : null)),
     runs.length > 1 ? h("nav", { "aria-label": "runs" }, h("ul", null, names)) : null,
-    goTo(run), embedded ? h("p", { class: "note" }, "a file, not a live page") : live());
+    goTo(run), embedded ? h("p", { class: "note" }, "a file, not a live page") : live(),
+  ].filter(Boolean));
 }
 
 function goTo(run) {

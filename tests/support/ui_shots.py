@@ -1,0 +1,71 @@
+"""Takes the screenshots of docs/ui.md: `make ui-shots RUN=runs/demo`.
+
+Each page is drawn by the server on that run, in Chromium, at the width that its name says.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from dora_pipe.cli.rundir import RUNS
+from dora_pipe.cli.ui import opener_of
+from dora_pipe.ui.asking import question
+from dora_pipe.ui.desk import Desk
+from dora_pipe.ui.server import Server
+from tests.support.chromium import Page, browser
+from tests.support.tidy import ROOT
+
+FOLDER = ROOT / "docs" / "images"
+WIDTH, NARROW = 1280, 400
+HEIGHT_MAX = 1250
+
+
+@contextmanager
+def served(run: str) -> Iterator[tuple[Desk, str]]:
+    """The pages of a run, and where they are."""
+    with closing(Desk(opener_of(run, RUNS))) as desk:
+        desk.read_all()
+        with Server([desk], port=0) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield desk, server.address
+            finally:
+                server.shutdown()
+                thread.join()
+
+
+def shots(run: str, folder: Path) -> None:
+    """Write the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with served(run) as (desk, address), tempfile.TemporaryDirectory() as own:
+        listed = desk.ask(question("/trajectories?fate=trained&sort=-tokens&limit=1"))
+        (row,) = listed["rows"]
+        step = row[listed["columns"].index("step")]
+        pages = {
+            "ui-overview": ("overview", WIDTH),
+            "ui-step": (f"step/{step}", WIDTH),
+            "ui-trajectory": (f"trajectory/{row[0]}", WIDTH),
+            "ui-narrow": ("overview", NARROW),
+        }
+        with browser(Path(own)) as page:
+            for name, (place, width) in pages.items():
+                _shot(page, f"{address}#/0/{place}", width, folder / f"{name}.webp")
+            page.leave()
+
+
+def _shot(page: Page, address: str, width: int, path: Path) -> None:
+    page.size(width, 900)
+    page.open(address)
+    page.settle()
+    page.run("new Promise((done) => setTimeout(done, 1000))")
+    page.shot_whole(path, width, HEIGHT_MAX)
+
+
+if __name__ == "__main__":
+    shots(sys.argv[1], FOLDER)

@@ -134,6 +134,19 @@ test-objectives: setup ## The objectives against trl's and verl's (300 MB beside
 	  echo "$(OBJECTIVES_WANTED)" > $(OBJECTIVES)/.stamp; fi
 	@PYTHONPATH=$(OBJECTIVES) $(BIN)/pytest -q -W default tests/objectives_reference $(ARGS)
 
+# Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
+AXE := axe-core@4.14.1
+AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
+RUN ?= runs/demo
+.PHONY: axe ui-shots
+
+axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (npm)
+	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null
+	@cd .axe && echo "$(AXE_SHA256)  axe-core-4.14.1.tgz" | sha256sum -c - >&2 && tar xzf axe-core-4.14.1.tgz
+
+ui-shots: setup ## The pictures of docs/ui.md from a run: make ui-shots RUN=runs/demo (chromium)
+	@$(BIN)/python -m tests.support.ui_shots $(RUN)
+
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 
 lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upgrade

@@ -21,9 +21,10 @@ from typing import Final
 from dora_pipe.orchestrator import hosting, transitions
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.rules_decision import apply_decision, dispatch, may_cancel
+from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
-from dora_pipe.orchestrator.state import Group, State, Worker, settings_in_force
+from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
     AnyDecision,

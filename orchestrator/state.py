@@ -4,9 +4,9 @@ Rules:
 
 1. State changes only in `orchestrator.rules_*` and `orchestrator.transitions`, driven by `fold`.
    The planner applies its decisions through the same functions.
-2. States compare by digest: sha256 of the canonical JSON of everything but the chain,
-   the frozen keys of the configuration, and the index, which follows from the rest.
-3. Whoever changes a worker, or what it has, calls `index.touch` (or `mark`, for what is rare).
+2. States compare by digest: sha256 of the canonical JSON of everything but the chain, the frozen
+   keys, and the index, which follows from the rest.
+3. Whoever changes a worker, or what it has, calls `index.touch` (or, where rare, `mark`).
 4. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
    the run is.
 
@@ -22,9 +22,10 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.index import Index
+from dora_pipe.orchestrator.settings import logged_keys
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
@@ -41,8 +42,8 @@ U is exactly the training groups that are generating or finished.
 Drain = Literal["no", "asked", "told"]
 
 STATE_FORM: Final = "1"
-"""What a state's digest covers, by name: another form with every field that comes or goes, so that
-a later version can go on with a log whose digests it cannot make again."""
+"""What a digest covers, by name: another form with every field that comes or goes, so that a later
+version can go on with a log whose digests it cannot make again."""
 
 RANK: dict[Purpose, int] = {"train": 0, "eval": 1}
 """Queued requests of training groups go before those of evaluation groups of the same version."""
@@ -355,10 +356,7 @@ class State:
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def digest(self) -> str:
-        """`STATE_FORM`, and the hex digest of everything but the chain and the index.
-
-        Of the configuration only the logged keys: no other changes in a run.
-        """
+        """Form and hex digest of everything but chain, index and the keys that no run changes."""
         names = [one.name for one in fields(self) if one.name not in ("chain", "index")]
         plain = {name: getattr(self, name) for name in names}
         return f"{STATE_FORM}:{sha256_hex(canonical(_plain(plain)))}"
@@ -398,21 +396,3 @@ def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None
     del queue[place]
     if not queue:
         del queues[version]
-
-
-def logged_keys(config: Config) -> dict[str, Any]:
-    """The keys that may change in a run, as they are in force."""
-    found = {}
-    for key in sorted(LOGGED):
-        section, _, name = key.partition(".")
-        found[key] = getattr(getattr(config, section), name)
-    return found
-
-
-def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
-    """The logged keys that a training step obeys, as `take batch` carries them."""
-    return {
-        key: value
-        for key, value in logged_keys(config).items()
-        if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
-    }

@@ -19,9 +19,10 @@ import msgspec
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.rules_decision import apply_decision
+from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, take
-from dora_pipe.orchestrator.state import State, Worker, settings_in_force
+from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.transitions import admit
 from dora_pipe.schemas.rounds import (
     AnyDecision,

@@ -11,7 +11,7 @@ from dora_pipe.config.model import FROZEN, LOGGED, Config, Objective
 from dora_pipe.config.objectives import CONDITIONAL, KEYS, Kind, settled, uses
 from dora_pipe.errors import ConfigError
 from dora_pipe.orchestrator.rules_command import with_settings
-from dora_pipe.orchestrator.state import settings_in_force
+from dora_pipe.orchestrator.settings import settings_in_force
 
 PLAIN: dict[str, Any] = {
     "run": {"name": "r", "steps": 4},

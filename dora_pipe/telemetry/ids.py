@@ -1,7 +1,7 @@
 """Ids of traces and spans: functions of the run and of what a span is about, nothing is drawn.
 
 So a trace that is made while a run lives and one that is rebuilt from its log years later have the
-same ids, whoever makes them, and no record has to carry a context: see docs/decisions/0013.
+same ids, whoever makes them, and no record has to carry a context: see docs/decisions/0017.
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""Traces by the command line: printed from the log alone, sent to a real endpoint, to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.cli.traces import follow_run
+from dora_pipe.config.load import load_config
+from dora_pipe.history.audit import build_ledger
+from dora_pipe.telemetry import names
+from dora_pipe.telemetry.span import Span
+from tests.support.command_line import Call, caller
+from tests.support.otlp_endpoint import OtlpEndpoint
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.traces import check_whole, traces_of
+
+GROUP = "g0000000010"
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`dora-pipe`, in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return caller(monkeypatch, capsys)
+
+
+def _spans(recorded: RecordedRun) -> list[Span]:
+    bus = recorded.open()
+    try:
+        return traces_of(bus, recorded.topics)
+    finally:
+        bus.close()
+
+
+def _ids(spans: list[Span]) -> list[tuple[str, str, str, int, int]]:
+    return [(one.trace_id, one.span_id, one.stage, one.start_ns, one.end_ns) for one in spans]
+
+
+def test_endpoint_receives_every_trained_trajectory_whole(
+    recorded: RecordedRun, call: Call
+) -> None:
+    with OtlpEndpoint() as endpoint:
+        words = ("export", recorded.directory, "--traces", endpoint.address)
+        code, out, err = call(*words)
+        spans = endpoint.spans
+        resources = endpoint.resources()
+    assert (code, out) == (0, ""), err
+    assert f"{len(spans)} spans" in err
+    assert _ids(spans) == _ids(_spans(recorded))
+    check_whole(spans)
+    assert {one["dora.run"] for one in resources} == {"recorded"}
+    assert {one["service.name"] for one in resources} == {"dora-pipe"}
+    bus = recorded.open()
+    try:
+        ledger = build_ledger(bus, recorded.topics)
+    finally:
+        bus.close()
+    steps = {one.attributes[names.STEP]: one for one in spans if one.stage == "step"}
+    own = {one.attributes[names.TRAJECTORY]: one for one in spans if one.stage == "trajectory"}
+    trained = 0
+    for step in ledger.steps.values():
+        linked = {link.span_id for link in steps[step.step].links}
+        for group in step.fact.groups:
+            for taken in group.trajectories:
+                assert own[taken.trajectory].span_id in linked
+                trained += 1
+    assert trained == STEPS * 4 * 4
+
+
+def test_endpoint_that_does_not_answer_at_once_is_asked_again(
+    recorded: RecordedRun, call: Call
+) -> None:
+    with OtlpEndpoint(refuse=1) as endpoint:
+        code, _, err = call("export", recorded.directory, "--traces", endpoint.address)
+        assert code == 0, err
+        assert _ids(endpoint.spans) == _ids(_spans(recorded))
+
+
+def test_endpoint_that_refuses_is_told_in_one_line(recorded: RecordedRun, call: Call) -> None:
+    with OtlpEndpoint(refuse=10**6, status=400) as endpoint:
+        code, out, err = call("export", recorded.directory, "--traces", endpoint.address)
+    assert (code, out) == (7, "")
+    assert err.splitlines() == [
+        f"error: {endpoint.address}/v1/traces does not take traces",
+        "hint: is a collector listening there? OTLP over HTTP is port 4318 as a rule",
+    ]
+
+
+def test_file_holds_the_same_a_request_a_line(
+    recorded: RecordedRun, call: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    code, _, err = call("export", recorded.directory, "--traces", path)
+    assert code == 0, err
+    found = [
+        span
+        for line in path.read_text().splitlines()
+        for each in json.loads(line)["resourceSpans"]
+        for scope in each["scopeSpans"]
+        for span in scope["spans"]
+    ]
+    assert [one["spanId"] for one in found] == [one.span_id for one in _spans(recorded)]
+    code, _, err = call("export", recorded.directory, "--traces", path)
+    assert code == 2
+    assert "is there already" in err
+
+
+def test_share_of_the_groups_is_told(recorded: RecordedRun, call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    code, _, err = call("export", recorded.directory, "--traces", path, "--ratio", "0.2")
+    assert code == 0
+    assert "left out by their share" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--traces", "t.jsonl", "--follow"), "--follow sends to an address"),
+        (("--traces", "http://", "--follow"), "no address of an OTLP endpoint"),
+        (("--traces", "t.jsonl", "--parquet", "p"), "say what to export"),
+        ((), "say what to export"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    recorded: RecordedRun, call: Call, words: tuple[str, ...], said: str
+) -> None:
+    code, _, err = call("export", recorded.directory, *words)
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (GROUP, ("├─ trajectory", "│  ├─ generated", "└─ trained", "trained at step")),
+        (f"{GROUP}-001", ("│  └─ published", f"{GROUP}-001; ", "├─ gathered")),
+        ("6", ("├─ waited", "waited for g", "last came g")),
+    ],
+)
+def test_show_prints_the_tree_from_the_log_alone(
+    recorded: RecordedRun, call: Call, wanted: str, says: tuple[str, ...]
+) -> None:
+    code, out, err = call("show", recorded.directory, wanted)
+    assert code == 0, err
+    tree = out.partition("trace\n")[2] or out.partition("\ntrace")[2]
+    for words in says:
+        assert words in tree, tree
+    assert (f"{GROUP}-000; " in tree) == (wanted == GROUP)
+
+
+def test_show_gives_ids_as_json(recorded: RecordedRun, call: Call) -> None:
+    code, out, _ = call("show", recorded.directory, GROUP, "--json")
+    assert code == 0
+    rows = json.loads(out)["trace"]
+    spans = {(one.trace_id, one.span_id): one for one in _spans(recorded)}
+    assert rows[0]["stage"] == "group"
+    for row in rows:
+        assert spans[row["trace_id"], row["span_id"]].stage == row["stage"]
+
+
+def test_follower_of_a_run_sends_what_is_configured(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    niceness: list[int] = []
+    monkeypatch.setattr(os, "nice", niceness.append)
+    own = recorded.copy(tmp_path / "run")
+    with OtlpEndpoint() as endpoint:
+        wanted = [f"telemetry.traces={endpoint.address}", "telemetry.traces_ratio=0.0"]
+        config = load_config(own.directory / "config.toml", wanted)
+        follow_run(RunDir(own.directory), config, lambda: False)
+        spans = endpoint.spans
+    roots = [one for one in spans if one.stage == "group"]
+    assert {one.attributes[names.KEPT] for one in roots} <= {"failed", "moved", "slow"}
+    assert len([one for one in spans if one.stage == "step"]) == STEPS
+    assert int((own.directory / "traces.sent").read_text()) > 0
+    assert niceness == [5]
+
+
+def test_follower_on_the_command_line_ends_with_the_run(recorded: RecordedRun, call: Call) -> None:
+    with OtlpEndpoint() as endpoint:
+        code, _, err = call("export", recorded.directory, "--traces", endpoint.address, "--follow")
+        assert code == 0, err
+        assert _ids(endpoint.spans) == _ids(_spans(recorded))

@@ -1,0 +1,171 @@
+"""A follower sends everything once, waits for what is away, and ends when the run does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.errors import BusError, ResourceError
+from dora_pipe.telemetry import follow
+from dora_pipe.telemetry.course import RunFacts
+from dora_pipe.telemetry.follow import Follower, Mark, is_over
+from dora_pipe.telemetry.keeping import Share
+from dora_pipe.telemetry.span import Span
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.traces import traces_of
+from tests.support.worker import VirtualClock
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True)
+def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the log brings few rounds, so that there are many."""
+    monkeypatch.setattr("dora_pipe.telemetry.tracer.ROUNDS_MAX", 20)
+    monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
+
+
+@pytest.fixture
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+class Sink:
+    """Takes spans, unless `fails` says otherwise of this call."""
+
+    def __init__(self, fails: Callable[[int], bool] = lambda call: False) -> None:
+        self.spans: list[Span] = []
+        self.calls = 0
+        self._fails = fails
+
+    def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+        self.calls += 1
+        if self._fails(self.calls):
+            raise ResourceError("nobody there")
+        self.spans += spans
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _follower(
+    bus: SqliteBus, run: RecordedRun, sink: Sink, clock: VirtualClock, mark: Mark | None = None
+) -> Follower:
+    return Follower(bus, run.topics, sink, Share(), clock=clock, mark=mark)
+
+
+def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
+    sink = Sink()
+    sent = _follower(bus, recorded, sink, VirtualClock()).run()
+    assert sent.whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert sent.spans == len(sink.spans)
+    assert sent.groups == sum(one.stage == "group" for one in sink.spans)
+
+
+def test_resumed_follower_goes_on_where_it_was(
+    bus: SqliteBus, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    mark = Mark(tmp_path / "traces.sent")
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return True
+
+    first, rest = Sink(lambda call: call > 3), Sink()
+    stopped = Follower(
+        bus, recorded.topics, first, Share(), clock=VirtualClock(), stop=stop, mark=mark
+    )
+    sent = stopped.run()
+    assert not sent.whole
+    assert asked
+    assert mark.read() > 0
+    assert _follower(bus, recorded, rest, VirtualClock(), mark).run().whole
+    assert first.spans + rest.spans == traces_of(bus, recorded.topics)
+    assert _follower(bus, recorded, Sink(), VirtualClock(), mark).run().spans == 0
+
+
+def test_endpoint_that_is_away_is_waited_for(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    clock, sink = VirtualClock(), Sink(lambda call: 2 <= call <= 8)
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    waited_s = clock.ns / 1e9
+    assert 0.5 + 1 + 2 + 4 + 3 * follow.RETRY_MAX_S <= waited_s < 60
+
+
+def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    clock, sink = VirtualClock(), Sink(lambda call: True)
+    sent = _follower(bus, recorded, sink, clock).run()
+    assert (sent.whole, sent.spans, sink.calls) == (False, 0, 1)
+    assert clock.ns == 0
+
+
+def test_endpoint_that_is_too_slow_does_not_hold_up_a_run_for_ever(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    clock = VirtualClock()
+
+    class Slow(Sink):
+        def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+            clock.sleep(3.0)
+            super().send(run, spans)
+
+    sink = Slow()
+    stopped = Follower(
+        bus, recorded.topics, sink, Share(), clock=clock, stop=lambda: sink.calls > 0
+    )
+    assert not stopped.run().whole
+    assert 0 < len(sink.spans) < len(traces_of(bus, recorded.topics))
+
+
+def test_log_that_is_away_is_waited_for(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    away = iter([True, True])
+    make = follow.Tracer
+
+    class Away(make):  # type: ignore[valid-type, misc]
+        @property
+        def caught_up(self) -> bool:
+            if next(away, False):
+                raise BusError("gone")
+            return bool(super().caught_up)
+
+    monkeypatch.setattr(follow, "Tracer", Away)
+    clock, sink = VirtualClock(), Sink()
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert clock.ns > 0
+
+
+def test_end_of_a_run_is_seen_in_its_last_round(bus: SqliteBus, recorded: RecordedRun) -> None:
+    assert is_over(bus, recorded.topics)
+
+
+@pytest.mark.parametrize("content", ["", "x", None])
+def test_mark_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "traces.sent"
+    if content is not None:
+        path.write_text(content)
+    assert Mark(path).read() == -1
+    Mark(path).write(7)
+    assert Mark(path).read() == 7
+    Mark(tmp_path / "nowhere" / "file").write(7)
+    assert Mark(None).read() == -1

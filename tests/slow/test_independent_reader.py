@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from infra.kafka.tools import write_scripts
+from tests.support import docs_commands
 from tests.support.kafka_broker import ROOT, KafkaBroker
 from tests.support.user_run import WAIT_S, call, furnish
 
@@ -119,3 +122,51 @@ def test_others_compute_the_digests_that_the_log_and_the_headers_say(
         assert int(one["headers"]["sampled"]) == one["sampled"]
         assert one["logprobs_where_sampled"], one["trajectory"]
         assert one["segments_tile"], one["trajectory"]
+
+
+def test_the_docs_read_a_run_without_this_program_as_they_say(
+    place: Path, kafka_broker: KafkaBroker, tmp_path: Path
+) -> None:
+    if shutil.which("jq") is None:
+        pytest.skip("the lines of docs/kafka.md need jq, not found on this machine")
+    lines = docs_commands.commands("docs/kafka.md", "jq -r .kind")
+    replaced = {"127.0.0.1:9092": kafka_broker.bootstrap, "demo.": f"{RUN}."}
+    replaced["python -c"] = f"{sys.executable} -c"
+    path = os.environ["PATH"]
+    kinds, heads, nothing, table = (
+        docs_commands.run(line, tmp_path, replaced, path) for line in lines
+    )
+    assert f"{STEPS} step-committed" in kinds
+    assert [line.split()[1] for line in heads.splitlines()] == ["0", "1", "2"]
+    assert all(f"run={RUN},group=" in line for line in heads.splitlines())
+    assert nothing == "" and "token_ids: list<item: int32>" in table
+
+
+def test_the_docs_let_the_broker_delete_what_is_archived_as_they_say(
+    place: Path, kafka_broker: KafkaBroker, tmp_path: Path
+) -> None:
+    """The last one: it deletes the run's trajectories from the broker."""
+    kept = tmp_path / "kept"
+    assert call(place, "archive", RUN, "--to", str(kept)) == 0, (place / "said").read_text()
+    scripts = tmp_path / "bin"
+    write_scripts(scripts)
+    path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    replaced = {"/kept/RUN": str(kept), "RUN.": f"{RUN}.", "BROKER": kafka_broker.bootstrap}
+    replaced["broker-1:9092"] = kafka_broker.bootstrap
+    for page, word in (
+        ("docs/operations.md", "kafka-topics.sh"),
+        ("docs/archive.md", "kafka-configs.sh"),
+        ("docs/archive.md", "kafka-delete-records.sh"),
+    ):
+        said = [
+            docs_commands.run(line, tmp_path, replaced, path)
+            for line in docs_commands.commands(page, word)
+        ]
+        assert ("completed" in said[-1].lower()) == (word != "kafka-topics.sh"), said
+    topics = docs_commands.run(
+        f"kcat -b {kafka_broker.bootstrap} -C -t {RUN}.trajectories -o beginning -e -q",
+        *(tmp_path, {}, path),
+    )
+    assert topics == ""
+    (report,) = said_by(place, "audit", RUN, "--fresh")
+    assert (report["violations"], report["steps"]) == ([], STEPS)

@@ -1,0 +1,112 @@
+"""What docs/kafka.md tells an administrator and an auditor to type, on a cluster that asks who."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kafka import KafkaAdminClient
+from kafka.admin import (
+    ACLFilter,
+    ACLOperation,
+    ACLPermissionType,
+    ResourcePatternFilter,
+    ResourceType,
+)
+from kafka.admin import ACLResourcePatternType as Pattern
+
+from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_security import KafkaSecurity
+from infra.kafka.tools import write_scripts
+from tests.support import docs_commands
+from tests.support.kafka_broker import ROOT, KafkaBroker
+from tests.support.kafka_secure import (
+    Certificates,
+    documented_rights,
+    password_of,
+    secure_broker,
+)
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+
+ADDRESS = "kafka-1.example:9094"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def broker(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[KafkaBroker]:
+    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
+        yield broker
+
+
+@pytest.fixture
+def desk(tmp_path: Path, certificates: Certificates) -> Path:
+    """A folder with the files that the page names, as the page shows them."""
+    page = (ROOT / "docs" / "kafka.md").read_text()
+    properties = page.split("```properties\n")[1].split("```")[0]
+    (tmp_path / "admin.properties").write_text(properties.replace("...", password_of("admin")))
+    shown = docs_commands.commands("docs/kafka.md", "auditor.conf")[0].partition("\n")[2]
+    (tmp_path / "auditor.conf").write_text(shown.replace("...", password_of("auditor")))
+    (tmp_path / "kafka-ca.pem").write_text(Path(certificates.path("ca.pem")).read_text())
+    return tmp_path
+
+
+def rights_of(broker: KafkaBroker, user: str) -> set[tuple[str, str, str]]:
+    """(operation, name, pattern) of what a user may do with topics."""
+    admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    try:
+        everything = ResourcePatternFilter(ResourceType.TOPIC, None, Pattern.ANY)
+        found, _ = admin.describe_acls(
+            ACLFilter(f"User:{user}", None, ACLOperation.ANY, ACLPermissionType.ANY, everything)
+        )
+    finally:
+        admin.close()
+    return {
+        (
+            one.operation.name,
+            one.resource_pattern.resource_name,
+            one.resource_pattern.pattern_type.name.lower(),
+        )
+        for one in found
+    }
+
+
+def test_the_acl_example_grants_a_worker_what_the_table_says(
+    desk: Path, broker: KafkaBroker
+) -> None:
+    write_scripts(desk / "bin")
+    lines = docs_commands.commands("docs/kafka.md", "kafka-acls.sh")
+    path = f"{desk / 'bin'}:{os.environ['PATH']}"
+    docs_commands.run("\n".join(lines), desk, {ADDRESS: broker.address("SECURE")}, path)
+    wanted = {
+        (right["operation"], right["name"], right["pattern"])
+        for right in documented_rights("demo")
+        if right["user"] == "worker"
+    }
+    assert rights_of(broker, "worker") == wanted
+
+
+def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, broker: KafkaBroker) -> None:
+    write_scripts(desk / "bin")
+    (line,) = docs_commands.commands("docs/kafka.md", "--entity-type users")
+    replaced = {ADDRESS: broker.address("SECURE"), "...": "new-one", "worker": "newcomer"}
+    docs_commands.run(line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")
+    (desk / "password").write_text("new-one")
+    security = KafkaSecurity(
+        protocol="SASL_SSL",
+        mechanism="SCRAM-SHA-512",
+        username="newcomer",
+        password_file=str(desk / "password"),
+        ca_file=str(desk / "kafka-ca.pem"),
+    )
+    bus = KafkaBus([broker.address("SECURE")], security=security)
+    assert bus.topics() == []
+    bus.close()

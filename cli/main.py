@@ -17,6 +17,7 @@ from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
 from dora_pipe.cli.init import init, sft
+from dora_pipe.cli.metrics import metrics
 from dora_pipe.cli.mismatch import mismatch
 from dora_pipe.cli.output import complain, say
 from dora_pipe.cli.paper import paper
@@ -25,6 +26,7 @@ from dora_pipe.cli.prune import prune
 from dora_pipe.cli.show import show
 from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
+from dora_pipe.cli.top import top
 from dora_pipe.cli.ui import ui
 from dora_pipe.cli.whatif import whatif
 from dora_pipe.cli.why import why
@@ -57,7 +59,7 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         tell,
         doctor,
     ),
-    "Look": (look.runs, look.topics, look.cat, show, why, ui),
+    "Look": (look.runs, look.topics, look.cat, show, why, top, ui, metrics),
     "Trust": (audit, trust.replay, trust.export, archive, prune),
     "Think": (whatif, mismatch),
 }

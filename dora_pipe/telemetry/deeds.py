@@ -1,4 +1,4 @@
-"""Decisions in words, those of one round that say the same taken together; it decides nothing."""
+"""Decisions in words, those of one kind in a round taken together; it decides nothing."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ class Deed:
 
 def deeds_of(round_: Round) -> Iterator[Deed]:
     """The decisions of a round, in order."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    found: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[str, str], str] = {}
     for decision in round_.decisions:
         verb, what, count = _said(decision)
-        found[verb, what, decision.reason] += count
-    for (verb, what, reason), count in found.items():
+        found[verb, what] += count
+        reasons[verb, what] = decision.reason  # Those of one kind differ in numbers alone.
+    for (verb, what), count in found.items():
         words = f"{verb} {count} {what}" if count else f"{verb} {what}".rstrip()
-        yield Deed(at_ns=round_.now_ns, words=words.replace(" 1 groups", " 1 group"), reason=reason)
+        words = words.replace(" 1 groups", " 1 group")
+        yield Deed(at_ns=round_.now_ns, words=words, reason=reasons[verb, what])
 
 
 def _said(decision: AnyDecision) -> tuple[str, str, int]:

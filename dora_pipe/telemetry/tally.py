@@ -16,6 +16,7 @@ from typing import Final
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
+    Command,
     RequestFailed,
     RequestReleased,
     RunStarted,
@@ -23,9 +24,9 @@ from dora_pipe.schemas.control import (
     TrajectoriesLogged,
 )
 from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus, TrainerStatus, WorkerStatus
-from dora_pipe.schemas.rounds import Dispatch, Move, Round
-from dora_pipe.telemetry.course import Courses, Ended, GroupEnded, StepEnded
+from dora_pipe.schemas.rounds import Dispatch, Move, Round, TakeBatch
 from dora_pipe.telemetry.counts import Histogram
+from dora_pipe.telemetry.course import Courses, Ended, GroupEnded, StepEnded
 from dora_pipe.telemetry.deeds import Deed, deeds_of
 from dora_pipe.telemetry.fleet import ORCHESTRATOR, TRAINER, Fleet
 
@@ -123,6 +124,9 @@ class Tally:
         self.commit: StepCommitted | None = None
         """The newest that counts."""
         self.contributed: Contributed | None = None
+        self.taken: TakeBatch | None = None
+        """The batch that is being trained."""
+        self.taken_ns = 0
         self.deeds: deque[Deed] = deque(maxlen=DEEDS_KEPT)
         self.evaluation: tuple[int, float] | None = None
         """(version, mean reward) of the newest evaluation that is complete."""
@@ -173,6 +177,18 @@ class Tally:
         """How many steps the run was configured to have."""
         return self._configured("run", "steps")
 
+    @property
+    def per_step(self) -> int | None:
+        """Groups of a step."""
+        return self._configured("groups", "per_step")
+
+    @property
+    def heartbeat_s(self) -> float | None:
+        """Between two statuses of a role."""
+        config = {} if self.started is None else self.started.config
+        found = config.get("timing", {}).get("heartbeat_s")
+        return found if isinstance(found, int | float) else None
+
     def _configured(self, section: str, key: str) -> int | None:
         """A key of the configuration, which may be of another version."""
         config = {} if self.started is None else self.started.config
@@ -206,6 +222,9 @@ class Tally:
                 self.faults[fact.error] += 1
             case BatchRefused():
                 self.refused += 1
+                self.taken = None
+            case Command(verb="fail-batch"):
+                self.taken = None
             case _:
                 pass
         self._ended(self.courses.fact(offset, fact))
@@ -229,6 +248,8 @@ class Tally:
                     self.bound = spec.deadline - spec.version
             elif isinstance(decision, Move):
                 self.moves["decided"] += 1
+            elif isinstance(decision, TakeBatch):
+                self.taken, self.taken_ns = decision, round_.now_ns
         self.deeds.extend(deeds_of(round_))
         self._ended(self.courses.round(round_, offset))
 
@@ -298,7 +319,7 @@ class Tally:
             staleness=tuple(sorted(staleness.items())),
         )
         self.steps.append(told)
-        self.commit = fact
+        self.commit, self.taken = fact, None
         self._measure(told, fact.compute_s)
 
     def _measure(self, told: StepTold, compute_s: float) -> None:
@@ -310,4 +331,3 @@ class Tally:
         self.compute_ms += round(compute_s * 1000)
         for value, groups in told.staleness:
             self.staleness.add(value, groups)
-

@@ -1,0 +1,178 @@
+"""Follows a log and serves its metrics; it decides what is answered while the log is away.
+
+One process per run makes the metrics of all its roles, from the log that they write anyway: they
+serve nothing, hold no counters, and lose none when they die. Until the log was read to its end for
+the first time there is no answer, so that no counter is seen climbing to where it was; while the
+log is away there are the last values, and `log_up` is 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.clock import Clock
+from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.telemetry.exposition import CONTENT_TYPE, exposition
+from dora_pipe.telemetry.log_feed import LogFeed
+from dora_pipe.telemetry.metrics import METRICS
+from dora_pipe.telemetry.ratios import contributed
+from dora_pipe.telemetry.tally import Tally
+
+LOG = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
+NAMES: Final = frozenset({"127.0.0.1", "localhost"})
+"""Names of this machine in a request to it."""
+
+TURN_S: Final = 1.0
+"""Between two looks at the log: values are so old at most, beside the time of a heartbeat."""
+
+RETRY_FIRST_S: Final = 0.5
+RETRY_MAX_S: Final = 10.0
+"""Between two tries while the log is away: twice as long each time."""
+
+REQUESTS_MAX: Final = 8
+"""At once; more are refused."""
+
+IDLE_S: Final = 10.0
+"""A connection that sends nothing is closed."""
+
+Rows = Callable[[str], Iterable[Mapping[str, Any]]]
+"""The rows of a contributions file by its sha256; none where it cannot be read."""
+
+
+class Exporter:
+    """The metrics of one run. Example: ``Exporter("demo", rows).follow(bus, topics, clock)``."""
+
+    def __init__(self, run: str, rows: Rows) -> None:
+        self.page: bytes | None = None
+        """What Prometheus is answered; None before the log was read once."""
+        self._tally = Tally(run)
+        self._rows = rows
+
+    def follow(
+        self, bus: Bus, topics: Topics, clock: Clock, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Until `stop` says so. Raises LogTruncated for a log that has lost what was read."""
+        retry_s = RETRY_FIRST_S
+        while not stop():
+            feed = None
+            try:
+                feed = LogFeed(bus, topics, Tally(topics.run))
+                while not stop():
+                    self.read(feed, stop)
+                    retry_s = RETRY_FIRST_S
+                    clock.sleep(TURN_S)
+            except LogTruncated:
+                raise
+            except BusError as error:
+                LOG.warning("metrics wait: the log is away: %s", error.message)
+                self._away()
+                clock.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+            finally:
+                if feed is not None:
+                    feed.close()
+
+    def read(self, feed: LogFeed, stop: Callable[[], bool] = lambda: False) -> None:
+        """Read to the present end of the log, and write the page anew. Raises BusError."""
+        while feed.advance():
+            if stop():
+                return
+        self._tally = feed.tally
+        self._look_at_ratios()
+        self._write()
+
+    def _look_at_ratios(self) -> None:
+        """The contributions of the newest step, once."""
+        tally = self._tally
+        known = tally.contributed
+        if tally.commit is not None and (known is None or known.step != tally.commit.step):
+            rows = self._rows(tally.commit.contributions.sha256)
+            tally.contributed = contributed(tally.commit.step, rows)
+
+    def _away(self) -> None:
+        if self.page is not None:
+            self._tally.log_up = False
+            self._write()
+
+    def _write(self) -> None:
+        self.page = exposition(METRICS, self._tally).encode()
+
+
+class MetricsServer(ThreadingHTTPServer):
+    """``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, exporter: Exporter, *, port: int, host: str = LOOPBACK) -> None:
+        self.exporter = exporter
+        self.own_names_only = host == LOOPBACK
+        self.room = threading.BoundedSemaphore(REQUESTS_MAX)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ResourceError(
+                f"port {port} of {host} cannot be used: {error.strerror}",
+                hint="choose another one with --port, or 0 for any",
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """What Prometheus is told to scrape."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    def start(self) -> None:
+        """Answer in a thread of its own, until the process ends or `shutdown`."""
+        threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = IDLE_S
+    server_version = "dora-pipe"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer, if there is room."""
+        if not self.server.room.acquire(blocking=False):
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"too many requests at once\n")
+            return
+        try:
+            self._get()
+        finally:
+            self.server.room.release()
+
+    do_HEAD = do_GET
+
+    def _get(self) -> None:
+        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if self.server.own_names_only and name not in NAMES:
+            # A page of elsewhere whose name was rebound to this address.
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this is not who you think it is\n")
+        elif self.path.partition("?")[0] != "/metrics":
+            self._send(HTTPStatus.NOT_FOUND, b"there is only /metrics\n")
+        elif self.server.exporter.page is None:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"the log is being read\n")
+        else:
+            self._send(HTTPStatus.OK, self.server.exporter.page)
+
+    def _send(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are nobody's news."""

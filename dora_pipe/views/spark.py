@@ -1,0 +1,42 @@
+"""Figures as characters: sparklines, bars, short numbers; it decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+TICKS: Final = "▁▂▃▄▅▆▇█"
+PLAIN_TICKS: Final = "_.-=+*#@"
+"""For terminals that have ASCII alone."""
+
+BAR: Final = "█"
+PLAIN_BAR: Final = "#"
+
+
+def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
+    """One character per value, from the lowest to the highest; a blank where there is none.
+
+    Example: ``sparkline([0.0, 0.5, 1.0]) == "▁▅█"``
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    ticks = PLAIN_TICKS if plain else TICKS
+    low, high = min(known), max(known)
+    scale = (len(ticks) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if one is None else ticks[round((one - low) * scale)] for one in values)
+
+
+def bar(share: float, width: int, *, plain: bool = False) -> str:
+    """A bar of this share of a width; something where there is anything."""
+    length = round(max(0.0, min(1.0, share)) * width)
+    return (PLAIN_BAR if plain else BAR) * max(length, 1 if share > 0 else 0)
+
+
+def short(value: float) -> str:
+    """A number in five characters at most. Example: ``short(12345) == "12.3k"``."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            scale = limit if unit != "k" else 1e3
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"

@@ -125,6 +125,12 @@ GROUPS: Final = (
         "step committed",
         lambda t: t.staleness,
     ),
+    counter(
+        "groups_beyond_bound_total",
+        "Groups that were trained behind their deadline: C3 is broken, which audit proves.",
+        "step committed",
+        one(lambda t: t.late),
+    ),
     gauge(
         "staleness_bound_steps",
         "`max_staleness` as it stood at the newest dispatch.",

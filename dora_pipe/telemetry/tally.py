@@ -148,6 +148,8 @@ class Tally:
         """How stays of requests on workers ended, of groups that have ended."""
         self.moves = Counter({"decided": 0, "released": 0})
         self.refused = 0
+        self.late = 0
+        """Groups that were trained behind their deadline: C3 is broken."""
         self.waited_by: Counter[str] = Counter()
         """ms that the trainer waited, by the worker that it waited for."""
         self.compute_ms = 0
@@ -320,6 +322,7 @@ class Tally:
         )
         self.steps.append(told)
         self.commit, self.taken = fact, None
+        self.late += sum(group.deadline < fact.step for group in fact.groups)
         self._measure(told, fact.compute_s)
 
     def _measure(self, told: StepTold, compute_s: float) -> None:

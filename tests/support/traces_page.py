@@ -88,6 +88,12 @@ own sampler does it. Whatever it is, these are always traced:
 It is decided when a group has ended, so a trace is whole or not there. Steps are always traced.
 `dora.sampled_because` says why a trace is there.
 
+## What it costs
+
+Following a log of 20 944 short trajectories (48 steps, 102 s on two cores) takes 5.1 s of one core
+where a tenth of the groups is drawn, which is 2.5 % of what the machine has; 13.1 s where all are
+traced. Off takes nothing. The follower has a lower priority than the roles.
+
 ## Ids
 
 Ids are functions of the run (its name and when it started) and of what a span is about; nothing is

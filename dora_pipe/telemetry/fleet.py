@@ -100,8 +100,9 @@ class Fleet:
         """Incarnations that ended, by how."""
         self.load_s = Histogram(LOADS)
         self._epochs: dict[str, int] = {}
-        self._early: dict[str, WorkerStatus] = {}
-        """Statuses of incarnations that no fact was read of yet."""
+        self._early: dict[tuple[str, int], deque[WorkerStatus]] = {}
+        """The last statuses of each incarnation that no fact was read of yet: topics have no common
+        order."""
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """A control record."""
@@ -138,7 +139,8 @@ class Fleet:
         """What a worker said; that of an earlier incarnation is history."""
         worker = self.workers.get(status.worker)
         if worker is None or status.epoch > worker.epoch:
-            self._early[status.worker] = status
+            at = (status.worker, status.epoch)
+            self._early.setdefault(at, deque(maxlen=POINTS_MAX)).append(status)
             return
         if status.epoch < worker.epoch or worker.gone:
             return
@@ -179,8 +181,7 @@ class Fleet:
             sampled_before=0 if before is None else before.sampled,
         )
         self.heard.pop(fact.worker, None)
-        early = self._early.pop(fact.worker, None)
-        if early is not None:
+        for early in self._early.pop((fact.worker, offset), ()):
             self.worker_status(early)
 
     def _lose(self, name: str, epoch: int, how: Literal["left", "fenced"], why: str) -> None:

@@ -106,12 +106,18 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
     assert stage.tally.fleet.workers["w0"].sampled == 107
 
 
-def test_status_that_comes_before_its_worker_joined_is_believed_when_it_has() -> None:
+def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:
     stage = Stage()
-    stage.status("w0", stage.offset + 1, sampled=5)
+    first = stage.offset + 1
+    for epoch, sampled in ((first, 5), (first, 25), (first + 2, 7)):
+        stage.status("w0", epoch, sampled=sampled)
+        stage.now_ns += SECOND_NS
     assert not stage.tally.fleet.workers
+    assert stage.worker() == first
+    told = stage.tally.fleet.workers["w0"]
+    assert (told.sampled, told.tokens_per_s) == (25, 20.0)
     stage.worker()
-    assert stage.tally.fleet.workers["w0"].sampled == 5
+    assert stage.tally.fleet.workers["w0"].sampled == 32
 
 
 def test_worker_is_what_was_decided_and_what_it_said_last() -> None:

@@ -1,0 +1,1 @@
+"""What looks at a run from outside: Prometheus, its alert rules, Grafana's dashboards as code."""

@@ -1,0 +1,165 @@
+"""`metrics`: served to whoever is on this machine, while the log is there and while it is away."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import pytest
+
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.clock import SystemClock
+from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.telemetry import exporter as under_test
+from dora_pipe.telemetry.exporter import Exporter, MetricsServer
+from dora_pipe.telemetry.exposition import CONTENT_TYPE
+from dora_pipe.telemetry.log_feed import LogFeed
+from dora_pipe.telemetry.tally import Tally
+from tests.support.command_line import Call, caller
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+Answer = tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command line."""
+    return caller(monkeypatch, capsys)
+
+
+@pytest.fixture
+def server(recorded: RecordedRun) -> Iterator[MetricsServer]:
+    """Nothing was read yet."""
+    with MetricsServer(Exporter(recorded.run, lambda _: []), port=0) as found:
+        found.start()
+        yield found
+        found.shutdown()
+
+
+def _ask(server: MetricsServer, path: str = "/metrics", host: str | None = None) -> Answer:
+    port = server.server_address[1]
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("GET", path, headers={} if host is None else {"Host": host})
+        answer = connection.getresponse()
+        kind = answer.getheader("Content-Type") or ""
+        return answer.status, kind, answer.read().decode()
+
+
+def test_metrics_of_a_finished_run_are_printed(call: Call, recorded: RecordedRun) -> None:
+    code, out, err = call("metrics", recorded.directory, "--once")
+    assert (code, err) == (0, "")
+    assert f'dora_pipe_policy_version{{run="recorded"}} {STEPS}\n' in out
+    assert out.endswith("\n") and not out.endswith("\n\n")
+
+
+def test_port_that_is_none_is_a_usage_error(call: Call, recorded: RecordedRun) -> None:
+    code, _, err = call("metrics", recorded.directory, "--port", "70000")
+    assert (code, err.splitlines()[0]) == (2, "error: --port 70000 is none")
+
+
+def test_nothing_is_answered_before_the_log_was_read_once(
+    server: MetricsServer, bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    assert _ask(server)[0] == 503
+    with closing(LogFeed(bus, recorded.topics, Tally(recorded.run))) as feed:
+        server.exporter.read(feed)
+    status, kind, text = _ask(server)
+    assert (status, kind) == (200, CONTENT_TYPE)
+    assert 'dora_pipe_log_up{run="recorded"} 1\n' in text
+
+
+def test_only_metrics_are_there_and_only_for_who_calls_this_machine_by_its_name(
+    server: MetricsServer,
+) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert _ask(server, "/")[0] == 404
+    assert _ask(server, host="evil.example:9464")[0] == 421
+
+
+def test_port_in_use_is_said_with_a_hint(server: MetricsServer) -> None:
+    with pytest.raises(ResourceError, match="cannot be used") as failed:
+        MetricsServer(server.exporter, port=server.server_address[1])
+    assert "--port" in (failed.value.hint or "")
+
+
+class _Clock(SystemClock):
+    """Counts its turns and takes no time."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def test_log_that_is_away_leaves_the_last_values_and_says_so_until_it_is_back(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
+    pages: list[str] = []
+    real = LogFeed.advance
+
+    def advance(feed: LogFeed) -> bool:
+        if clock.slept == [under_test.TURN_S] or len(clock.slept) == 2:
+            raise BusError("nobody answers")
+        return real(feed)
+
+    def stop() -> bool:
+        if exporter.page is not None:
+            pages.append(exporter.page.decode())
+        return len(clock.slept) >= 4
+
+    monkeypatch.setattr(LogFeed, "advance", advance)
+    exporter.follow(bus, recorded.topics, clock, stop)
+    assert clock.slept[1:3] == [under_test.RETRY_FIRST_S, 2 * under_test.RETRY_FIRST_S]
+    ups = ["log_up" in page and 'log_up{run="recorded"} 1' in page for page in pages]
+    assert ups[0] and ups[-1] and not all(ups)
+    assert all(f'dora_pipe_policy_version{{run="recorded"}} {STEPS}\n' in one for one in pages)
+
+
+def test_log_that_lost_what_was_read_ends_the_exporter(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advance(feed: LogFeed) -> bool:
+        raise LogTruncated("gone")
+
+    monkeypatch.setattr(LogFeed, "advance", advance)
+    with pytest.raises(LogTruncated):
+        Exporter(recorded.run, lambda _: []).follow(bus, recorded.topics, _Clock())
+
+
+def test_ratios_of_the_newest_step_are_looked_at_once(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    asked: list[str] = []
+
+    def rows(sha256: str) -> list[dict[str, object]]:
+        asked.append(sha256)
+        return [{"ratio_mean": 2.0, "staleness": 1}, {"ratio_mean": 1.0, "staleness": 1}]
+
+    exporter = Exporter(recorded.run, rows)
+    with closing(LogFeed(bus, recorded.topics, Tally(recorded.run))) as feed:
+        exporter.read(feed)
+        exporter.read(feed)
+    assert len(asked) == 1
+    assert PolicyStore(recorded.store).has_blob("contributions", asked[0])
+    assert exporter.page is not None
+    assert b'dora_pipe_step_effective_sample_ratio{run="recorded"} 0.9\n' in exporter.page
+    with suppress(ValueError):
+        found = exporter.page.decode().split('mismatch{run="recorded",staleness="1"} ')[1]
+        assert float(found.split("\n")[0]) == pytest.approx(0.3466, abs=1e-4)

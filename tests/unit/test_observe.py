@@ -1,0 +1,89 @@
+"""Dashboards, alerts and Prometheus' configuration: as their code says, and about what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from dora_pipe.telemetry.metrics import METRICS
+from infra.observe.dashboards import COLUMNS, FOLDER, HEIGHT, Dashboard
+from infra.observe.panels import DASHBOARDS
+from tests.support.prometheus import OBSERVE, missing
+
+METRIC = re.compile(r"dora_pipe_[a-z_]+")
+NAMES = {
+    name
+    for metric in METRICS
+    for name in (
+        [f"{metric.full}_{end}" for end in ("bucket", "sum", "count")]
+        if metric.kind == "histogram"
+        else [metric.full]
+    )
+}
+RULES = [
+    rule
+    for group in yaml.safe_load((OBSERVE / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+
+
+def test_committed_dashboards_are_what_the_code_prints_and_no_others() -> None:
+    committed = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
+    assert committed == {one.path.name: one.text() for one in DASHBOARDS}, (
+        "python -m infra.observe.dashboards writes them anew"
+    )
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: str(one.name))
+def test_panels_lie_side_by_side_and_ask_for_metrics_that_there_are(dashboard: Dashboard) -> None:
+    plain = json.loads(dashboard.text())
+    cells: set[tuple[int, int]] = set()
+    for panel in plain["panels"]:
+        place = panel["gridPos"]
+        own = {(x, place["y"]) for x in range(place["x"], place["x"] + place["w"])}
+        assert place["h"] == HEIGHT and max(own)[0] < COLUMNS
+        assert not own & cells, panel["title"]
+        cells |= own
+        assert panel["description"].endswith("."), panel["title"]
+        for target in panel["targets"]:
+            named = set(METRIC.findall(target["expr"]))
+            assert named and named <= NAMES, target["expr"]
+            assert target["expr"].count('{run=~"$run"') == len(METRIC.findall(target["expr"]))
+
+
+def test_every_metric_that_somebody_reads_daily_has_a_panel() -> None:
+    asked = {name for one in DASHBOARDS for name in METRIC.findall(one.text())}
+    left_out = {metric.name for metric in METRICS if not any(metric.full in one for one in asked)}
+    assert left_out == {
+        "run_info",
+        "role_heard_timestamp_seconds",
+        "groups_dispatched_total",
+        "requests_failed_total",
+        "evaluation_version",
+    }
+
+
+def test_alerts_ask_for_metrics_that_there_are_and_say_what_to_do() -> None:
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert set(METRIC.findall(rule["expr"])) <= NAMES, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "warn")
+        assert rule["annotations"].keys() == {"summary", "action"}
+
+
+def test_prometheus_own_tool_takes_rules_and_configuration() -> None:
+    if missing():
+        pytest.skip(missing())
+    for words in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
+        done = subprocess.run(
+            ["promtool", "check", words[0], words[1]],
+            cwd=OBSERVE,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from dora_pipe.telemetry.course import RunFacts
 from dora_pipe.telemetry.follow import Follower, Mark, is_over
 from dora_pipe.telemetry.keeping import Share
 from dora_pipe.telemetry.span import Span
+from dora_pipe.telemetry.tracer import Tracer
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.traces import traces_of
 from tests.support.worker import VirtualClock
@@ -139,14 +140,13 @@ def test_log_that_is_away_is_waited_for(
 ) -> None:
     monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
     away = iter([True, True])
-    make = follow.Tracer
 
-    class Away(make):  # type: ignore[valid-type, misc]
+    class Away(Tracer):
         @property
         def caught_up(self) -> bool:
             if next(away, False):
                 raise BusError("gone")
-            return bool(super().caught_up)
+            return super().caught_up
 
     monkeypatch.setattr(follow, "Tracer", Away)
     clock, sink = VirtualClock(), Sink()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
+from google.protobuf import json_format  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -47,7 +47,9 @@ def _request(line: bytes) -> ExportTraceServiceRequest:
             for key, one in value.items()
         }
 
-    return json_format.ParseDict(plain(json.loads(line)), ExportTraceServiceRequest())
+    request = ExportTraceServiceRequest()
+    json_format.ParseDict(plain(json.loads(line)), request)
+    return request
 
 
 def test_line_of_json_and_request_of_the_exporter_hold_the_same_spans() -> None:

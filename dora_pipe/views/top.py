@@ -129,11 +129,13 @@ def _head(tally: Tally, at_ns: int, *, stopped: bool) -> str:
     if tally.over:
         parts[0] = f"{tally.run}: over after {tally.version} steps"
     parts.append(f"{span(max(0, at_ns - tally.started.at_ns) / 1e9)} since its start")
-    left_s = None if tally.over else _left_s(tally, at_ns)
-    if left_s is not None:
-        parts.append(f"about {span(left_s)} to go")
-    if stopped and not tally.over:
+    if tally.over:
+        return ", ".join(parts)
+    left_s = _left_s(tally, at_ns)
+    if stopped:
         parts.append("nothing was heard since")
+    elif left_s is not None:
+        parts.append(f"about {span(left_s)} to go")
     return ", ".join(parts)
 
 

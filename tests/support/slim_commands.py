@@ -37,6 +37,8 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("cat", "recorded", "trajectories", "--limit", "1", "--json"), says='"sampled"'),
         Call(words=("runs", "--json"), says=f'"steps": {STEPS}'),
         Call(words=("topics", "recorded"), says="recorded.dead-letters"),
+        Call(words=("top", "recorded", "--once"), says="who waits for whom"),
+        Call(words=("metrics", "recorded", "--once"), says="dora_pipe_policy_version"),
         Call(words=("config", "show", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
     )

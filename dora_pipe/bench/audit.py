@@ -1,8 +1,9 @@
 """Measures what an audit costs beside reading the same log and throwing it away; decides nothing.
 
-A run is written that never happened and holds (`audit_log`). Its log is read by the bus and thrown
-away, audited for the first time (whole, then quick), and audited again from the index, in turns: a
-first audit is compared with the readings before and after it.
+A run is written that never happened and holds (`audit_log`). Its log is read and thrown away, by
+the bus and, on Kafka, by kafka-python itself, audited for the first time (whole, then quick), and
+audited again from the index, in turns: a first audit is compared with the readings before and after
+it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from uuid import uuid4
 import msgspec
 
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
+from dora_pipe.bench.dataplane.raw import RawReader
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Bus
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.errors import BusError, InvariantBroken
 from dora_pipe.history.auditor import Auditor, Progress
 from dora_pipe.history.gathering import Source
 from dora_pipe.history.helpers import Helpers, command_of, helpers_for
@@ -37,7 +39,9 @@ from dora_pipe.schemas.topics import Topics
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
 
-Way = Literal["raw consumption", "first audit", "first audit --quick", "audit again"]
+Way = Literal[
+    "raw consumption", "the bus alone", "first audit", "first audit --quick", "audit again"
+]
 
 _FIRST: Final[dict[Way, bool]] = {"first audit": True, "first audit --quick": False}
 """Whether values are opened and plans made again."""
@@ -48,7 +52,7 @@ class AuditFigure:
     """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
 
     `cpu_us` is CPU time per trajectory of this process and its helpers; `of_raw` how fast it is
-    beside raw consumption.
+    beside raw consumption: by kafka-python where the log is on Kafka, else by the bus.
     """
 
     bus: str
@@ -106,14 +110,15 @@ class _Bench:
     def __init__(self, url: str, bus: Bus, run: str, tokens: int, written: Written) -> None:
         self._url, self._bus, self._topics = url, bus, Topics(run)
         self._tokens, self._written = tokens, written
+        self._records = self._by_bus()  # What the machine reads first is nobody's to measure.
 
     def figures(self, repeats: int) -> list[AuditFigure]:
         spent: dict[Way, list[_Spent]] = {}
-        self._raw()  # What the machine reads for the first time is nobody's to measure.
         with tempfile.TemporaryDirectory() as folder:
             for turn in range(repeats):
                 index = Path(folder) / f"{turn}.sqlite"
                 spent.setdefault("raw consumption", []).append(_timed(self._raw))
+                spent.setdefault("the bus alone", []).append(_timed(self._by_bus))
                 for way, whole in _FIRST.items():
                     index.unlink(missing_ok=True)
                     audit = partial(self._audit, index, whole)
@@ -137,10 +142,31 @@ class _Bench:
             of_raw=raw_s / seconds,
         )
 
+    def _by_bus(self) -> int:
+        """Read everything; how many records there are."""
+        return sum(
+            1
+            for topic in self._topics.all()
+            for _ in records_of(self._bus, ends_of(self._bus, topic))
+        )
+
     def _raw(self) -> None:
-        for topic in self._topics.all():
-            for _ in records_of(self._bus, ends_of(self._bus, topic)):
-                pass
+        kind, _, servers = self._url.partition("://")
+        if kind != "kafka":
+            self._by_bus()
+            return
+        topics = self._topics.all()
+        reader = RawReader(
+            servers,
+            [TopicPartition(one, at) for one in topics for at in range(self._bus.partitions(one))],
+        )
+        with closing(reader):
+            seen = 0
+            while seen < self._records:
+                found = len(reader.poll())
+                if not found:
+                    raise BusError(f"kafka-python read {seen} of {self._records} records")
+                seen += found
 
     def _audit(self, path: Path, whole: bool) -> None:
         audit_log(self._bus, self._topics, path, whole=whole, source=self._source(whole))
@@ -216,7 +242,7 @@ def _peaks(path: Path) -> list[tuple[int, int]]:
     return msgspec.json.decode(done.stdout, type=list[tuple[int, int]])
 
 
-def _timed(work: Callable[[], None]) -> _Spent:
+def _timed(work: Callable[[], object]) -> _Spent:
     cpu_s, start = _cpu_s(), time.perf_counter()
     work()
     return _Spent(time.perf_counter() - start, _cpu_s() - cpu_s)

@@ -117,8 +117,8 @@ def _one_by_one(
 def _read(task: Layer, inside: Inside) -> Done:
     """From the beginning, the warm ones included: they are as good as the others."""
     bus = open_bus(f"kafka://{task.servers}")
-    raw = RawReader(task.servers, task.topic, PARTITIONS) if task.side == "raw" else None
     positions = {TopicPartition(task.topic, number): 0 for number in range(PARTITIONS)}
+    raw = RawReader(task.servers, list(positions)) if task.side == "raw" else None
     reader = None if raw else bus.reader(positions)
     inside.ready()
     start_ns, start_cpu_s = time.monotonic_ns(), time.process_time()

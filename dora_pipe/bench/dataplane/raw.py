@@ -16,7 +16,7 @@ from kafka import TopicPartition as KafkaPartition
 
 from dora_pipe.bus.kafka_bounds import FLIGHT_BYTES_MAX, FLIGHT_RECORDS_MAX
 from dora_pipe.bus.kafka_client import BATCH_BYTES, FETCH_BYTES, LINGER_MS, RECORD_BYTES_MAX
-from dora_pipe.bus.port import Append
+from dora_pipe.bus.port import Append, TopicPartition
 
 WAIT_S: Final = 30.0
 POLL_MS: Final = 1000
@@ -73,9 +73,9 @@ class RawWriter:
 
 
 class RawReader:
-    """A consumer of all partitions from their beginning."""
+    """A consumer of partitions from their beginning."""
 
-    def __init__(self, servers: str, topic: str, partitions: int) -> None:
+    def __init__(self, servers: str, partitions: Sequence[TopicPartition]) -> None:
         self._consumer = KafkaConsumer(
             bootstrap_servers=servers.split(","),
             isolation_level="read_committed",
@@ -83,9 +83,9 @@ class RawReader:
             enable_auto_commit=False,
             auto_offset_reset="none",
             fetch_max_bytes=FETCH_BYTES,
-            max_partition_fetch_bytes=FETCH_BYTES // partitions,
+            max_partition_fetch_bytes=FETCH_BYTES // len(partitions),
         )
-        assigned = [KafkaPartition(topic, number) for number in range(partitions)]
+        assigned = [KafkaPartition(one.topic, one.partition) for one in partitions]
         self._consumer.assign(assigned)
         for each in assigned:
             self._consumer.seek(each, 0)

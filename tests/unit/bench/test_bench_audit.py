@@ -44,6 +44,7 @@ def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
     ways = {one.way: one for one in figures}
     assert list(ways) == [
         "raw consumption",
+        "the bus alone",
         "first audit",
         "audit again",
         "first audit --quick",

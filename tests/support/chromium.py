@@ -121,7 +121,11 @@ class Page:
 
     def screenshot(self, path: Path) -> None:
         """What it looks like now, as PNG or WebP by the file's name."""
-        kind = {".png": {"format": "png"}, ".webp": {"format": "webp", "quality": 60}}[path.suffix]
+        kinds: dict[str, dict[str, Any]] = {
+            ".png": {"format": "png"},
+            ".webp": {"format": "webp", "quality": 60},
+        }
+        kind = kinds[path.suffix]
         found = self._call("Page.captureScreenshot", captureBeyondViewport=True, **kind)
         path.write_bytes(base64.b64decode(found["data"]))
 

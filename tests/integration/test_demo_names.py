@@ -24,7 +24,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_: object) -> None:
         raise _Stop
 
-    monkeypatch.setattr(demo_module, "in_child", stop)
+    monkeypatch.setattr(demo_module, "Children", stop)
 
 
 def name_of(root: Path, *override: str) -> str:

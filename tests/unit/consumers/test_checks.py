@@ -60,7 +60,7 @@ class Case:
         if trajectory.trajectory == TWO and self.why:
             return Arrived(why=self.why)
         changes = self.headers if trajectory.trajectory == TWO else {}
-        headers = replace(describe(trajectory, sha256=SHA), **changes)
+        headers = msgspec.structs.replace(describe(trajectory, sha256=SHA), **changes)
         sha256 = self.sha256 if trajectory.trajectory == TWO else SHA
         return Arrived(headers=headers, sha256=sha256, trajectory=trajectory)
 

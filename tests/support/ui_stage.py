@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from msgspec.structs import replace
-
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import (
     AnyControl,
-    LoggedEntry,
     TakenGroup,
     TakenTrajectory,
-    TrajectoriesLogged,
 )
-from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
+from dora_pipe.schemas.identity import Purpose, trajectory_id
 from dora_pipe.schemas.rounds import (
-    AnyDecision,
-    Dispatch,
     End,
     Fate,
     GroupSpec,
-    Place,
-    PlacedSibling,
     Round,
     TakeBatch,
 )
@@ -32,40 +24,22 @@ from dora_pipe.ui.feed import Feed
 from dora_pipe.ui.pages import Decode, Source
 from tests.support import orchestrator_records as records
 from tests.support.recorded_run import RecordedRun
-
-SECOND_NS = 1_000_000_000
-START_NS = 1_000 * SECOND_NS
-SIBLINGS = 2
+from tests.support.told_run import SECOND_NS, SIBLINGS, ToldRun
 
 
-class Stage:
+class Stage(ToldRun):
     """A run that is told by hand, a second after the other. Example: ``Stage().group(0)``."""
 
     def __init__(self) -> None:
         self.book = Book(records.RUN)
-        self.now_ns = START_NS
-        self.offset = 0
-        self.rounds = 0
-        self.fact(records.run_started(records.make_config()))
-        self.fact(records.role_started("trainer", 0))
+        super().__init__()
 
-    def fact(self, fact: AnyControl) -> int:
-        """Fold a control record at this moment; its offset."""
-        self.offset += 1
-        self.book.take_fact(self.offset, replace(fact, at_ns=self.now_ns))
-        return self.offset
+    def take_fact(self, offset: int, fact: AnyControl) -> None:
+        """See the base."""
+        self.book.take_fact(offset, fact)
 
-    def decide(self, *decisions: AnyDecision) -> None:
-        """Fold a round of these, a second later."""
-        self.now_ns += SECOND_NS
-        round_ = Round(
-            ordinal=self.rounds,
-            role_epoch=0,
-            now_ns=self.now_ns,
-            control_next=self.offset + 1,
-            decisions=decisions,
-        )
-        self.rounds += 1
+    def take_round(self, round_: Round) -> None:
+        """See the base."""
         self.book.take_round(round_)
 
     def worker(self, name: str = "w0", slots: int = 4) -> int:
@@ -74,29 +48,13 @@ class Stage:
 
     def group(self, ordinal: int, version: int = 0, purpose: Purpose = "train") -> GroupSpec:
         """A group is dispatched."""
-        spec = GroupSpec(
-            group=group_id(purpose, ordinal),
-            ordinal=ordinal,
-            purpose=purpose,
-            version=version,
-            digest=records.weights(version),
-            deadline=-1 if purpose == "eval" else version + 1,
-            partition=0,
-            dataset_digest="d",
-            index=3,
-            data_epoch=0,
-            seed=0,
-            size=SIBLINGS,
-        )
-        self.decide(Dispatch(reason="a slot is free", spec=spec))
+        spec = self.spec(ordinal, version, purpose)
+        self.decide(self.dispatch(spec))
         return spec
 
     def place(self, spec: GroupSpec, worker: str, epoch: int, attempt: int = 1) -> None:
         """All siblings go to a worker."""
-        siblings = tuple(PlacedSibling(sibling=one, attempt=attempt) for one in range(SIBLINGS))
-        self.decide(
-            Place(reason="its turn", spec=spec, worker=worker, epoch=epoch, siblings=siblings)
-        )
+        self.decide(self.placed(spec, worker, epoch, attempt))
 
     def log(
         self,
@@ -109,25 +67,7 @@ class Stage:
         offset: int = 0,
     ) -> None:
         """A worker says that all siblings lie in the log, a second later."""
-        self.now_ns += SECOND_NS
-        entries = tuple(
-            LoggedEntry(
-                trajectory=trajectory_id(spec.group, sibling),
-                attempt=attempt,
-                partition=0,
-                offset=offset + sibling,
-                sha256="s",
-                bytes=10,
-                tokens=tokens,
-                reward=reward,
-                finish="stop",
-            )
-            for sibling, reward in enumerate(rewards)
-        )
-        logged = TrajectoriesLogged(
-            at_ns=0, worker="w0", epoch=epoch, version=0, digest="d", trajectories=entries
-        )
-        self.fact(logged)
+        self.logged(spec, epoch, rewards, attempt=attempt, tokens=tokens, offset=offset)
 
     def taken(self, spec: GroupSpec, offset: int = 0) -> TakenGroup:
         """A group as a batch names it."""

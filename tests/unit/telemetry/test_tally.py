@@ -20,7 +20,8 @@ from dora_pipe.telemetry.tally import Tally
 from dora_pipe.views.why_steps import steps_of
 from tests.support import orchestrator_records as records
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.tally_stage import SECOND_NS, Stage, tally_of
+from tests.support.tally_stage import Stage, tally_of
+from tests.support.told_run import SECOND_NS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from dora_pipe.ui import book as book_module
 from dora_pipe.ui.overview import overview
 from dora_pipe.ui.rows import PHASES
 from tests.support import orchestrator_records as records
-from tests.support.ui_stage import SECOND_NS, Stage
+from tests.support.told_run import SECOND_NS
+from tests.support.ui_stage import Stage
 
 
 @pytest.fixture

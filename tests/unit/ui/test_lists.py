@@ -16,7 +16,8 @@ from dora_pipe.ui.asking import question
 from dora_pipe.ui.book import Book
 from dora_pipe.ui.timeline import merged, timeline, utilisation
 from tests.support import orchestrator_records as records
-from tests.support.ui_stage import SECOND_NS, Stage
+from tests.support.told_run import SECOND_NS
+from tests.support.ui_stage import Stage
 
 
 @pytest.fixture

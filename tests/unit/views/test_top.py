@@ -14,7 +14,8 @@ from dora_pipe.views.spark import bar, short, sparkline
 from dora_pipe.views.top import STOPPED_NS, Frame, Line, Panel, frame, step_line
 from tests.support import orchestrator_records as records
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.tally_stage import SECOND_NS, Stage, tally_of
+from tests.support.tally_stage import Stage, tally_of
+from tests.support.told_run import SECOND_NS
 
 
 def _texts(panel: Panel) -> list[str]:

@@ -34,6 +34,7 @@ from dora_pipe.bench.moves_child import (
     Setup,
     TakeUp,
 )
+from dora_pipe.bench.processes import end
 from dora_pipe.errors import ResourceError, UsageError
 
 TOKENS: Final = {"demo": (30, 120, 250), "llama-25m": (1000, 2000, 4000)}
@@ -177,9 +178,4 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-        self._process.wait()
+        end(self._process, at_once=kind is not None)

@@ -9,10 +9,9 @@ import pytest
 
 from dora_pipe.cli.rundir import opened
 from dora_pipe.history.audit import audit
-from dora_pipe.schemas.control import WorkerJoined
 from tests.support.models import make_llama_gqa
-from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
-from tests.support.vllm_engines import need_vllm
+from tests.support.user_run import assert_clean, start, steps, until
+from tests.support.vllm_runs import furnished, joined
 
 pytestmark = pytest.mark.slow
 
@@ -27,20 +26,8 @@ def call(place: Path, *words: str) -> int:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for."""
-    need_vllm()
-    furnish(tmp_path)
-    shutil.rmtree(tmp_path / "model")
-    make_llama_gqa(tmp_path / "model", hidden_size=192)
-    return tmp_path
-
-
-def _joined(place: Path) -> dict[str, str]:
-    """Engines of the workers that joined, by name."""
-    if not (place / "runs" / "tiny" / "log.sqlite").exists():
-        return {}
-    joined = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
-    return {one.worker: one.engine for one in joined}
+    """A user's folder with a model that vLLM takes."""
+    return furnished(tmp_path)
 
 
 def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: Path) -> None:
@@ -48,13 +35,13 @@ def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: 
     running = [start(place, "orchestrator", *words)]
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     running.append(start(place, "worker", *words, "--name", "a", "--engine", "vllm"))
-    until(lambda: "a" in _joined(place), WAIT_S)
+    until(lambda: "a" in joined(place), WAIT_S)
     running.append(start(place, "worker", *words, "--name", "b"))
-    until(lambda: "b" in _joined(place), WAIT_S)
+    until(lambda: "b" in joined(place), WAIT_S)
     running.append(start(place, "trainer", *words))
     said = place / "said"
     assert [one.wait(WAIT_S) for one in running] == [0] * len(running), said.read_text()
-    assert _joined(place) == {"a": "vllm", "b": "torch"}
+    assert joined(place) == {"a": "vllm", "b": "torch"}
     assert steps(place, "tiny") == list(range(6))
     assert_clean(place, "tiny")
     with opened("tiny", place / "runs") as run:
@@ -70,7 +57,7 @@ def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: 
 def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path) -> None:
     words = ("-o", "workers.count=1", "-o", 'workers.engines=["vllm"]')
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
-    assert _joined(place) == {"w0": "vllm"}
+    assert joined(place) == {"w0": "vllm"}
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from dora_pipe.history.audit import audit
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
-from dora_pipe.schemas.control import WorkerJoined
-from tests.support.models import make_llama_gqa
-from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
-from tests.support.vllm_engines import need_vllm
+from tests.support.user_run import assert_clean, start, steps, until
+from tests.support.vllm_runs import furnished, joined
 
 pytestmark = pytest.mark.slow
 
@@ -29,20 +26,8 @@ STEPS = 24
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for."""
-    need_vllm()
-    furnish(tmp_path)
-    shutil.rmtree(tmp_path / "model")
-    make_llama_gqa(tmp_path / "model", hidden_size=192)
-    return tmp_path
-
-
-def _joined(place: Path) -> dict[str, str]:
-    """Engines of the workers that joined, by name."""
-    if not (place / "runs" / "tiny" / "log.sqlite").exists():
-        return {}
-    joined = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
-    return {one.worker: one.engine for one in joined}
+    """A user's folder with a model that vLLM takes."""
+    return furnished(tmp_path)
 
 
 def _server_of(worker: int) -> int:
@@ -73,9 +58,9 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(place: Pa
     orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     served = start(place, "worker", *words, "--name", "a", "--engine", "vllm-server")
-    until(lambda: "a" in _joined(place), WAIT_S)
+    until(lambda: "a" in joined(place), WAIT_S)
     other = start(place, "worker", *words, "--name", "b")
-    until(lambda: "b" in _joined(place), WAIT_S)
+    until(lambda: "b" in joined(place), WAIT_S)
     trainer = start(place, "trainer", *words)
     said = place / "said"
     until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
@@ -121,6 +106,6 @@ def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
         server.check()
     finally:
         server.close()
-    assert _joined(place) == {"w0": "vllm-server"}
+    assert joined(place) == {"w0": "vllm-server"}
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")

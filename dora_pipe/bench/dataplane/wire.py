@@ -16,12 +16,12 @@ from typing import Final
 import msgspec
 
 from dora_pipe.bench.dataplane.tasks import DONE, GO, READY, Done, Task
+from dora_pipe.bench.processes import end
 from dora_pipe.errors import ResourceError
 
 LINE_LIMIT_S: Final = 120.0
 """For one line of a process that works: to be ready, or done."""
 
-END_LIMIT_S: Final = 10.0
 _READ_BYTES: Final = 1024 * 1024
 _CHILD: Final = "dora_pipe.bench.dataplane.child"
 
@@ -67,16 +67,7 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-        try:
-            self._process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_LIMIT_S)
+        end(self._process, at_once=kind is not None)
 
     def _say(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -16,6 +16,7 @@ NOT_HERE: Final = frozenset(
     {
         "control weights-adopted",  # another machine's numerics: here all are one
         "control batch-refused",  # bytes of the log do not change here
+        "control versions-dropped",  # said by `prune` when a run is over
         "observed kv-pressure",  # the simulated engine keeps no cache
         "observed placeable",
     }

@@ -316,8 +316,9 @@ def test_partitions_and_sizes_of_somebody_else_s_topic_are_refused_with_what_to_
     broker: KafkaBroker,
 ) -> None:
     theirs = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    small = {"max.message.bytes": str(10 * 1024 * 1024)}  # no room for a batch's own bytes
     theirs.create_topics(
-        {"theirs.small": {"num_partitions": 2, "replication_factor": 1, "configs": {}}},
+        {"theirs.small": {"num_partitions": 2, "replication_factor": 1, "configs": small}},
         wait_for_metadata=True,
     )
     theirs.close()

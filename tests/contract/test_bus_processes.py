@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.support.bus_harness import KafkaHarness, SqliteHarness
 from tests.support.bus_steps import catch_up, topic_on
 from tests.support.kafka_broker import ROOT
 
+END_LIMIT_S = 60.0
 BATCH = 7
 SMOKE_ROUNDS = 4
 ROUNDS = 30
@@ -60,9 +62,15 @@ class WriterProcess:
         self.process.stdin.flush()
 
     def end(self) -> list[str]:
-        """Everything else it said."""
-        out, _ = self.process.communicate(timeout=60)
-        return out.split()
+        """Everything else it said. `communicate` would miss what `line` has read ahead."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        late = threading.Timer(END_LIMIT_S, self.process.kill)
+        late.start()
+        with self.process.stdin, self.process.stdout:
+            said = self.process.stdout.read()
+        self.process.wait(END_LIMIT_S)
+        late.cancel()
+        return said.split()
 
 
 def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:

@@ -19,6 +19,9 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 STEPS = 3
+RUN = "claims"
+"""A broker has the runs of other tests too."""
+
 RECORD_BYTES_MAX = 64 * 1024
 PARTS = 4000
 REWARD = f"""
@@ -38,7 +41,8 @@ def furnished(place: Path, url: str) -> Path:
     """A user's folder whose reward says so much that every second record is too large."""
     config = furnish(place) / "config.toml"
     bus = f'[bus]\nrecord_bytes_max = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
-    config.write_text(config.read_text() + bus)
+    named = config.read_text().replace('name = "tiny"', f'name = "{RUN}"')
+    config.write_text(named + bus)
     (place / "judge.py").write_text(REWARD)
     return place
 
@@ -68,27 +72,27 @@ def prove(place: Path) -> int:
     How many records had their value beside the log.
     """
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
-    assert steps(place, "tiny") == list(range(STEPS))
-    names = claimed(place, "tiny")
-    values = place / "runs" / "tiny" / "policies" / "claims"
+    assert steps(place, RUN) == list(range(STEPS))
+    names = claimed(place, RUN)
+    values = place / "runs" / RUN / "policies" / "claims"
     assert len(names) > 5
     assert {path.name for path in values.iterdir()} == set(names.values())
     assert all(path.stat().st_size > RECORD_BYTES_MAX for path in values.iterdir())
-    assert_clean(place, "tiny")
-    assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", "tiny").stderr
-    archived = answer(place, "archive", "tiny", "--to", "kept", "--with-policies")
+    assert_clean(place, RUN)
+    assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", RUN).stderr
+    archived = answer(place, "archive", RUN, "--to", "kept", "--with-policies")
     assert archived.returncode == 0, archived.stderr
     assert f"{len(names)} claimed values" in answer(place, "archive", "--verify", "kept").stdout
-    for run in ("tiny", "kept"):
+    for run in (RUN, "kept"):
         assert answer(place, "audit", run, "--fresh").returncode == 0
         assert answer(place, "export", run, "--parquet", f"{run}.parquet").returncode == 0
     lost = next(name for name in names if name.startswith("g"))
-    shown = json.loads(answer(place, "show", "tiny", lost, "--json").stdout)
+    shown = json.loads(answer(place, "show", RUN, lost, "--json").stdout)
     assert len(json.loads(shown["result"]["reward parts"])) == PARTS
-    pruned = answer(place, "prune", "tiny", "--claim-hours", "0", "--delete")
+    pruned = answer(place, "prune", RUN, "--claim-hours", "0", "--delete")
     assert (pruned.returncode, pruned.stdout.count("unclaimed")) == (0, 0)
     (values / names[lost]).unlink()
-    audited = answer(place, "audit", "tiny", "--fresh")
+    audited = answer(place, "audit", RUN, "--fresh")
     (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
     assert audited.returncode == 5
     assert f"{lost} at trajectories:" in error and f"claim {names[lost]}" in error

@@ -13,7 +13,8 @@ from dora_pipe.cli.rundir import RUNS, OpenRun, opened
 from dora_pipe.clock import SystemClock
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.errors import DoraError, UsageError
-from dora_pipe.telemetry.exporter import LOOPBACK, Exporter, MetricsServer
+from dora_pipe.local_http import LOOPBACK
+from dora_pipe.telemetry.exporter import Exporter, MetricsServer
 from dora_pipe.telemetry.log_feed import LogFeed
 from dora_pipe.telemetry.tally import Tally
 

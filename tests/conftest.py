@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.kafka_broker import KafkaBroker, missing_tools
+from tests.support.kafka_secure import Certificates, secure_broker
 
 settings.register_profile(
     "house",
@@ -65,4 +66,19 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBrok
     """A real broker, started on first use and kept for the session; use topics of your own."""
     require_broker_tools()
     with KafkaBroker(tmp_path_factory.mktemp("kafka")) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Of a cluster that asks who comes, and of its users."""
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def secure_kafka(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[KafkaBroker]:
+    """A real broker that asks who comes, for one module."""
+    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
         yield broker

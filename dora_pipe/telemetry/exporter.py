@@ -12,12 +12,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
-from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.telemetry.exposition import CONTENT_TYPE, exposition
 from dora_pipe.telemetry.log_feed import LogFeed
@@ -26,10 +26,6 @@ from dora_pipe.telemetry.ratios import contributed
 from dora_pipe.telemetry.tally import Tally
 
 LOG = logging.getLogger(__name__)
-
-LOOPBACK: Final = "127.0.0.1"
-NAMES: Final = frozenset({"127.0.0.1", "localhost"})
-"""Names of this machine in a request to it."""
 
 TURN_S: Final = 1.0
 """Between two looks at the log: values are so old at most, beside the time of a heartbeat."""
@@ -107,23 +103,12 @@ class Exporter:
         self.page = exposition(METRICS, self._tally).encode()
 
 
-class MetricsServer(ThreadingHTTPServer):
+class MetricsServer(LocalServer):
     """``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, exporter: Exporter, *, port: int, host: str = LOOPBACK) -> None:
         self.exporter = exporter
-        self.own_names_only = host == LOOPBACK
-        self.room = threading.BoundedSemaphore(REQUESTS_MAX)
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise ResourceError(
-                f"port {port} of {host} cannot be used: {error.strerror}",
-                hint="choose another one with --port, or 0 for any",
-            ) from None
+        super().__init__(_Handler, host=host, port=port, requests_max=REQUESTS_MAX)
 
     @property
     def address(self) -> str:
@@ -136,43 +121,22 @@ class MetricsServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LocalHandler):
     server: MetricsServer
     timeout = IDLE_S
-    server_version = "dora-pipe"
-    sys_version = ""
 
-    def do_GET(self) -> None:
-        """Answer, if there is room."""
-        if not self.server.room.acquire(blocking=False):
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"too many requests at once\n")
-            return
-        try:
-            self._get()
-        finally:
-            self.server.room.release()
-
-    do_HEAD = do_GET
-
-    def _get(self) -> None:
-        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if self.server.own_names_only and name not in NAMES:
-            # A page of elsewhere whose name was rebound to this address.
-            self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this is not who you think it is\n")
-        elif self.path.partition("?")[0] != "/metrics":
-            self._send(HTTPStatus.NOT_FOUND, b"there is only /metrics\n")
+    def answer(self) -> None:
+        """See the base."""
+        if self.path.partition("?")[0] != "/metrics":
+            self.say(HTTPStatus.NOT_FOUND, "there is only /metrics")
         elif self.server.exporter.page is None:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"the log is being read\n")
+            self.say(HTTPStatus.SERVICE_UNAVAILABLE, "the log is being read")
         else:
             self._send(HTTPStatus.OK, self.server.exporter.page)
 
-    def _send(self, status: HTTPStatus, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def say(self, status: HTTPStatus, text: str) -> None:
+        """See the base."""
+        self._send(status, f"{text}\n".encode())
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are nobody's news."""
+    def _send(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_whole(status, {"Content-Type": CONTENT_TYPE}, body)

@@ -12,23 +12,18 @@ Rules:
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from dora_pipe.errors import DoraError, ResourceError, UsageError
+from dora_pipe.errors import DoraError, UsageError
+from dora_pipe.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.ui.asking import Question, question
 from dora_pipe.ui.desk import Desk
-
-HOST: Final = "127.0.0.1"
-NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Names of this machine. Any port: it may be forwarded (`ssh -L`)."""
 
 REQUESTS_MAX: Final = 32
 """At once; more are refused."""
@@ -74,23 +69,13 @@ def static_files() -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
 
 
-class Server(ThreadingHTTPServer):
+class Server(LocalServer):
     """The pages of some runs. Example: ``Server([desk], port=0).serve_forever()``."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, desks: Sequence[Desk], *, port: int) -> None:
         self.desks = desks
         self.static = static_files()
-        self.room = threading.BoundedSemaphore(REQUESTS_MAX)
-        try:
-            super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            raise ResourceError(
-                f"port {port} of {HOST} cannot be used: {error.strerror}",
-                hint="choose another one with --port, or 0 for any",
-            ) from None
+        super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away before its answer is no news; anything else is a mistake."""
@@ -100,31 +85,15 @@ class Server(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """Where the pages are."""
-        return f"http://{HOST}:{self.server_address[1]}/"
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LocalHandler):
     server: Server
     timeout = IDLE_S
-    server_version = "dora-pipe"
-    sys_version = ""
 
-    def do_GET(self) -> None:
-        """Answer, if there is room."""
-        if not self.server.room.acquire(blocking=False):
-            self._send_text(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once")
-            return
-        try:
-            self._get()
-        finally:
-            self.server.room.release()
-
-    do_HEAD = do_GET
-
-    def _get(self) -> None:
-        if not is_own_name(self.headers.get("Host", "")):
-            self._send_text(HTTPStatus.MISDIRECTED_REQUEST, "this is not who you think it is")
-            return
+    def answer(self) -> None:
+        """See the base."""
         path = urlsplit(self.path).path
         if path.startswith("/api/"):
             self._api()
@@ -132,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = "index.html" if path == "/" else path.removeprefix("/static/")
         body = self.server.static.get(name)
         if body is None or (path != "/" and not path.startswith("/static/")):
-            self._send_text(HTTPStatus.NOT_FOUND, "there is nothing here")
+            self.say(HTTPStatus.NOT_FOUND, "there is nothing here")
             return
         self._send(HTTPStatus.OK, TYPES[name[name.rfind(".") :]], body)
 
@@ -151,36 +120,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, status: HTTPStatus, value: Any) -> None:
         self._send(status, "application/json", msgspec.json.encode(value))
 
-    def _send_text(self, status: HTTPStatus, text: str) -> None:
+    def say(self, status: HTTPStatus, text: str) -> None:
+        """See the base."""
         self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.send_whole(status, {**HEADERS, "Content-Type": kind}, body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library refuses by itself: other methods, what is no HTTP."""
         method = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
         self.close_connection = True
-        self._send_text(status, "only GET and HEAD" if method else status.phrase)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are nobody's news."""
-
-
-def is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine. Example: ``is_own_name("localhost:8765")``."""
-    name, colon, port = host.rpartition(":")
-    if not colon or host.endswith("]"):
-        name, port = host, ""
-    return name.lower() in NAMES and (not port or port.isdecimal())
+        self.say(status, "only GET and HEAD" if method else status.phrase)
 
 
 def _ask(desks: Sequence[Desk], asked: Question) -> dict[str, Any]:

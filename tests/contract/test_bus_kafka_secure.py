@@ -22,7 +22,6 @@ from tests.support.kafka_secure import (
     Certificates,
     allow,
     password_of,
-    secure_broker,
     security_of,
 )
 
@@ -33,19 +32,6 @@ pytestmark = [
 
 AT_ONCE_S = 8.0
 """The client alone would only time out, after 10 s."""
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def broker(
-    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[KafkaBroker]:
-    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
-        yield broker
 
 
 @pytest.fixture
@@ -73,8 +59,8 @@ class SecureHarness(KafkaHarness):
 
 
 @pytest.fixture
-def harness(broker: KafkaBroker, admin: KafkaSecurity) -> Iterator[SecureHarness]:
-    made = SecureHarness(broker.address("SECURE"), admin)
+def harness(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> Iterator[SecureHarness]:
+    made = SecureHarness(secure_kafka.address("SECURE"), admin)
     yield made
     made.close()
 
@@ -86,9 +72,9 @@ def test_bus_over_sasl_ssl(harness: SecureHarness, check: Check) -> None:
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512", "PLAIN"])
 def test_a_record_passes_under_every_mechanism(
-    broker: KafkaBroker, admin: KafkaSecurity, mechanism: str
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, mechanism: str
 ) -> None:
-    harness = SecureHarness(broker.address("SECURE"), replace(admin, mechanism=mechanism))
+    harness = SecureHarness(secure_kafka.address("SECURE"), replace(admin, mechanism=mechanism))
     bus = harness.open()
     topic = topic_on(harness, bus)
     bus.writer(exclusive=harness.topic("w")).append([Append(topic=topic, value=b"x")])
@@ -97,31 +83,31 @@ def test_a_record_passes_under_every_mechanism(
 
 
 def test_a_password_without_tls_and_a_certificate_without_password_are_taken(
-    broker: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
 ) -> None:
     clear = replace(admin, protocol="SASL_PLAINTEXT")
-    assert_enters(broker, "CLEAR", clear)
+    assert_enters(secure_kafka, "CLEAR", clear)
     mutual = KafkaSecurity(
         protocol="SSL",
         ca_file=certificates.path("ca.pem"),
         cert_file=certificates.path("client.crt"),
         key_file=certificates.path("client.key"),
     )
-    assert_enters(broker, "MUTUAL", mutual)
+    assert_enters(secure_kafka, "MUTUAL", mutual)
 
 
-def assert_enters(broker: KafkaBroker, listener: str, security: KafkaSecurity) -> None:
+def assert_enters(secure_kafka: KafkaBroker, listener: str, security: KafkaSecurity) -> None:
     """It is let in, and may ask."""
-    bus = KafkaBus([broker.address(listener)], security=security)
+    bus = KafkaBus([secure_kafka.address(listener)], security=security)
     assert isinstance(bus.topics(), list)
     bus.close()
 
 
-def refused(broker: KafkaBroker, listener: str, security: KafkaSecurity) -> AccessRefused:
+def refused(secure_kafka: KafkaBroker, listener: str, security: KafkaSecurity) -> AccessRefused:
     """The refusal, which must come at once, be one line, and hold no secret."""
     began_s = time.monotonic()
     with pytest.raises(AccessRefused) as raised:
-        KafkaBus([broker.address(listener)], security=security)
+        KafkaBus([secure_kafka.address(listener)], security=security)
     assert time.monotonic() - began_s < AT_ONCE_S
     error = raised.value
     assert error.exit_code == 4 and "\n" not in error.message and error.hint
@@ -132,49 +118,49 @@ def refused(broker: KafkaBroker, listener: str, security: KafkaSecurity) -> Acce
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512", "PLAIN"])
 @pytest.mark.parametrize("wrong", ["password", "name"])
 def test_a_wrong_name_or_password(
-    broker: KafkaBroker, admin: KafkaSecurity, tmp_path: Path, mechanism: str, wrong: str
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, tmp_path: Path, mechanism: str, wrong: str
 ) -> None:
     (tmp_path / "wrong").write_text("not-it")
     security = replace(admin, mechanism=mechanism, username="nobody")
     if wrong == "password":
         security = replace(security, username="admin", password_file=str(tmp_path / "wrong"))
-    error = refused(broker, "SECURE", security)
+    error = refused(secure_kafka, "SECURE", security)
     assert "wrong name or password" in error.message and mechanism in error.message
     assert "not-it" not in f"{error.message} {error.hint}"
     assert "bus.password_file" in (error.hint or "")
 
 
-def test_an_expired_certificate(broker: KafkaBroker, admin: KafkaSecurity) -> None:
-    error = refused(broker, "EXPIRED", admin)
+def test_an_expired_certificate(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> None:
+    error = refused(secure_kafka, "EXPIRED", admin)
     assert error.message == "the Kafka broker's certificate has expired"
 
 
-def test_a_certificate_of_another_host(broker: KafkaBroker, admin: KafkaSecurity) -> None:
-    error = refused(broker, "ELSEWHERE", admin)
+def test_a_certificate_of_another_host(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> None:
+    error = refused(secure_kafka, "ELSEWHERE", admin)
     assert "another host" in error.message and "check_hostname" in (error.hint or "")
     lax = replace(admin, check_hostname=False)
-    KafkaBus([broker.address("ELSEWHERE")], security=lax).close()
+    KafkaBus([secure_kafka.address("ELSEWHERE")], security=lax).close()
 
 
 def test_an_authority_that_nobody_knows(
-    broker: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, certificates: Certificates
 ) -> None:
     ca_file = certificates.path("stranger-ca.pem")
-    error = refused(broker, "SECURE", replace(admin, ca_file=ca_file))
+    error = refused(secure_kafka, "SECURE", replace(admin, ca_file=ca_file))
     assert ca_file in error.message and "bus.ca_file" in (error.hint or "")
-    error = refused(broker, "SECURE", replace(admin, ca_file=""))
+    error = refused(secure_kafka, "SECURE", replace(admin, ca_file=""))
     assert "this machine's certificates" in error.message
 
 
 @pytest.mark.parametrize("file", ["", "stranger.pem"])
 def test_a_client_s_certificate_that_the_broker_does_not_take(
-    broker: KafkaBroker, certificates: Certificates, file: str
+    secure_kafka: KafkaBroker, certificates: Certificates, file: str
 ) -> None:
     cert_file = certificates.path(file) if file else ""
     security = KafkaSecurity(
         protocol="SSL", ca_file=certificates.path("ca.pem"), cert_file=cert_file
     )
-    error = refused(broker, "MUTUAL", security)
+    error = refused(secure_kafka, "MUTUAL", security)
     assert "certificate" in error.message and "bus.cert_file" in (error.hint or "")
 
 
@@ -191,27 +177,27 @@ def test_a_client_s_certificate_that_the_broker_does_not_take(
     ],
 )
 def test_the_wrong_listener(
-    broker: KafkaBroker, admin: KafkaSecurity, listener: str, protocol: str, said: str
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, listener: str, protocol: str, said: str
 ) -> None:
     security = replace(admin, protocol=protocol)
     if not security.sasl:
         security = replace(security, username="", password_file="")
-    error = refused(broker, listener, security)
+    error = refused(secure_kafka, listener, security)
     assert said in error.message and "bus.protocol" in f"{error.message} {error.hint}"
 
 
-def test_one_broker_that_lets_in_is_enough(broker: KafkaBroker, admin: KafkaSecurity) -> None:
-    servers = ["127.0.0.1:1", broker.address("EXPIRED"), broker.address("SECURE")]
+def test_one_broker_that_lets_in_is_enough(secure_kafka: KafkaBroker, admin: KafkaSecurity) -> None:
+    servers = ["127.0.0.1:1", secure_kafka.address("EXPIRED"), secure_kafka.address("SECURE")]
     bus = KafkaBus(servers, security=admin)
     assert isinstance(bus.topics(), list)
     bus.close()
 
 
 def test_each_missing_right_is_named_and_the_hint_grants_it(
-    broker: KafkaBroker, admin: KafkaSecurity, stranger: KafkaSecurity
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, stranger: KafkaSecurity
 ) -> None:
     """Goes from no right at all to all that a writer needs, by nothing but the hints."""
-    address = broker.address("SECURE")
+    address = secure_kafka.address("SECURE")
     harness = SecureHarness(address, admin)
     topic, name = topic_on(harness, harness.open()), harness.topic("w")
     at, granted = TopicPartition(topic, 0), []
@@ -230,7 +216,7 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
             break
         except AccessRefused as error:
             assert "User:stranger lacks " in error.message, error.message
-            granted.append(grant(broker, error.hint or ""))
+            granted.append(grant(secure_kafka, error.hint or ""))
     assert granted == ["Describe", "DescribeConfigs", "Read", "Write", "Write"]
     reader = harness.open().reader({at: 0})
     assert [one.value for one in read(reader, 3)] == [b"plain", b"plain", b"exclusive"]
@@ -238,7 +224,7 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
     with_rights.close()
 
 
-def grant(broker: KafkaBroker, hint: str) -> str:
+def grant(secure_kafka: KafkaBroker, hint: str) -> str:
     """Do what a hint says; returns the operation."""
     words = hint.partition(";")[0].split()
     said = dict(zip(words[2::2], words[3::2], strict=True))
@@ -251,29 +237,31 @@ def grant(broker: KafkaBroker, hint: str) -> str:
         "name": said.get("--topic") or said["--transactional-id"],
         "pattern": "literal",
     }
-    allow(broker, [right])
+    allow(secure_kafka, [right])
     return operation
 
 
-def test_creating_without_the_right_names_it(broker: KafkaBroker, stranger: KafkaSecurity) -> None:
-    bus = KafkaBus([broker.address("SECURE")], security=stranger)
+def test_creating_without_the_right_names_it(
+    secure_kafka: KafkaBroker, stranger: KafkaSecurity
+) -> None:
+    bus = KafkaBus([secure_kafka.address("SECURE")], security=stranger)
     with pytest.raises(AccessRefused, match=r"User:stranger lacks CREATE on topic no\.such"):
         bus.create([TopicSpec(name="no.such")])
     bus.close()
 
 
 def test_what_the_client_library_logs_holds_no_secret(
-    broker: KafkaBroker,
+    secure_kafka: KafkaBroker,
     admin: KafkaSecurity,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("DEBUG", logger="kafka"):
-        bus = KafkaBus([broker.address("SECURE")], security=replace(admin, mechanism="PLAIN"))
+        bus = KafkaBus([secure_kafka.address("SECURE")], security=replace(admin, mechanism="PLAIN"))
         bus.topics()
         bus.close()
     assert "sasl_plain_password" in caplog.text, "the library logs all its settings"
     assert password_of("admin") not in caplog.text
-    assert password_of("admin") not in broker.log()
+    assert password_of("admin") not in secure_kafka.log()
 
 
 SETTINGS = [
@@ -286,14 +274,14 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("settings", "fatal", "said"), SETTINGS)
 def test_somebody_else_s_topic_is_looked_at(
-    broker: KafkaBroker,
+    secure_kafka: KafkaBroker,
     settings: dict[str, str],
     fatal: bool,
     said: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     name = f"theirs.{said.replace(' ', '-')}"
-    theirs = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     limit = {"max.message.bytes": str(16 * 1024 * 1024)}
     configs = {**limit, "retention.ms": "-1", **settings}
     theirs.create_topics(
@@ -301,7 +289,7 @@ def test_somebody_else_s_topic_is_looked_at(
         wait_for_metadata=True,
     )
     theirs.close()
-    bus = KafkaBus([broker.bootstrap], security=PLAINTEXT)
+    bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
     if fatal:
         with pytest.raises(BusError, match=said) as raised:
             bus.create([TopicSpec(name=name)])
@@ -313,16 +301,16 @@ def test_somebody_else_s_topic_is_looked_at(
 
 
 def test_partitions_and_sizes_of_somebody_else_s_topic_are_refused_with_what_to_set(
-    broker: KafkaBroker,
+    secure_kafka: KafkaBroker,
 ) -> None:
-    theirs = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     small = {"max.message.bytes": str(10 * 1024 * 1024)}  # no room for a batch's own bytes
     theirs.create_topics(
         {"theirs.small": {"num_partitions": 2, "replication_factor": 1, "configs": small}},
         wait_for_metadata=True,
     )
     theirs.close()
-    bus = KafkaBus([broker.bootstrap])
+    bus = KafkaBus([secure_kafka.bootstrap])
     with pytest.raises(BusError, match="2 partitions, not 3") as raised:
         bus.create([TopicSpec(name="theirs.small", partitions=3)])
     assert "bus.partitions = 2" in (raised.value.hint or "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.support.kafka_secure import (
     allow,
     documented_rights,
     password_of,
-    secure_broker,
     security_of,
 )
 from tests.support.user_run import WAIT_S, call, furnish, start, steps, until
@@ -32,21 +30,8 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def broker(
-    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[KafkaBroker]:
-    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
-        yield broker
-
-
 @pytest.fixture
-def place(tmp_path: Path, broker: KafkaBroker, certificates: Certificates) -> Path:
+def place(tmp_path: Path, secure_kafka: KafkaBroker, certificates: Certificates) -> Path:
     """A user's folder whose runs log to the broker; who enters is said on the command line."""
     place = furnish(tmp_path / "place")
     (tmp_path / "secrets").mkdir()
@@ -55,7 +40,7 @@ def place(tmp_path: Path, broker: KafkaBroker, certificates: Certificates) -> Pa
     with (place / "config.toml").open("a") as config:
         config.write(
             f"""[bus]
-url = "kafka://{broker.address("SECURE")}"
+url = "kafka://{secure_kafka.address("SECURE")}"
 protocol = "SASL_SSL"
 username = "nobody"
 ca_file = "{certificates.path("ca.pem")}"
@@ -77,9 +62,9 @@ def said(place: Path) -> str:
 
 
 def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
-    place: Path, broker: KafkaBroker, certificates: Certificates
+    place: Path, secure_kafka: KafkaBroker, certificates: Certificates
 ) -> None:
-    allow(broker, documented_rights("tiny"))
+    allow(secure_kafka, documented_rights("tiny"))
     orchestrator = start(place, "orchestrator", "config.toml", *enters(place, "orchestrator"))
     made = place / "runs" / "tiny" / "config.toml"
     until(lambda: made.exists() or orchestrator.poll() is not None)
@@ -100,8 +85,8 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
     assert call(auditor, "doctor", "--config", "runs/tiny") == 0, said(auditor)
     assert "as User:auditor by SASL_SSL" in said(auditor)
     assert "all 6 of run 'tiny'" in said(auditor)
-    nobody_may_do_more(broker, certificates, place)
-    no_secret_is_anywhere(place, auditor, broker)
+    nobody_may_do_more(secure_kafka, certificates, place)
+    no_secret_is_anywhere(place, auditor, secure_kafka)
 
 
 def as_auditor(place: Path) -> Path:
@@ -124,11 +109,11 @@ FORBIDDEN = {
 }
 
 
-def nobody_may_do_more(broker: KafkaBroker, certificates: Certificates, place: Path) -> None:
+def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, place: Path) -> None:
     """A worker cannot write decisions, and so on; nor be another role's exclusive writer."""
     for user in ROLES:
         security = security_of(user, certificates, place.parent)
-        bus = KafkaBus([broker.address("SECURE")], security=security)
+        bus = KafkaBus([secure_kafka.address("SECURE")], security=security)
         for name in FORBIDDEN[user]:
             topic = f"tiny.{name}"
             before = bus.end(TopicPartition(topic, 0))
@@ -142,10 +127,10 @@ def nobody_may_do_more(broker: KafkaBroker, certificates: Certificates, place: P
         bus.close()
 
 
-def no_secret_is_anywhere(place: Path, auditor: Path, broker: KafkaBroker) -> None:
+def no_secret_is_anywhere(place: Path, auditor: Path, secure_kafka: KafkaBroker) -> None:
     """Neither in what was printed, nor in the run's directory, nor in the log on the broker."""
     secrets = [password_of(user).encode() for user in USERS]
-    segments = broker.data.glob("tiny.*/*.log")
+    segments = secure_kafka.data.glob("tiny.*/*.log")
     files = [path for root in (place, auditor) for path in root.rglob("*") if path.is_file()]
     looked = [*files, *segments]
     assert any(path.name == "said" for path in looked)
@@ -156,7 +141,7 @@ def no_secret_is_anywhere(place: Path, auditor: Path, broker: KafkaBroker) -> No
 
 
 def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowhere(
-    place: Path, broker: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+    place: Path, secure_kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, password_of("admin"))
     words = ("-o", "bus.username=admin", "-o", 'run.name="whole"', "-o", "run.steps=1")
@@ -164,7 +149,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
     assert 'username = "admin"' in said(place)
     assert call(place, "run", "config.toml", *words) == 0, said(place)
     assert call(place, "audit", "whole") == 0, said(place)
-    for path in [*place.rglob("*"), *broker.data.glob("whole.*/*.log")]:
+    for path in [*place.rglob("*"), *secure_kafka.data.glob("whole.*/*.log")]:
         assert path.is_dir() or password_of("admin").encode() not in path.read_bytes(), path
 
 
@@ -179,7 +164,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
 )
 def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
     place: Path,
-    broker: KafkaBroker,
+    secure_kafka: KafkaBroker,
     certificates: Certificates,
     case: str,
     line: str,
@@ -189,7 +174,7 @@ def test_a_refusal_is_one_line_a_hint_and_an_exit_code(
         "password": ["-o", "bus.username=admin", *enters(place, "worker")[2:]],
         "certificate": [
             *enters(place, "admin"),
-            *("-o", f"bus.url=kafka://{broker.address('EXPIRED')}"),
+            *("-o", f"bus.url=kafka://{secure_kafka.address('EXPIRED')}"),
         ],
         "authority": [
             *enters(place, "admin"),

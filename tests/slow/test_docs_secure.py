@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,11 @@ from tests.support.kafka_secure import (
     Certificates,
     documented_rights,
     password_of,
-    secure_broker,
 )
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 ADDRESS = "kafka-1.example:9094"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def broker(
-    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[KafkaBroker]:
-    with secure_broker(tmp_path_factory.mktemp("secure"), certificates) as broker:
-        yield broker
 
 
 @pytest.fixture
@@ -59,9 +44,9 @@ def desk(tmp_path: Path, certificates: Certificates) -> Path:
     return tmp_path
 
 
-def rights_of(broker: KafkaBroker, user: str) -> set[tuple[str, str, str]]:
+def rights_of(secure_kafka: KafkaBroker, user: str) -> set[tuple[str, str, str]]:
     """(operation, name, pattern) of what a user may do with topics."""
-    admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    admin = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
     try:
         everything = ResourcePatternFilter(ResourceType.TOPIC, None, Pattern.ANY)
         found, _ = admin.describe_acls(
@@ -80,24 +65,24 @@ def rights_of(broker: KafkaBroker, user: str) -> set[tuple[str, str, str]]:
 
 
 def test_the_acl_example_grants_a_worker_what_the_table_says(
-    desk: Path, broker: KafkaBroker
+    desk: Path, secure_kafka: KafkaBroker
 ) -> None:
     write_scripts(desk / "bin")
     lines = docs_commands.commands("docs/kafka.md", "kafka-acls.sh")
     path = f"{desk / 'bin'}:{os.environ['PATH']}"
-    docs_commands.run("\n".join(lines), desk, {ADDRESS: broker.address("SECURE")}, path)
+    docs_commands.run("\n".join(lines), desk, {ADDRESS: secure_kafka.address("SECURE")}, path)
     wanted = {
         (right["operation"], right["name"], right["pattern"])
         for right in documented_rights("demo")
         if right["user"] == "worker"
     }
-    assert rights_of(broker, "worker") == wanted
+    assert rights_of(secure_kafka, "worker") == wanted
 
 
-def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, broker: KafkaBroker) -> None:
+def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, secure_kafka: KafkaBroker) -> None:
     write_scripts(desk / "bin")
     (line,) = docs_commands.commands("docs/kafka.md", "--entity-type users")
-    replaced = {ADDRESS: broker.address("SECURE"), "...": "new-one", "worker": "newcomer"}
+    replaced = {ADDRESS: secure_kafka.address("SECURE"), "...": "new-one", "worker": "newcomer"}
     docs_commands.run(line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")
     (desk / "password").write_text("new-one")
     security = KafkaSecurity(
@@ -107,6 +92,6 @@ def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, broker: KafkaBr
         password_file=str(desk / "password"),
         ca_file=str(desk / "kafka-ca.pem"),
     )
-    bus = KafkaBus([broker.address("SECURE")], security=security)
+    bus = KafkaBus([secure_kafka.address("SECURE")], security=security)
     assert bus.topics() == []
     bus.close()

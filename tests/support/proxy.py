@@ -127,7 +127,8 @@ class Proxy:
             with self._lock:
                 self._pairs.append((client, server))
             for source, sink, answers in ((client, server, False), (server, client, True)):
-                source.settimeout(TICK_S)
+                with suppress(OSError):  # cut by `reset` meanwhile; the pump ends at once
+                    source.settimeout(TICK_S)
                 words = (source, sink, answers)
                 thread = threading.Thread(target=self._pump, args=words, daemon=True)
                 self._threads.append(thread)

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from dora_pipe.errors import UsageError
+from dora_pipe.local_http import is_own_name
 from dora_pipe.ui.export import MODULES, file_of, joined
 from dora_pipe.ui.replayed import read_replay, replay_page
-from dora_pipe.ui.server import is_own_name, static_files
+from dora_pipe.ui.server import static_files
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 

@@ -7,7 +7,8 @@ take, nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, Protocol
 
 from dora_pipe.clock import Clock
 from dora_pipe.producers.tasks.calls import (
@@ -32,6 +33,9 @@ class SimPort(Port, Protocol):
         ...
 
 
+_UNTIMED: Final = nullcontext()
+
+
 class StillMeter(Meter):
     """Costs are real time, which must not enter a world: here nothing costs anything."""
 
@@ -39,12 +43,13 @@ class StillMeter(Meter):
         super().__init__()
         self._none = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
+    def spend(self, name: str) -> AbstractContextManager[None]:
+        """No clock is looked at."""
+        return _UNTIMED
+
     def cost(self) -> Cost:
         """Nothing."""
         return self._none
-
-    def _turn(self) -> None:
-        """No clock is looked at."""
 
 
 class PacedPort:

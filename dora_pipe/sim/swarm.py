@@ -35,6 +35,10 @@ FAULTY_SHARE: Final = 0.7
 
 FAULTS_MIN: Final = 3
 
+EVENTS_MIN: Final = 2000
+"""A seed that comes to fewer is played again with `MORE_STEPS`: about one in a thousand."""
+
+MORE_STEPS: Final = 10
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """How a role says that its own state is broken."""
@@ -70,8 +74,11 @@ class Played:
 
 
 def play(seed: int, *, steps: int = 10) -> Played:
-    """Play one seed."""
-    return Swarm(draw(seed, steps=steps)).play()
+    """Play one seed, with at least so many steps, and at least `EVENTS_MIN` events."""
+    played = Swarm(draw(seed, steps=steps)).play()
+    if played.holds and played.events < EVENTS_MIN:
+        played = Swarm(draw(seed, steps=steps + MORE_STEPS)).play()
+    return played
 
 
 class Swarm:

@@ -104,6 +104,10 @@ class ArchiveBus:
         check_exists(tp, self._specs)
         return self.manifest.cut[tp.topic][tp.partition]
 
+    def sealed(self, tp: TopicPartition) -> int:
+        """How far segments of a partition go, behind the cut too: what a pass left that died."""
+        return max((one.end for one in self.manifest.entries if one.at == tp), default=0)
+
     def reader(self, positions: Mapping[TopicPartition, int]) -> ArchiveReader:
         """A reader of exactly these partitions."""
         self.here.check()

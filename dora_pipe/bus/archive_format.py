@@ -136,6 +136,15 @@ def read_manifest(directory: Path) -> Manifest:
     return found
 
 
+def check_cut(directory: Path, manifest: Manifest) -> None:
+    """Raises LogTruncated for an archive whose first pass never ended: it shows nothing yet."""
+    if not any(map(any, manifest.cut.values())):
+        raise LogTruncated(
+            f"the archive {directory} cannot be read yet: its first pass has not ended",
+            hint="if it was interrupted: `dora-pipe archive RUN --to DIR` goes on where it was",
+        )
+
+
 def load_manifest(directory: Path) -> Manifest:
     """The manifest as it says it is; see `problems_of`. Raises LogTruncated, SchemaError."""
     path = directory / MANIFEST

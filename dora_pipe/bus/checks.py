@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
 
+BATCH_ROOM_BYTES = 1024 * 1024
+"""A topic on Kafka takes so much more than its largest record: its limit is one of whole batches,
+with their framing."""
+
 PARTITIONS_MAX = 4096
 """Of one topic; SQLite packs topic, partition and offset into one integer."""
 
@@ -108,8 +112,8 @@ def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
         raise BusError(
             f"topic {spec.name} exists and takes records of at most {existing.record_bytes_max} "
             f"bytes, not {spec.record_bytes_max}",
-            hint="raise its max.message.bytes, or set "
-            f"bus.record_bytes_max = {existing.record_bytes_max}",
+            hint=f"raise its max.message.bytes to {spec.record_bytes_max + BATCH_ROOM_BYTES}, "
+            f"or set bus.record_bytes_max = {existing.record_bytes_max}",
         )
 
 

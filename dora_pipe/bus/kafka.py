@@ -56,7 +56,7 @@ from dora_pipe.bus.kafka_client import (
 )
 from dora_pipe.bus.kafka_driven import DrivenConsumer, DrivenProducer
 from dora_pipe.bus.kafka_errors import our_errors
-from dora_pipe.bus.kafka_reach import knock, unreachable
+from dora_pipe.bus.kafka_reach import check_advertised, knock, unreachable
 from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.kafka_topics import TopicFacts, check_settings, described, with_settings
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
@@ -107,15 +107,22 @@ class KafkaBus:
         settings = self.client_settings()
         try:
             with self.errors(_Unreachable):
-                return KafkaAdminClient(**settings)
+                admin = KafkaAdminClient(**settings)
         except _Unreachable as error:
             raise unreachable(self.servers, self.security, error.message) from error
+        check_advertised([f"{one.host}:{one.port}" for one in admin._manager.cluster.brokers()])
+        return admin
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""
         for spec in topics:
             check_spec(spec)
         existing = set(self.topics())
+        old = [spec for spec in topics if spec.name in existing]
+        for spec in old:
+            check_same(spec, self._spec_soon(spec.name))
+        if old:  # before anything is made: what is refused leaves nothing behind
+            check_settings(self.facts([spec.name for spec in old]))
         fresh = {spec.name: spec for spec in topics if spec.name not in existing}
         needs = f"CREATE on topic {', '.join(fresh)}"
         with self.errors(needs=needs), self._lock:
@@ -126,10 +133,8 @@ class KafkaBus:
                     self._admin.create_topics(wanted, wait_for_metadata=True)
                 except kafka_errors.TopicAlreadyExistsError:
                     self._admin.wait_for_topics(list(wanted))  # another process was faster
-        for spec in topics:
+        for spec in fresh.values():
             check_same(spec, self._spec_soon(spec.name))
-        if old := [spec.name for spec in topics if spec.name not in fresh]:
-            check_settings(self.facts(old))
 
     def _spec_soon(self, topic: str) -> TopicSpec:
         """Of a topic that exists: a broker may not have heard yet of one made a moment ago."""
@@ -194,8 +199,9 @@ class KafkaBus:
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
         """The topics as the cluster describes them now. Raises TopicMissing."""
-        names = ", ".join(topics)
-        found = self.ask(lambda at: described(at, topics), needs=f"DESCRIBE on topic {names}")
+        names, servers = ", ".join(topics), self.servers
+        needs = f"DESCRIBE on topic {names}"
+        found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
         needs = f"DESCRIBE_CONFIGS on topic {names}"
         return self.ask(lambda at: with_settings(at, found), needs=needs)
 

@@ -13,6 +13,7 @@ from typing import Any
 from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 
+from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka_errors import FENCED, our_errors
 from dora_pipe.bus.kafka_security import KafkaSecurity
 from dora_pipe.bus.port import Append, Record, TopicSpec
@@ -37,8 +38,8 @@ PROBE_LIMIT_S = 1.0
 NEWS_S = 0.05
 """Between two looks for what one broker knows and another will know in a moment."""
 
-BATCH_BYTES = 512 * 1024
-"""Of one producer batch; topics take so much more than their largest record."""
+BATCH_BYTES = BATCH_ROOM_BYTES // 2
+"""Of one producer batch."""
 
 LINGER_MS = 5
 """A producer waits so long for more records of the same call; the end of a call waits for none."""
@@ -49,7 +50,6 @@ RECORD_BYTES_MAX = 64 * 1024 * 1024
 RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
 RECONNECT_MS_MAX = 1000  # the default of 30 s keeps a role away long after its broker is back
 _REPLICAS = 3
-BATCH_ROOM_BYTES = 2 * BATCH_BYTES  # max.message.bytes counts a whole batch, with its framing
 
 for _name in ("kafka", "kafka.net", "kafka.protocol"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)

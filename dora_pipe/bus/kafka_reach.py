@@ -26,6 +26,8 @@ KNOCK_LIMIT_S: Final = 5.0
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 CLIENT_ID: Final = b"dora-pipe"
 
+_TIMEOUT_SIGN: Final = "Unable to bootstrap"
+
 _SASL_HANDSHAKE, _SASL_AUTHENTICATE = 17, 36
 _ILLEGAL_SASL_STATE = 34
 _LOGIN_ROUNDS_MAX = 4
@@ -56,14 +58,39 @@ def knock(servers: Sequence[str], security: KafkaSecurity) -> None:
 def unreachable(servers: Sequence[str], security: KafkaSecurity, why: str) -> BusError:
     """No broker answered: one line, with the likeliest reason."""
     hint = "is it running, and is bus.url right?"
-    if _listens(servers):
+    if unknown := [server for server in servers if not _is_known(server)]:
+        hosts = ", ".join(split(server)[0] for server in unknown)
+        why = f"this machine knows no address of {hosts}"
+        hint = "check the host in bus.url, and this machine's DNS or /etc/hosts"
+    elif _listens(servers):
         hint = f"something listens there: is it a Kafka listener for {security.protocol}?"
+    elif _TIMEOUT_SIGN in why:  # that it was waited for in vain is what the line says
+        why = "nothing listens there"
     return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
+
+
+def check_advertised(brokers: Sequence[str]) -> None:
+    """Raise BusError where the cluster sends its clients to hosts that none of them here knows.
+
+    One broker of several may be away, and with it its name; that all are is somebody's mistake.
+    """
+    unknown = [broker for broker in brokers if not _is_known(broker)]
+    if brokers and len(unknown) == len(brokers):
+        raise BusError(
+            f"the Kafka cluster sends clients to {', '.join(unknown)}, and this machine knows no "
+            "address of that host",
+            hint="make the name known here (DNS, /etc/hosts), or set the brokers' "
+            "advertised.listeners to one that is",
+        )
 
 
 def split(server: str) -> tuple[str, int]:
     """Host and port. Raises BusError."""
     host, _, port = server.rpartition(":")
+    try:
+        host.encode("idna")  # as the resolver does, which would raise this error at its callers
+    except UnicodeError:
+        host = ""
     if not host or not port.isdigit() or int(port) > 65535:
         raise BusError(f"`{server}` is no address of a broker", hint="kafka://HOST:PORT,...")
     return host.strip("[]"), int(port)
@@ -236,6 +263,16 @@ def _speaks_tls(server: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+def _is_known(server: str) -> bool:
+    """Whether its host has an address; a name service that is away just now decides nothing."""
+    host, port = split(server)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return error.errno == socket.EAI_AGAIN
+    return True
 
 
 def _listens(servers: Sequence[str]) -> bool:

@@ -38,6 +38,8 @@ class TopicFacts:
     """Of the partition that has fewest."""
     brokers: int
     settings: Mapping[str, str]
+    servers: str = "HOST:PORT"
+    """Where this cluster was asked, for commands that are to be pasted."""
 
     @property
     def spec(self) -> TopicSpec:
@@ -60,7 +62,9 @@ class Complaint:
     """Whether the topic cannot be used for a run; if not, it is only weaker than it could be."""
 
 
-def described(admin: KafkaAdminClient, topics: Sequence[str]) -> list[TopicFacts]:
+def described(
+    admin: KafkaAdminClient, topics: Sequence[str], *, servers: Sequence[str]
+) -> list[TopicFacts]:
     """Topics without their settings. Raises TopicMissing, and the client's errors."""
     brokers = len(admin.describe_cluster()["brokers"])
     by_name = {one["name"]: one for one in admin.describe_topics(list(topics))}
@@ -76,7 +80,12 @@ def described(admin: KafkaAdminClient, topics: Sequence[str]) -> list[TopicFacts
         replicas = min((len(part["replica_nodes"]) for part in parts), default=0)
         found.append(
             TopicFacts(
-                name=name, partitions=len(parts), replicas=replicas, brokers=brokers, settings={}
+                name=name,
+                partitions=len(parts),
+                replicas=replicas,
+                brokers=brokers,
+                settings={},
+                servers=",".join(servers),
             )
         )
     return found
@@ -159,7 +168,7 @@ def _weak(topic: TopicFacts) -> Iterator[Complaint]:
         yield _complaint(
             f"topic {topic.name} has {topic.replicas} of {wanted} possible replicas: "
             "its records die with a machine",
-            "raise its replication factor (kafka-reassign-partitions), or start a new run",
+            "raise its replication factor (kafka-reassign-partitions.sh), or start a new run",
         )
     in_sync = _number(topic, "min.insync.replicas", 1)
     if in_sync < min(topic.replicas, WANTED_REPLICAS) - 1:
@@ -200,7 +209,9 @@ def _number(topic: TopicFacts, name: str, default: int) -> int:
 
 
 def _alter(topic: TopicFacts) -> str:
-    return f"kafka-configs --alter --topic {topic.name} --add-config"
+    """All but the setting: Kafka's own command, to be pasted (docs/kafka.md says where it is)."""
+    place = f"--bootstrap-server {topic.servers} --alter"
+    return f"kafka-configs.sh {place} --topic {topic.name} --add-config"
 
 
 def _complaint(text: str, hint: str, *, fatal: bool = False) -> Complaint:

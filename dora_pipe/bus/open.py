@@ -42,8 +42,11 @@ def _open(url: str, security: KafkaSecurity | None) -> Bus:
         return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
     if kind == "archive" and rest:
         from dora_pipe.bus.archive import ArchiveBus
+        from dora_pipe.bus.archive_format import check_cut
 
-        return ArchiveBus(Path(rest))
+        archive = ArchiveBus(Path(rest))
+        check_cut(archive.path, archive.manifest)
+        return archive
     if kind == "memory":
         raise UsageError(
             "a log in memory cannot be opened by its address",

@@ -43,14 +43,24 @@ class SplicedBus:
             begin = self.live.begin(tp)
             cut = self.archive.end(tp) if tp.topic in self.archive.manifest.topics else 0
             if begin > cut:
-                raise LogTruncated(
-                    f"{tp.topic}/{tp.partition}: the archive ends at {cut} and the log begins at "
-                    f"{begin}: the records from offset {cut} on are in neither",
-                    hint="retention was shorter than the time between two archivings; is there "
-                    "another archive?",
-                )
+                raise self._gap(tp, cut, begin)
             self._joints[tp] = cut if begin else 0
         return self._joints[tp]
+
+    def _gap(self, tp: TopicPartition, cut: int, begin: int) -> LogTruncated:
+        where = (
+            f"{tp.topic}/{tp.partition}: the archive ends at {cut} and the log begins at {begin}"
+        )
+        if self.archive.sealed(tp) >= begin:
+            return LogTruncated(
+                f"{where}: what lies between was sealed by a pass that has not ended",
+                hint="if it was interrupted: `dora-pipe archive RUN --to DIR` goes on where it was",
+            )
+        return LogTruncated(
+            f"{where}: the records from offset {cut} on are in neither",
+            hint="retention was shorter than the time between two archivings; is there "
+            "another archive?",
+        )
 
     def rejoin(self) -> None:
         """Look again where archive and log meet: both may have moved."""

@@ -19,11 +19,11 @@ from typing import Final
 from dora_pipe.bus.archive import ArchiveBus
 from dora_pipe.bus.archive_format import CLAIMS
 from dora_pipe.bus.archive_writer import SEGMENT_BYTES, ArchiveWriter
-from dora_pipe.bus.checks import check_not_deleted, check_not_truncated
+from dora_pipe.bus.checks import check_not_truncated
 from dora_pipe.bus.claims import CLAIM, ClaimBus, ClaimFiles, claimed_bytes
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.bus.splice import check_same_log
-from dora_pipe.errors import BusError, SchemaError
+from dora_pipe.errors import BusError, LogTruncated, SchemaError
 from dora_pipe.history.reading import ends_of, record_at, records_of
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.rounds import decode_round
@@ -115,7 +115,12 @@ class Archiver:
         check_not_truncated(tp, start, self._bus.end(tp))
         if start < begin:
             if tp.topic not in (self._topics.metrics, self._topics.progress):
-                check_not_deleted(tp, start, begin)
+                raise LogTruncated(
+                    f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {start} "
+                    "on were deleted before they were archived",
+                    hint="go on with another archive that holds them, if there is one; what this "
+                    f"one holds stays readable: dora-pipe audit {self._writer.directory}",
+                )
             self._pass.notes.append(
                 f"{tp.topic}/{tp.partition}: offsets {start} to {begin - 1} were deleted before "
                 "they were archived"

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kafka import KafkaAdminClient
+from kafka.admin import ConfigResource, ConfigResourceType
 
 from dora_pipe.bus import kafka, kafka_bounds
+from dora_pipe.bus.kafka import KafkaBus
 from dora_pipe.bus.kafka_client import send
-from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.errors import Fenced
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.errors import BusError, Fenced
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import appends, catch_up, topic_on
-from tests.support.kafka_broker import KafkaBroker
+from tests.support.kafka_broker import KafkaBroker, Listener
 
 pytestmark = pytest.mark.kafka
 
@@ -68,3 +75,46 @@ def test_what_a_dead_writer_left_open_hides_nothing_once_its_successor_is_there(
     bus.writer(exclusive=name)
     reader = bus.reader({at: 0})
     assert [record.value for record in catch_up(bus, reader, at)] == [b"behind"]
+
+
+def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
+    """Also where the topic that is refused stands behind those that would be made."""
+    bus = harness.open()
+    made, other = (TopicSpec(name=harness.topic(name)) for name in ("made", "other"))
+    bus.create([replace(made, record_bytes_max=100_000)])
+    before = bus.topics()
+    for wanted in (replace(made, record_bytes_max=200_000), replace(made, partitions=2)):
+        with pytest.raises(BusError, match=f"topic {made.name} exists"):
+            bus.create([other, wanted])
+        assert bus.topics() == before
+    bus.create([other, made_as_small(made)])
+    assert set(bus.topics()) == {*before, other.name}
+
+
+def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
+    harness: KafkaHarness, kafka_broker: KafkaBroker
+) -> None:
+    bus = harness.open()
+    spec = TopicSpec(name=harness.topic("small"), record_bytes_max=200_000)
+    bus.create([made_as_small(spec)])
+    with pytest.raises(BusError) as refused:
+        bus.create([spec])
+    found = re.search(r"max\.message\.bytes to (\d+)", refused.value.hint or "")
+    assert found is not None
+    change = ConfigResource(ConfigResourceType.TOPIC, spec.name, {"max.message.bytes": found[1]})
+    with closing(KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)) as admin:
+        admin.alter_configs([change])
+    harness.open().create([spec])
+
+
+def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_path: Path) -> None:
+    """The client itself would only say that something took too long."""
+    lost = Listener(name="LOST", advertised="no-such-host.invalid:9092")
+    with KafkaBroker(tmp_path, listeners=[lost]) as broker:
+        with pytest.raises(BusError, match="sends clients to no-such-host.invalid:9092"):
+            KafkaBus([broker.address("LOST")])
+        KafkaBus([broker.bootstrap]).close()
+
+
+def made_as_small(spec: TopicSpec) -> TopicSpec:
+    return replace(spec, record_bytes_max=100_000)

@@ -117,8 +117,11 @@ def test_a_beginning_that_was_deleted_before_it_was_archived_is_named(
     gone = bus.end(tp) - 1
     cut = gone // 2 + 1
     delete(kafka_broker, tp, gone)
-    with pytest.raises(LogTruncated, match=f"begins at {gone}: the records from offset {cut} on"):
+    line = f"begins at {gone}: the records from offset {cut} on were deleted before"
+    with pytest.raises(LogTruncated, match=line) as refused:
         archive(bus, topics, place)
+    assert "another archive" in (refused.value.hint or "")
+    assert "--archive" not in (refused.value.hint or ""), "whoever archives has no other one yet"
     assert verify(place).problems == []
     with closing(ArchiveBus(place)) as kept, pytest.raises(LogTruncated, match="are in neither"):
         SplicedBus(kept, bus).reader({tp: 0})

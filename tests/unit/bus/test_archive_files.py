@@ -30,11 +30,13 @@ from dora_pipe.bus.archive_format import (
 )
 from dora_pipe.bus.archive_segment import decode_segment, read_segment
 from dora_pipe.bus.archive_writer import ArchiveWriter
-from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.splice import SplicedBus
 from dora_pipe.errors import BusError, BusFull, InvariantBroken, LogTruncated, SchemaError
-from tests.support.bus_archive import archive_all, everything
+from dora_pipe.history.reading import records_of
+from tests.support.bus_archive import archive_all, everything, partitions_of
 
 AT = TopicPartition("t", 0)
 
@@ -44,8 +46,13 @@ def record(offset: int, value: bytes = b"value") -> Record:
 
 
 @pytest.fixture
-def bus() -> MemoryBus:
-    made = MemoryBus()
+def log() -> MemoryLog:
+    return MemoryLog()
+
+
+@pytest.fixture
+def bus(log: MemoryLog) -> MemoryBus:
+    made = MemoryBus(log)
     made.create([TopicSpec(name="t")])
     with closing(made.writer()) as writer:
         for number in range(20):
@@ -66,6 +73,40 @@ def test_an_archive_is_opened_by_its_address_and_refuses_to_be_written(place: Pa
             with pytest.raises(BusError, match="cannot be written to") as found:
                 refused()
             assert found.value.hint
+
+
+def interrupted(bus: MemoryBus, place: Path) -> None:
+    """Go on with an archive in a pass that dies before its cut, like one that was killed."""
+    topics = {topic: bus.partitions(topic) for topic in bus.topics()}
+    with closing(ArchiveWriter(place, "run", topics, segment_bytes=64)) as writer:
+        for tp in partitions_of(topics):
+            start, end = writer.position(tp), bus.end(tp)
+            writer.seal(tp, records_of(bus, {tp: end}, start=start), end)
+
+
+def test_an_archive_whose_first_pass_was_interrupted_is_one_line_that_says_how_to_go_on(
+    bus: MemoryBus, tmp_path: Path
+) -> None:
+    interrupted(bus, tmp_path / "part")
+    with pytest.raises(LogTruncated, match="first pass has not ended") as found:
+        open_bus(f"archive:{tmp_path / 'part'}")
+    assert "goes on where it was" in (found.value.hint or "")
+    archive_all(bus, tmp_path / "part")
+    open_bus(f"archive:{tmp_path / 'part'}").close()
+
+
+def test_what_an_interrupted_pass_sealed_and_the_log_lost_is_told_from_what_is_gone(
+    log: MemoryLog, bus: MemoryBus, place: Path
+) -> None:
+    at = TopicPartition("t", 0)
+    cut = bus.end(at)
+    with closing(bus.writer()) as writer:
+        writer.append([Append(topic="t", value=b"late")] * 4)
+    interrupted(bus, place)
+    log.delete_before(at, cut + 2)
+    with pytest.raises(LogTruncated, match="sealed by a pass that has not ended") as found:
+        SplicedBus(ArchiveBus(place), bus).reader({at: 0})
+    assert "goes on where it was" in (found.value.hint or "")
 
 
 def test_the_chain_is_what_the_documentation_says(place: Path) -> None:

@@ -13,7 +13,7 @@ from queue import Queue
 import pytest
 
 from dora_pipe.bus import kafka_reach
-from dora_pipe.bus.kafka_reach import knock, split, unreachable
+from dora_pipe.bus.kafka_reach import check_advertised, knock, split, unreachable
 from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE, PLAINTEXT, KafkaSecurity
 from dora_pipe.errors import AccessRefused, BusError
 
@@ -199,3 +199,38 @@ def test_an_address_needs_a_host_and_a_port(server: str) -> None:
 
 def test_an_address_may_be_one_of_version_six() -> None:
     assert split("[::1]:9092") == ("::1", 9092)
+
+
+def test_a_host_without_an_address_is_named_and_not_what_waited_for_it() -> None:
+    why = "kafka: KafkaTimeoutError: Unable to bootstrap from [...]"
+    error = unreachable(["no-such-host.invalid:9092", "127.0.0.1:1"], PLAINTEXT, why)
+    assert error.message == (
+        "no Kafka broker answers at no-such-host.invalid:9092,127.0.0.1:1: "
+        "this machine knows no address of no-such-host.invalid"
+    )
+    assert "DNS" in (error.hint or "")
+    alone = unreachable(["127.0.0.1:1"], PLAINTEXT, why)
+    assert alone.message == "no Kafka broker answers at 127.0.0.1:1: nothing listens there"
+
+
+def test_a_name_service_that_is_away_accuses_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    check_advertised(["kafka-1.example:9092"])
+    assert "knows no address" not in unreachable(["k.example:9092"], PLAINTEXT, "slow").message
+
+
+def test_a_cluster_that_sends_its_clients_to_hosts_nobody_knows_is_told_so() -> None:
+    with pytest.raises(BusError, match="sends clients to no-such-host.invalid:9092") as refused:
+        check_advertised(["no-such-host.invalid:9092"])
+    assert "advertised.listeners" in (refused.value.hint or "")
+    check_advertised(["no-such-host.invalid:9092", "127.0.0.1:9092"])
+    check_advertised([])
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_no_name_service_could_be_asked_for_is_no_address(host: str) -> None:
+    with pytest.raises(BusError, match="is no address of a broker"):
+        split(f"{host}:9092")

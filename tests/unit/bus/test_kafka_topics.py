@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from dora_pipe.bus.kafka_topics import (
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.config.model import Bus
 from dora_pipe.errors import BusError
+from infra.kafka.tools import CLASSES
 
 SPEC = TopicSpec(name="r.t", partitions=4)
 
@@ -73,6 +75,18 @@ def test_what_is_weaker_than_it_could_be_is_told_and_used(
         check_settings([facts])
     (line,) = [record.getMessage() for record in caplog.records]
     assert text in line and hint in line and "\n" not in line
+
+
+def test_a_command_in_a_hint_can_be_pasted() -> None:
+    """It is a script that `make kafka-tools` makes, with every word it needs."""
+    facts = replace(topic(retention_ms="1"), servers="k1.example:9092,k2.example:9092")
+    (found,) = complaints(facts)
+    command = found.hint[found.hint.index("kafka-configs.sh") :]
+    assert command.split()[0] in CLASSES
+    assert command == (
+        "kafka-configs.sh --bootstrap-server k1.example:9092,k2.example:9092 --alter "
+        "--topic r.t --add-config retention.ms=-1"
+    )
 
 
 def test_what_is_refused_stands_before_what_is_told() -> None:

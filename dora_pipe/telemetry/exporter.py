@@ -3,7 +3,8 @@
 One process per run makes the metrics of all its roles, from the log that they write anyway: they
 serve nothing, hold no counters, and lose none when they die. Until the log was read to its end for
 the first time there is no answer, so that no counter is seen climbing to where it was; while the
-log is away there are the last values, and `log_up` is 0.
+log is away there are the last values, and `log_up` is 0. A log that is there and has no such run
+yet is waited for: that much is known of it, so it is answered, with zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.clock import Clock
-from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.errors import BusError, LogTruncated, TopicMissing
 from dora_pipe.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.telemetry.exposition import CONTENT_TYPE, exposition
@@ -52,6 +53,8 @@ class Exporter:
         """What Prometheus is answered; None before the log was read once."""
         self._tally = Tally(run)
         self._rows = rows
+        self._was_read = False
+        self._said = ""
 
     def follow(
         self, bus: Bus, topics: Topics, clock: Clock, stop: Callable[[], bool] = lambda: False
@@ -69,8 +72,7 @@ class Exporter:
             except LogTruncated:
                 raise
             except BusError as error:
-                LOG.warning("metrics wait: the log is away: %s", error.message)
-                self._away()
+                self._away(error)
                 clock.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
             finally:
@@ -83,6 +85,7 @@ class Exporter:
             if stop():
                 return
         self._tally = feed.tally
+        self._was_read, self._said = True, ""
         self._look_at_ratios()
         self._write()
 
@@ -94,9 +97,15 @@ class Exporter:
             rows = self._rows(tally.commit.contributions.sha256)
             tally.contributed = contributed(tally.commit.step, rows)
 
-    def _away(self) -> None:
-        if self.page is not None:
-            self._tally.log_up = False
+    def _away(self, error: BusError) -> None:
+        """Say once what is waited for; let the page say it too where there is one."""
+        early = isinstance(error, TopicMissing) and not self._was_read
+        why = f"run {self._tally.run} to begin" if early else f"the log: {error.message}"
+        if why != self._said:
+            LOG.warning("metrics wait for %s", why)
+            self._said = why
+        if early or self.page is not None:
+            self._tally.log_up = early
             self._write()
 
     def _write(self) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.clock import Clock
-from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.errors import BusError, LogTruncated, ResourceError, TopicMissing
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.telemetry.course import RunFacts
 from dora_pipe.telemetry.keeping import Share
@@ -43,6 +43,9 @@ does not wait any more for what is away."""
 
 TAIL: Final = 64
 """Offsets at the end of a topic among which its last record lies: offsets are not dense."""
+
+POLL_S: Final = 1.0
+"""One wait for records that are known to be there: a broker gives none to who does not wait."""
 
 
 class Mark:
@@ -100,6 +103,7 @@ class Follower:
         self._sent = Sent()
         self._leave_ns: int | None = None
         self._retry_s = RETRY_FIRST_S
+        self._said = ""
 
     def run(self) -> Sent:
         """Until the end. Raises LogTruncated, SchemaError for a log that cannot be followed."""
@@ -111,6 +115,9 @@ class Follower:
                     return self._sent
             except LogTruncated:
                 raise
+            except TopicMissing:
+                if not self._wait(f"the log has no run {self._topics.run}"):
+                    return self._sent
             except BusError as error:
                 if not self._wait(f"the log is away: {error.message}"):
                     return self._sent
@@ -157,7 +164,7 @@ class Follower:
                 if not self._wait(error.message):
                     return False
                 continue
-            self._retry_s = RETRY_FIRST_S
+            self._retry_s, self._said = RETRY_FIRST_S, ""
             self._sent.spans += len(spans)
             self._after = offset
             self._mark.write(offset)
@@ -165,8 +172,9 @@ class Follower:
 
     def _wait(self, why: str) -> bool:
         """Wait before another try; False when nobody has time for one."""
-        if self._retry_s == RETRY_FIRST_S:
+        if why != self._said:
             LOG.warning("traces wait: %s", why)
+            self._said = why
         if self._stop() or self._is_over():
             return False
         self._clock.sleep(self._retry_s)
@@ -195,7 +203,7 @@ def is_over(bus: Bus, topics: Topics) -> bool:
     with closing(bus.reader({at: max(bus.begin(at), end - TAIL)})) as reader:
         last = b""
         while reader.position(at) < end:
-            records = reader.poll(timeout_s=0.0)
+            records = reader.poll(timeout_s=POLL_S)
             if not records:
                 break
             last = records[-1].value

@@ -9,10 +9,12 @@ from contextlib import closing
 
 import pytest
 
+from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.clock import SystemClock
-from dora_pipe.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.errors import BusError, LogTruncated, ResourceError, TopicMissing
 from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.telemetry import exporter as under_test
 from dora_pipe.telemetry.exporter import Exporter, MetricsServer
 from dora_pipe.telemetry.exposition import CONTENT_TYPE
@@ -131,6 +133,53 @@ def test_log_that_is_away_leaves_the_last_values_and_says_so_until_it_is_back(
     ups = ["log_up" in page and 'log_up{run="recorded"} 1' in page for page in pages]
     assert ups[0] and ups[-1] and not all(ups)
     assert all(f'dora_pipe_policy_version{{run="recorded"}} {STEPS}\n' in one for one in pages)
+
+
+def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
+    bus: SqliteBus,
+    recorded: RecordedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
+    pages: list[str] = []
+
+    class Early(LogFeed):
+        def __init__(self, bus: Bus, topics: Topics, tally: Tally) -> None:
+            if len(clock.slept) < 3:
+                raise TopicMissing("no topic recorded.metrics")
+            super().__init__(bus, topics, tally)
+
+    def stop() -> bool:
+        if exporter.page is not None:
+            pages.append(exporter.page.decode())
+        return len(clock.slept) >= 4
+
+    monkeypatch.setattr(under_test, "LogFeed", Early)
+    exporter.follow(bus, recorded.topics, clock, stop)
+    assert caplog.messages == ["metrics wait for run recorded to begin"]
+    assert all('dora_pipe_log_up{run="recorded"} 1\n' in page for page in pages)
+    assert "dora_pipe_run_info" not in pages[0]
+    assert 'dora_pipe_steps_total{run="recorded"} 0\n' in pages[0]
+    assert f'dora_pipe_steps_total{{run="recorded"}} {STEPS}\n' in pages[-1]
+
+
+def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
+    real = LogFeed.advance
+
+    def advance(feed: LogFeed) -> bool:
+        if clock.slept:
+            raise TopicMissing("no topic recorded.metrics")
+        return real(feed)
+
+    monkeypatch.setattr(LogFeed, "advance", advance)
+    exporter.follow(bus, recorded.topics, clock, lambda: len(clock.slept) >= 2)
+    assert exporter.page is not None
+    assert b'dora_pipe_log_up{run="recorded"} 0\n' in exporter.page
+    assert f'dora_pipe_steps_total{{run="recorded"}} {STEPS}\n'.encode() in exporter.page
 
 
 def test_log_that_lost_what_was_read_ends_the_exporter(

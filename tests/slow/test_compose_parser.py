@@ -20,13 +20,17 @@ pytestmark = pytest.mark.slow
 SOURCE = ROOT / "tests" / "support" / "compose_parser"
 BUILD_LIMIT_S = 300
 LIMIT_S = 60
-VARIABLES = {"DORA_PIPE_STEPS": "4", "DORA_PIPE_SFT_STEPS": ""}
+VARIABLES = {"DORA_PIPE_STEPS": "4", "DORA_PIPE_SFT_STEPS": "", "DORA_PIPE_RUN": "mine"}
 
+OBSERVERS = {"metrics", "traces", "prometheus", "grafana", "otel-collector", "jaeger"}
 PROFILES = {
-    "": {"kafka"},
+    "": {"kafka"} | OBSERVERS,
     "single": {"kafka"},
     "cluster": {"kafka-1", "kafka-2", "kafka-3"},
+    "single,observe": {"kafka"} | OBSERVERS,
+    "cluster,observe,kafka-ui": {"kafka-1", "kafka-2", "kafka-3", "kafka-ui"} | OBSERVERS,
 }
+ALL = "single,cluster,observe,demo,kafka-ui"
 ROLES = {"prepare", "topics", "orchestrator", "worker-0", "worker-1", "trainer", "audit"}
 
 
@@ -73,10 +77,16 @@ def parse(
     )
 
 
-def services(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What it would start; there was nothing to complain of."""
+def project(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What it read; there was nothing to complain of."""
     assert (done.returncode, done.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def services(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What it would start."""
+    found: dict[str, Any] = project(done)["services"]
     return found
 
 
@@ -90,20 +100,34 @@ def as_read(service: Service) -> dict[str, Any]:
         "entrypoint": None if service.entrypoint is None else list(service.entrypoint),
         "environment": dict(service.environment),
         "volumes": dict(service.volumes),
+        "mounts": {target: str(source) for target, source in service.mounts.items()},
+        "files": dict(service.files),
+        "ports": list(service.raw.get("ports", [])),
         "depends_on": dict(service.depends_on),
     }
 
 
-def as_parsed(raw: dict[str, Any]) -> dict[str, Any]:
+def as_parsed(raw: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:
     """The same of the parser's."""
     depends = raw.get("depends_on", {})
+    volumes = raw.get("volumes", [])
+    mounts = {"mounts": "bind", "volumes": "volume"}
     return {
+        **{
+            name: {one["target"]: one["source"] for one in volumes if one["type"] == kind}
+            for name, kind in mounts.items()
+        },
+        "files": {
+            one["target"]: configs[one["source"]]["content"] for one in raw.get("configs", [])
+        },
+        "ports": [
+            f"{one['host_ip']}:{one['published']}:{one['target']}" for one in raw.get("ports", [])
+        ],
         "image": raw["image"],
         "profiles": raw["profiles"],
         "command": raw.get("command"),
         "entrypoint": raw.get("entrypoint"),
-        "environment": raw["environment"],
-        "volumes": {one["target"]: one["source"] for one in raw["volumes"]},
+        "environment": raw.get("environment") or {},
         "depends_on": {k: (v["condition"], v["required"]) for k, v in depends.items()},
     }
 
@@ -122,22 +146,22 @@ def test_a_profile_starts_its_brokers_and_with_the_demo_its_roles(
 def test_parser_reads_every_service_as_the_tests_do(
     parser: Path, variables: dict[str, str]
 ) -> None:
-    found = services(parse(parser, profiles="single,cluster,demo", variables=variables))
+    whole = project(parse(parser, profiles=ALL, variables=variables))
     ours = read(variables)
-    assert found.keys() == ours.keys()
-    for name, raw in found.items():
-        assert as_parsed(raw) == as_read(ours[name]), name
+    assert whole["services"].keys() == ours.keys()
+    for name, raw in whole["services"].items():
+        assert as_parsed(raw, whole["configs"]) == as_read(ours[name]), name
 
 
 def test_images_are_built_from_the_top_of_the_repository(parser: Path) -> None:
-    found = services(parse(parser, profiles="single,demo"))
+    found = services(parse(parser, profiles="single,demo,observe"))
     built = {name: raw["build"]["context"] for name, raw in found.items() if "build" in raw}
-    assert built == dict.fromkeys(ROLES, str(ROOT))
+    assert built == dict.fromkeys(ROLES | {"metrics", "traces"}, str(ROOT))
 
 
 def test_file_of_infra_means_the_same_by_itself(parser: Path) -> None:
-    top = parse(parser, profiles="cluster,demo")
-    below = parse(parser, profiles="cluster,demo", folder=ROOT / "infra")
+    top = parse(parser, profiles="cluster,demo,observe,kafka-ui")
+    below = parse(parser, profiles="cluster,demo,observe,kafka-ui", folder=ROOT / "infra")
     assert services(top) == services(below)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import yaml
@@ -48,7 +48,11 @@ class Service:
     entrypoint: tuple[str, ...] | None
     environment: Mapping[str, str]
     volumes: Mapping[str, str]
-    """Target -> source."""
+    """Target -> named volume."""
+    mounts: Mapping[str, Path]
+    """Target -> file or folder of the repository."""
+    files: Mapping[str, str]
+    """Target -> content that stands in the compose file."""
     depends_on: Mapping[str, tuple[str, bool]]
     """Name -> (condition, required)."""
     raw: Mapping[str, Any] = field(repr=False)
@@ -74,13 +78,13 @@ def read(variables: Mapping[str, str] | None = None) -> dict[str, Service]:
     top = yaml.safe_load((ROOT / "compose.yaml").read_text())
     services: dict[str, Service] = {}
     for path in top["include"]:
-        plain = yaml.safe_load((ROOT / path).read_text())
+        plain = _interpolated(yaml.safe_load((ROOT / path).read_text()), variables or {})
         for name, raw in plain["services"].items():
-            services[name] = _service(name, _interpolated(raw, variables or {}))
+            services[name] = _service(name, raw, plain["configs"], (ROOT / path).parent)
     return services
 
 
-def _service(name: str, raw: Mapping[str, Any]) -> Service:
+def _service(name: str, raw: Mapping[str, Any], configs: Mapping[str, Any], base: Path) -> Service:
     entrypoint = raw.get("entrypoint")
     volumes = [volume.split(":") for volume in raw.get("volumes", [])]
     return Service(
@@ -90,7 +94,9 @@ def _service(name: str, raw: Mapping[str, Any]) -> Service:
         words=(*(entrypoint or ()), *raw.get("command", ())),
         entrypoint=None if entrypoint is None else tuple(entrypoint),
         environment={key: str(value) for key, value in raw.get("environment", {}).items()},
-        volumes={target: source for source, target, *_ in volumes},
+        volumes={at: source for source, at, *_ in volumes if not source.startswith(".")},
+        mounts={at: base / source for source, at, *_ in volumes if source.startswith(".")},
+        files={one["target"]: configs[one["source"]]["content"] for one in raw.get("configs", [])},
         depends_on={
             other: (how["condition"], how.get("required", True))
             for other, how in raw.get("depends_on", {}).items()
@@ -118,7 +124,8 @@ def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
 class Containers:
     """The services of some profiles as processes, each with folders of its own in `folder`.
 
-    `hosts` maps `name:port` of the network to where that is here. Brokers are the caller's.
+    `hosts` maps `name:port` of the network, or another word, to what it is here. Brokers are the
+    caller's. Services that do not end by themselves are started by `launch`.
     """
 
     def __init__(
@@ -154,9 +161,17 @@ class Containers:
                 self._collect()
                 time.sleep(POLL_S)
         finally:
-            for process in self._running.values():
-                process.kill()
-                process.wait()
+            self.kill()
+
+    def launch(self, service: Service) -> subprocess.Popen[bytes]:
+        """Start one that nobody waits for; whoever calls this ends it."""
+        return self._start(service)
+
+    def kill(self) -> None:
+        """End what runs still."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
 
     def _collect(self) -> None:
         for name, process in list(self._running.items()):
@@ -179,6 +194,9 @@ class Containers:
         words = service.words if service.entrypoint else ("dora-pipe", *service.words)
         home = self._folder / "containers" / service.name
         home.mkdir(parents=True)
+        for target, content in service.files.items():
+            (home / target[1:]).parent.mkdir(parents=True, exist_ok=True)
+            (home / target[1:]).write_text(self._here(content, home))
         bin_folder = Path(sys.executable).parent
         path = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(home)}
         with (self._folder / f"{service.name}.log").open("ab") as log:
@@ -197,6 +215,10 @@ class Containers:
         mounted = [pair for one in self._services.values() for pair in one.volumes.items()]
         places = {target: self.volume(source) for target, source in mounted}
         places["/tmp"] = home / "tmp"
+        for service in self._services.values():
+            for target in service.files:
+                folder = str(PurePosixPath(target).parent)
+                places[folder] = home / folder[1:]
         names = "|".join(map(re.escape, [*places, *self._hosts]))
         both = {**{k: str(v) for k, v in places.items()}, **self._hosts}
         return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda found: both[found[1]], word)

@@ -14,7 +14,7 @@ from tests.support.tidy import ROOT
 
 SERVICES = read()
 BROKERS = {name: service for name, service in SERVICES.items() if service.is_broker}
-ROLES = {name: service for name, service in SERVICES.items() if not service.is_broker}
+ROLES = {name: service for name, service in SERVICES.items() if service.profiles == ("demo",)}
 CLUSTER = [service for service in BROKERS.values() if service.profiles == ("cluster",)]
 
 
@@ -28,12 +28,15 @@ def test_top_compose_file_includes_the_one_of_infra() -> None:
     assert top == {"name": below["name"], "include": ["infra/docker-compose.yml"]}
 
 
-def test_plain_compose_starts_one_broker_and_the_other_profiles_what_they_say() -> None:
-    assert "COMPOSE_PROFILES=single\n" in (ROOT / ".env").read_text()
+def test_plain_compose_starts_one_broker_and_what_shows_a_run_on_it() -> None:
+    assert "COMPOSE_PROFILES=single,observe\n" in (ROOT / ".env").read_text()
     profiles = {name: service.profiles for name, service in SERVICES.items()}
     assert [name for name, own in profiles.items() if own == ("single",)] == ["kafka"]
     assert len(CLUSTER) == 3
-    assert {profiles[name] for name in ROLES} == {("demo",)}
+    assert {own for name, own in profiles.items() if name not in ROLES and name not in BROKERS} == {
+        ("observe",),
+        ("kafka-ui",),
+    }
 
 
 @pytest.mark.parametrize("name", sorted(BROKERS))

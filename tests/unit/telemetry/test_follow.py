@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.errors import BusError, ResourceError
+from dora_pipe.errors import BusError, ResourceError, TopicMissing
 from dora_pipe.telemetry import follow
 from dora_pipe.telemetry.course import RunFacts
 from dora_pipe.telemetry.follow import Follower, Mark, is_over
@@ -153,6 +155,48 @@ def test_log_that_is_away_is_waited_for(
     assert _follower(bus, recorded, sink, clock).run().whole
     assert sink.spans == traces_of(bus, recorded.topics)
     assert clock.ns > 0
+
+
+def test_run_that_has_not_begun_is_waited_for_by_name_and_so_is_what_comes_after(
+    bus: SqliteBus,
+    recorded: RecordedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    began_ns = 60 * 10**9
+
+    def early(*args: Any, **settings: Any) -> Tracer:
+        if clock.ns < began_ns:
+            raise TopicMissing("no topic recorded.decisions")
+        return Tracer(*args, **settings)
+
+    monkeypatch.setattr(follow, "Tracer", early)
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    sink = Sink(lambda call: call == 1)
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert clock.ns < began_ns + 3 * follow.RETRY_MAX_S * 1e9
+    assert caplog.messages == [
+        "traces wait: the log has no run recorded",
+        "traces wait: nobody there",
+    ]
+
+
+def test_end_of_a_run_is_seen_by_a_reader_whom_a_broker_gives_nothing_at_once(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bus.reader
+
+    def reader(positions: Mapping[TopicPartition, int]) -> Any:
+        found = real(positions)
+        polled = found.poll
+        patient = lambda **given: polled(**given) if given["timeout_s"] > 0 else []  # noqa: E731
+        monkeypatch.setattr(found, "poll", patient)
+        return found
+
+    monkeypatch.setattr(bus, "reader", reader)
+    assert is_over(bus, recorded.topics)
 
 
 def test_end_of_a_run_is_seen_in_its_last_round(bus: SqliteBus, recorded: RecordedRun) -> None:

@@ -1,0 +1,187 @@
+"""What the compose file starts to show a run: files, ports, addresses and words fit together."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.cli.up import PAGES, PROFILES
+from infra.observe.dashboards import FOLDER
+from tests.support.cli_words import parsed
+from tests.support.compose import Service, read
+from tests.support.prometheus import OBSERVE
+from tests.support.tidy import ROOT
+
+SERVICES = read()
+PUBLISHED = {name: service for name, service in SERVICES.items() if "ports" in service.raw}
+OBSERVERS = {name: service for name, service in SERVICES.items() if service.files}
+OTHERS = [s for s in SERVICES.values() if not s.is_broker and not s.image.startswith("dora-pipe:")]
+
+
+def _yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def _ports(service: Service) -> dict[str, str]:
+    """Port of the container -> port of this machine."""
+    pairs = [re.fullmatch(r"127\.0\.0\.1:(\d+):(\d+)", one) for one in service.raw["ports"]]
+    assert all(pairs), f"{service.name} is open to other machines: {service.raw['ports']}"
+    return {pair[2]: pair[1] for pair in pairs if pair}
+
+
+def _at_home(address: str) -> Service:
+    """The service that an address of the network means; it listens there."""
+    found = re.search(r"(?:^|/)([\w-]+):(\d+)$", address)
+    assert found, address
+    return SERVICES[found[1]]
+
+
+def test_every_port_is_bound_to_this_machine_and_none_twice_but_by_brokers_of_one_profile() -> None:
+    taken = [port for service in PUBLISHED.values() for port in _ports(service).values()]
+    assert len(taken) == len(set(taken))
+    assert {"3000", "9090", "9464", "16686", "4318", "8080"} <= set(taken)
+
+
+def test_pages_that_up_names_are_the_ports_of_their_profile_and_nearly_all_of_them() -> None:
+    said = {profile: set[str]() for profile in PROFILES}
+    for page in PAGES:
+        said[page.profile] |= set(re.findall(r":(\d+)", page.where))
+    there = {profile: set[str]() for profile in PROFILES}
+    for service in PUBLISHED.values():
+        there[service.profiles[0]] |= set(_ports(service).values())
+    assert {one for service in SERVICES.values() for one in service.profiles} == set(PROFILES)
+    unsaid = {port for profile in PROFILES for port in there[profile] - said[profile]}
+    assert unsaid == {"4317", "13133"}, "OTLP over gRPC, and the collector's health"
+    assert all(said[profile] <= there[profile] for profile in PROFILES)
+
+
+@pytest.mark.parametrize("service", OTHERS, ids=lambda one: str(one.name))
+def test_images_of_others_have_a_version(service: Service) -> None:
+    assert re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+", service.image)
+
+
+@pytest.mark.parametrize("service", SERVICES.values(), ids=lambda one: str(one.name))
+def test_every_file_that_is_mounted_is_there_and_cannot_be_changed(service: Service) -> None:
+    for target, source in service.mounts.items():
+        assert source.exists(), f"{service.name}: {target}"
+        assert source.resolve().is_relative_to(OBSERVE)
+    mounted = [one for one in service.raw.get("volumes", []) if one.startswith(".")]
+    assert all(one.endswith(":ro") for one in mounted)
+
+
+def test_prometheus_finds_its_files_and_scrapes_services_at_their_ports() -> None:
+    service = SERVICES["prometheus"]
+    config = Path("/etc/prometheus/prometheus.yml")
+    assert f"--config.file={config}" in service.words
+    plain = _yaml(service.mounts[str(config)])
+    for file in plain["rule_files"]:
+        assert _yaml(service.mounts[str(config.parent / file)])["groups"]
+    targets = [
+        target
+        for job in plain["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    ]
+    assert targets == ["metrics:9464"]
+    for target in targets:
+        scraped = _at_home(target)
+        assert target.split(":")[1] in _ports(scraped)
+        assert parsed(scraped.words)[1]["port"] == int(target.split(":")[1])
+    assert "/prometheus" in service.volumes
+    assert any(word.startswith("--storage.tsdb.retention.size=") for word in service.words)
+
+
+def test_grafana_finds_datasource_and_dashboards_where_they_are_mounted() -> None:
+    service = SERVICES["grafana"]
+    provisioning = Path("/etc/grafana/provisioning")
+    (source,) = [at for at in service.mounts if at.startswith(f"{provisioning}/datasources/")]
+    (provider,) = [at for at in service.mounts if at.startswith(f"{provisioning}/dashboards/")]
+    (datasource,) = _yaml(service.mounts[source])["datasources"]
+    asked = _at_home(datasource["url"])
+    assert asked.name == "prometheus" and "9090" in _ports(asked)
+    (folder,) = [one["options"]["path"] for one in _yaml(service.mounts[provider])["providers"]]
+    assert service.mounts[folder].resolve() == FOLDER.resolve()
+    uids = [json.loads(path.read_text())["uid"] for path in service.mounts[folder].glob("*.json")]
+    assert len(set(uids)) == 5
+    home = Path(service.environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (service.mounts[str(home.parent)] / home.name).is_file()
+
+
+def test_grafana_is_open_to_viewers_and_knows_no_password() -> None:
+    environment = SERVICES["grafana"].environment
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    for service in SERVICES.values():
+        assert not re.search("PASSWORD|SECRET_KEY|TOKEN($| )", " ".join(service.environment)), (
+            service.name
+        )
+
+
+def test_collector_takes_what_the_exporter_sends_and_hands_it_to_jaeger() -> None:
+    service = SERVICES["otel-collector"]
+    (config,) = [word.removeprefix("--config=") for word in service.words]
+    plain = _yaml(service.mounts[config])
+    protocols = plain["receivers"]["otlp"]["protocols"]
+    heard = {one["endpoint"].removeprefix("0.0.0.0:") for one in protocols.values()}
+    assert heard | {plain["extensions"]["health_check"]["endpoint"][8:]} == set(_ports(service))
+    for kind in ("receivers", "processors", "exporters"):
+        for pipeline in plain["service"]["pipelines"].values():
+            assert set(pipeline[kind]) == plain[kind].keys(), "declared and not used, or used only"
+    assert plain["service"]["extensions"] == list(plain["extensions"])
+    assert plain["service"]["pipelines"].keys() == {"traces"}
+    (exporter,) = plain["exporters"].values()
+    assert _at_home(exporter["endpoint"]).name == "jaeger"
+    assert not any(name.startswith("debug") for name in plain["exporters"])
+    sent = str(parsed(SERVICES["traces"].words)[1]["traces"])
+    assert _at_home(sent).name == "otel-collector"
+    assert sent.split(":")[-1] in heard
+
+
+@pytest.mark.parametrize("service", OBSERVERS.values(), ids=lambda one: str(one.name))
+def test_observers_read_the_run_that_is_chosen_on_the_brokers_of_any_profile(
+    service: Service, tmp_path: Path
+) -> None:
+    mine = read({"DORA_PIPE_RUN": "mine"})[service.name]
+    command, params = parsed(mine.words)
+    assert command == {"metrics": "metrics", "traces": "export"}[service.name]
+    ((target, content),) = mine.files.items()
+    assert Path(target) == Path(params["run"]) / "config.toml"
+    (tmp_path / "config.toml").write_text(content)
+    config = RunDir(tmp_path).config()
+    assert (config.run.name, config.bus.url) == ("mine", "kafka://kafka:19092")
+    assert config.store.path in service.volumes
+    assert service.volumes[config.store.path] == SERVICES["orchestrator"].volumes["/store"]
+    brokers = {name for name, one in SERVICES.items() if one.is_broker}
+    assert brokers <= service.depends_on.keys()
+    assert all(service.depends_on[name] == ("service_healthy", False) for name in brokers)
+    assert service.image == "dora-pipe:slim"
+    assert mine.raw["labels"] != service.raw["labels"], "another run makes another container"
+
+
+def test_run_of_the_demo_is_observed_unless_another_is_named() -> None:
+    (content,) = set(SERVICES["metrics"].files.values())
+    assert 'name = "demo"' in content
+    assert "run.name=demo " in " ".join(SERVICES["prepare"].words)
+
+
+def test_what_can_be_asked_is_asked_whether_it_is_well() -> None:
+    asked = {name for name, service in SERVICES.items() if "healthcheck" in service.raw}
+    stay = {name for name, one in SERVICES.items() if one.raw.get("restart") == "unless-stopped"}
+    # Their images hold no program that could ask.
+    assert stay - asked == {"otel-collector", "jaeger"}
+    for name in asked:
+        check = SERVICES[name].raw["healthcheck"]
+        assert check.keys() >= {"test", "interval", "timeout", "retries", "start_period"}
+        ports = set(re.findall(r"(?:127\.0\.0\.1|localhost):(\d+)", " ".join(check["test"])))
+        assert ports and ports <= _ports(SERVICES[name]).keys()
+
+
+def test_compose_file_says_which_profiles_there_are() -> None:
+    text = (ROOT / "infra/docker-compose.yml").read_text()
+    for profile in PROFILES:
+        assert re.search(rf"^#   {profile} +\w", text, re.MULTILINE), profile

@@ -13,6 +13,7 @@ from dora_pipe.cli import bench_audit, look, settings, start, think, trust
 from dora_pipe.cli.archive import archive
 from dora_pipe.cli.audit import audit
 from dora_pipe.cli.bench_moves import moves
+from dora_pipe.cli.bench_offpolicy import offpolicy
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
@@ -28,7 +29,6 @@ from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
 from dora_pipe.cli.top import top
 from dora_pipe.cli.ui import ui
-from dora_pipe.cli.up import down, up
 from dora_pipe.cli.whatif import whatif
 from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
@@ -57,8 +57,6 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         start.worker,
         start.trainer,
         start.create_topics,
-        up,
-        down,
         tell,
         doctor,
     ),
@@ -80,6 +78,7 @@ _BENCHES = (
     think.plan,
     think.restart,
     paradigms,
+    offpolicy,
     faults,
 )
 for _bench in _BENCHES:

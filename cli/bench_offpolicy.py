@@ -1,0 +1,267 @@
+"""`bench offpolicy`: the demo's task trained at exact stalenesses, with every objective."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from dora_pipe.bench.offpolicy import (
+    BASE,
+    OBJECTIVES,
+    Cell,
+    Measured,
+    Spread,
+    Summary,
+    planned,
+    summarise,
+)
+from dora_pipe.bench.offpolicy_book import Book
+from dora_pipe.bench.offpolicy_plot import courses, ends
+from dora_pipe.cli.demo import TASK
+from dora_pipe.cli.init import (
+    CONTEXT_TOKENS,
+    SFT_BATCH,
+    SFT_LEARNING_RATE,
+    SFT_SEED,
+    demonstrations,
+    example_config,
+    share_cores,
+    warm_up,
+)
+from dora_pipe.cli.look import JsonOption
+from dora_pipe.cli.output import emit_rows, emit_table, say
+from dora_pipe.cli.settings import OverrideOption
+from dora_pipe.config.load import leaves, load_config
+from dora_pipe.config.model import Config
+from dora_pipe.errors import UsageError
+
+if TYPE_CHECKING:
+    from dora_pipe.bench.offpolicy_cell import Bench
+
+STEPS: Final = 36
+WARM_STEPS: Final = 200
+EVALUATE_EVERY: Final = 6
+
+OVERRIDES: Final = (
+    "groups.per_step=24",
+    "task.options={mu=1.0, sigma=1.0, n_max=20}",
+    "evaluation.prompts=256",
+)
+"""The demo's configuration, made so small that the whole study fits into an hour of one core."""
+
+QUICK: Final = (
+    "groups.per_step=4",
+    "task.options={mu=1.0, sigma=1.0, n_max=6}",
+    "evaluation.prompts=32",
+)
+QUICK_STEPS: Final = 4
+QUICK_WARM_STEPS: Final = 20
+
+COMPARED: Final = ("objective.", "trainer.", "sampling.", "groups.", "evaluation.")
+COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
+"""What must be equal in cells that are compared; of other keys no cell depends."""
+
+EtasOption = Annotated[str, typer.Option(help="With commas: versions between sampler and step.")]
+ObjectivesOption = Annotated[str, typer.Option(help=f"With commas, of {', '.join(OBJECTIVES)}.")]
+
+
+def offpolicy(
+    out: Annotated[Path, typer.Option(help="Where the study lies, and goes on.")] = Path(
+        "offpolicy"
+    ),
+    etas: EtasOption = "",
+    objectives: ObjectivesOption = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of every cell.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"Of every cell; {STEPS}.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes that show only that it works.")] = (
+        False
+    ),
+    report: Annotated[
+        bool, typer.Option("--report", help="Measure nothing, show what is there.")
+    ] = False,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train the demo's task on samples of exactly so many versions ago, with every objective:
+    the reward after equal samples. What is done is kept: the same command goes on."""
+    names = [name for name in objectives.split(",") if name]
+    cells = planned(_numbers(etas), names, 1 if quick and seeds is None else seeds)
+    study = _Study(out=out, quick=quick, steps=steps, overrides=override or ())
+    book = Book(out, study.setting())
+    if not report:
+        _measure(study, book, cells)
+    chosen = [book.cells[cell] for cell in cells if cell in book.cells]
+    if not chosen:
+        raise UsageError(f"{out} has none of these cells yet", hint="leave out --report")
+    _draw(out, chosen)
+    _print(f"{study.said()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
+
+
+def _measure(study: _Study, book: Book, cells: Sequence[Cell]) -> None:
+    """Train the cells that are missing; the process computes with one thread."""
+    share_cores()
+    with tempfile.TemporaryDirectory(dir=study.out, prefix=".bench-") as folder:
+        for cell in cells:
+            if cell not in book.cells:
+                measured = study.measure(cell, Path(folder), book.setting)
+                book.add(measured)
+                missing = sum(one not in book.cells for one in cells)
+                say(f"{_line(measured)}; {missing} to go")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Study:
+    """What all cells have in common, and the engines of the seeds that were used."""
+
+    out: Path
+    quick: bool
+    steps: int | None
+    overrides: Sequence[str]
+    benches: dict[int, Bench] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "demo.toml").write_text(example_config(TASK))
+        self.config(0)
+
+    @property
+    def warm_steps(self) -> int:
+        return QUICK_WARM_STEPS if self.quick else WARM_STEPS
+
+    def config(self, seed: int) -> Config:
+        """Raises ConfigError."""
+        own = [
+            'run.name="offpolicy"',
+            f"run.seed={seed}",
+            f"run.steps={QUICK_STEPS if self.quick else STEPS}",
+            f'model.path="{self.out / f"warm-{seed}"}"',
+        ]
+        sizes = QUICK if self.quick else OVERRIDES
+        given = [] if self.steps is None else [f"run.steps={self.steps}"]
+        return load_config(self.out / "demo.toml", [*own, *sizes, *given, *self.overrides])
+
+    def setting(self) -> dict[str, Any]:
+        """All that must be equal in cells that are compared."""
+        return {
+            **{
+                key: value
+                for key, value in leaves(self.config(0)).items()
+                if key in COMPARED_KEYS or key.startswith(COMPARED)
+            },
+            "every": EVALUATE_EVERY,
+            "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
+            "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},
+        }
+
+    def said(self) -> str:
+        """The setting as people read it."""
+        config = self.config(0)
+        samples = config.groups.per_step * config.groups.size
+        return (
+            f"{config.run.steps} steps of {samples} samples ({config.groups.per_step} groups of"
+            f" {config.groups.size}), {config.trainer.minibatches} updates each, learning rate"
+            f" {config.trainer.learning_rate:g}; {config.evaluation.prompts} prompts evaluated"
+            f" every {EVALUATE_EVERY} steps"
+        )
+
+    def measure(self, cell: Cell, folder: Path, setting: str) -> Measured:
+        """Train one cell; its seed's warm start is made if it is not there."""
+        from dora_pipe.bench.offpolicy_cell import Bench
+
+        if cell.seed not in self.benches:
+            config = self.config(cell.seed)
+            self._warm(config, cell.seed)
+            place = folder / str(cell.seed)
+            place.mkdir()
+            self.benches[cell.seed] = Bench(config, Path(config.model.path), place)
+        return self.benches[cell.seed].run(cell, setting=setting, every=EVALUATE_EVERY)
+
+    def _warm(self, config: Config, seed: int) -> None:
+        """Version 0 of a seed: a random model, then demonstrations; whole or not at all."""
+        from dora_pipe.cli.small_model import write_small_model
+        from dora_pipe.producers.tasks.arithmetic import WORDS
+
+        if Path(config.model.path).exists():
+            return
+        say(f"warm start of seed {seed}")
+        part = self.out / f"warm-{seed}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        write_small_model(part / "random", WORDS, context_tokens=CONTEXT_TOKENS, seed=seed)
+        chance = SFT_SEED + seed
+        warm_up(
+            part / "random",
+            demonstrations(config, seed=chance, count=self.warm_steps * SFT_BATCH),
+            part / "warm",
+            steps=self.warm_steps,
+            batch=SFT_BATCH,
+            learning_rate=SFT_LEARNING_RATE,
+            seed=chance,
+            threads=1,
+        )
+        (part / "warm").rename(config.model.path)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",") if one]
+    except ValueError:
+        raise UsageError(f"--etas {text}: whole numbers with commas") from None
+
+
+def _line(one: Measured) -> str:
+    return (
+        f"{one.cell}: reward {one.rewards[0][1]:.3f} -> {one.last:.3f}, mean {one.area:.3f},"
+        f" {one.cpu_s:.0f} s of CPU"
+    )
+
+
+def _draw(out: Path, chosen: Sequence[Measured]) -> None:
+    """A picture of the base's courses, or of the first objective's, and one of all ends."""
+    names = [one.objective for one in chosen]
+    (out / "courses.svg").write_text(courses(chosen, BASE if BASE in names else names[0]))
+    (out / "ends.svg").write_text(ends(summarise(chosen)))
+
+
+def _print(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
+    summaries = summarise(chosen)
+    rows = [_row(one) for one in summaries]
+    if as_json:
+        emit_rows([], rows, as_json=True)
+        return
+    typer.echo(setting)
+    emit_table(list(rows[0]), [list(row.values()) for row in rows])
+    for line in _verdict(summaries):
+        typer.echo(line)
+
+
+def _row(one: Summary) -> dict[str, Any]:
+    return {
+        "objective": one.objective,
+        "eta": one.eta,
+        "seeds": one.seeds,
+        "reward": _spread(one.last),
+        "over the course": _spread(one.area),
+        f"less {BASE} at eta 0": None if one.to_base is None else _spread(one.to_base, sign="+"),
+        "clipped": one.clipped,
+        "left out": one.masked,
+        "diverged": one.diverged,
+    }
+
+
+def _spread(one: Spread, *, sign: str = "") -> str:
+    return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
+
+
+def _verdict(summaries: Sequence[Summary]) -> list[str]:
+    """What can be said of all seeds alike."""
+    hurt = [f"{one.objective} at eta {one.eta}" for one in summaries if one.hurt]
+    if not hurt:
+        return ["nothing ended below the base without staleness with every seed"]
+    return [f"below {BASE} at eta 0 with every seed (at least two): {', '.join(hurt)}"]

@@ -1,0 +1,146 @@
+"""Staleness is exact by construction, cells are compared seed by seed, and the plan is whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.bench.offpolicy import (
+    BASE,
+    ETAS,
+    OBJECTIVES,
+    SEEDS,
+    Cell,
+    StaleQueue,
+    area_of,
+    planned,
+    sampled_by,
+    steps_of,
+    summarise,
+)
+from dora_pipe.config.objectives import KEYS
+from dora_pipe.consumers.trainers.port import Settings
+from dora_pipe.consumers.trainers.settings import changed_settings, step_settings
+from dora_pipe.errors import UsageError
+from tests.support.offpolicy import measured
+
+GRPO: Settings = {
+    "trainer.learning_rate": 1e-3,
+    "trainer.grad_norm_max": 1.0,
+    "trainer.minibatches": 2,
+    "trainer.micro_batch_tokens": 100,
+    "objective.kind": "grpo",
+    "objective.loss": "sequence-mean",
+    "objective.clip_low": 0.2,
+    "objective.clip_high": 0.28,
+    "objective.advantage_std": True,
+    "objective.kl": 0.0,
+}
+
+etas = st.integers(0, 12)
+lengths = st.integers(1, 40)
+
+
+@given(eta=etas, steps=lengths)
+def test_every_step_is_sampled_once_by_the_version_that_is_eta_behind(eta: int, steps: int) -> None:
+    made = [
+        (step, version)
+        for version in range(steps)
+        for step in steps_of(version, eta=eta, steps=steps)
+    ]
+    assert sorted(made) == [(step, max(0, step - eta)) for step in range(steps)]
+
+
+@given(eta=etas, steps=lengths)
+def test_the_queue_hands_every_step_what_the_right_version_sampled(eta: int, steps: int) -> None:
+    queue: StaleQueue[tuple[int, int]] = StaleQueue(eta=eta, steps=steps)
+    for version in range(steps):
+        queue.fill(version, lambda step: (step, version))  # noqa: B023
+        assert queue.take(version) == (version, sampled_by(version, eta))
+
+
+def test_a_step_whose_batch_was_taken_has_none() -> None:
+    queue: StaleQueue[int] = StaleQueue(eta=1, steps=3)
+    queue.fill(0, lambda step: step)
+    assert queue.take(0) == 0
+    with pytest.raises(KeyError):
+        queue.take(0)
+    assert queue.take(1) == 1
+
+
+def test_every_kind_of_objective_is_studied_and_each_can_be_trained() -> None:
+    assert {keys["objective.kind"] for keys in OBJECTIVES.values()} == set(KEYS)
+    made = {
+        name: step_settings(changed_settings(GRPO, keys, max_tokens=50))
+        for name, keys in OBJECTIVES.items()
+    }
+    assert made["grpo"].kind == "grpo" and made["grpo"].loss == "sequence-mean"
+    assert made["dapo"].loss == "token-mean" and made["dr-grpo"].loss_tokens == 50
+    assert len(set(made.values())) == len(OBJECTIVES), "two names for the same objective"
+
+
+def test_the_whole_study_has_the_base_everywhere_and_the_others_where_it_matters() -> None:
+    cells = planned([], [], None)
+    assert len(set(cells)) == len(cells)
+    base = [cell for cell in cells if cell.objective == BASE]
+    assert {(cell.eta, cell.seed) for cell in base} == {(e, s) for e in ETAS for s in range(SEEDS)}
+    for name in OBJECTIVES:
+        assert {cell.eta for cell in cells if cell.objective == name} >= {0, 4, 8}
+    assert cells[0] == Cell(objective=BASE, eta=0, seed=0), "what is compared with comes first"
+
+
+def test_a_part_of_the_study_is_the_product_of_what_is_named() -> None:
+    assert planned([0, 8], ["tis"], 2) == [
+        Cell(objective="tis", eta=eta, seed=seed) for seed in (0, 1) for eta in (0, 8)
+    ]
+    assert {cell.objective for cell in planned([3], [], 1)} == {BASE}
+    assert [cell.eta for cell in planned([], ["tis"], 1)] == list(ETAS)
+
+
+@pytest.mark.parametrize(("eta", "name"), [(-1, "tis"), (0, "ppo")])
+def test_what_cannot_be_measured_is_refused(eta: int, name: str) -> None:
+    with pytest.raises(UsageError):
+        planned([eta], [name], 1)
+
+
+def test_the_area_is_the_mean_height_whatever_the_distance_of_the_points() -> None:
+    assert area_of([(0, 0.0), (2, 1.0), (4, 1.0)]) == 0.75
+    assert area_of([(0, 0.0), (1, 1.0), (4, 1.0)]) == 0.875
+    assert area_of([(0, 0.3)]) == 0.3
+
+
+def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
+    found = summarise(
+        [
+            measured(BASE, 0, 0, 0.9),
+            measured(BASE, 0, 1, 0.7),
+            measured("tis", 8, 0, 0.8, clipped=0.1, masked=0.2),
+            measured("tis", 8, 1, 0.75, clipped=0.3, masked=0.4),
+        ]
+    )
+    base, tis = found
+    assert (base.objective, base.eta, tis.objective, tis.eta) == (BASE, 0, "tis", 8)
+    assert tis.to_base is not None
+    assert tis.to_base.low == pytest.approx(-0.1) and tis.to_base.high == pytest.approx(0.05)
+    assert (tis.last.low, tis.last.high) == (0.75, 0.8)
+    assert tis.last.mean == pytest.approx(0.775)
+    assert tis.clipped == pytest.approx(0.2) and tis.masked == pytest.approx(0.3)
+    assert base.masked is None and not tis.hurt
+
+
+def test_staleness_hurt_only_where_every_seed_says_so_and_there_are_two() -> None:
+    base = [measured(BASE, 0, seed, 0.8) for seed in range(2)]
+    both = [measured("topr", 4, seed, 0.7) for seed in range(2)]
+    assert summarise([*base, *both])[1].hurt
+    assert not summarise([*base, both[0]])[1].hurt, "one seed says nothing"
+    assert not summarise([*base, both[0], measured("topr", 4, 1, 0.8)])[1].hurt
+    assert summarise(both)[0].to_base is None, "nothing to compare with"
+    assert not summarise(both)[0].hurt
+
+
+def test_a_cell_that_diverged_is_counted() -> None:
+    (found,) = summarise(
+        [measured("cispo", 8, 0, 0.0, diverged_at=3), measured("cispo", 8, 1, 0.5)]
+    )
+    assert found.diverged == 1 and found.seeds == 2

@@ -29,6 +29,7 @@ from dora_pipe.cli.sim import sim
 from dora_pipe.cli.tell import tell
 from dora_pipe.cli.top import top
 from dora_pipe.cli.ui import ui
+from dora_pipe.cli.up import down, up
 from dora_pipe.cli.whatif import whatif
 from dora_pipe.cli.why import why
 from dora_pipe.errors import DoraError
@@ -57,6 +58,8 @@ _COMMANDS: dict[str, Sequence[Callable[..., None]]] = {
         start.worker,
         start.trainer,
         start.create_topics,
+        up,
+        down,
         tell,
         doctor,
     ),

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 STEPS: Final = 36
 WARM_STEPS: Final = 200
-EVALUATE_EVERY: Final = 6
 
 OVERRIDES: Final = (
     "groups.per_step=24",
     "task.options={mu=1.0, sigma=1.0, n_max=20}",
     "evaluation.prompts=256",
+    "evaluation.every=6",
 )
 """The demo's configuration, made so small that the whole study fits into an hour of one core."""
 
@@ -59,6 +59,7 @@ QUICK: Final = (
     "groups.per_step=4",
     "task.options={mu=1.0, sigma=1.0, n_max=6}",
     "evaluation.prompts=32",
+    "evaluation.every=2",
 )
 QUICK_STEPS: Final = 4
 QUICK_WARM_STEPS: Final = 20
@@ -154,7 +155,6 @@ class _Study:
                 for key, value in leaves(self.config(0)).items()
                 if key in COMPARED_KEYS or key.startswith(COMPARED)
             },
-            "every": EVALUATE_EVERY,
             "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
             "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},
         }
@@ -167,7 +167,7 @@ class _Study:
             f"{config.run.steps} steps of {samples} samples ({config.groups.per_step} groups of"
             f" {config.groups.size}), {config.trainer.minibatches} updates each, learning rate"
             f" {config.trainer.learning_rate:g}; {config.evaluation.prompts} prompts evaluated"
-            f" every {EVALUATE_EVERY} steps"
+            f" every {config.evaluation.every} steps"
         )
 
     def measure(self, cell: Cell, folder: Path, setting: str) -> Measured:
@@ -180,7 +180,7 @@ class _Study:
             place = folder / str(cell.seed)
             place.mkdir()
             self.benches[cell.seed] = Bench(config, Path(config.model.path), place)
-        return self.benches[cell.seed].run(cell, setting=setting, every=EVALUATE_EVERY)
+        return self.benches[cell.seed].run(cell, setting=setting)
 
     def _warm(self, config: Config, seed: int) -> None:
         """Version 0 of a seed: a random model, then demonstrations; whole or not at all."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,12 @@ from dora_pipe.consumers.trainers.settings import changed_settings
 from dora_pipe.errors import NonFinite
 from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, TokensSampled
+from dora_pipe.producers.engines.port import (
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    TokensSampled,
+)
 from dora_pipe.producers.role import sampling_params
 from dora_pipe.producers.sequence import TokenSequence
 from dora_pipe.producers.tasks.port import Reward, Row
@@ -69,7 +74,7 @@ class _Asked:
 class Bench:
     """Engine, trainer and task of the cells of one seed, which start from the same weights.
 
-    Example: ``Bench(config, Path("warm"), scratch).run(cell, setting="0f..", every=6)``
+    Example: ``Bench(config, Path("warm"), scratch).run(cell, setting="0f..")``
     """
 
     def __init__(self, config: Config, start: Path, folder: Path) -> None:
@@ -82,7 +87,7 @@ class Bench:
         self._first = (store.weights_path(manifest.digest), manifest.digest)
         self._weights = folder / WEIGHTS
         directory = store.assets_path(assets)
-        self._trainer = make_trainer(assets=directory, reference=self._first[0], config=config)
+        self.trainer = make_trainer(assets=directory, reference=self._first[0], config=config)
         self._engine = TorchEngine.open(
             directory,
             slots=config.workers.slots,
@@ -90,7 +95,11 @@ class Bench:
             threads=1,
         )
         self._tokenizer = Tokenizer(directory)
-        self._params = sampling_params(config.sampling, self._tokenizer.stop_ids)
+        stop_ids = self._tokenizer.stop_ids
+        self._params: Mapping[Purpose, SamplingParams] = {
+            "train": sampling_params(config.sampling, stop_ids),
+            "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        }
         self._task = open_task(config.task)
         self._rows = self._task.rows("train")
         self._eval_rows = self._task.rows("eval")
@@ -103,39 +112,32 @@ class Bench:
             max_tokens=self._config.sampling.max_tokens,
         )
 
-    def run(
-        self,
-        cell: Cell,
-        *,
-        setting: str,
-        every: int,
-        tell: Callable[[int, float], None] = lambda version, reward: None,
-    ) -> Measured:
-        """Train a cell from its start; `every` so many steps and at the end it is evaluated."""
+    def run(self, cell: Cell, *, setting: str) -> Measured:
+        """Train a cell from its start, and evaluate it as a run is evaluated."""
         assert cell.seed == self._config.run.seed
         began_s, steps = time.process_time(), self._config.run.steps
         settings = self.settings(cell.objective)
+        evaluated = evaluated_versions(steps, self._config.evaluation.every)
         queue: StaleQueue[TrainBatch] = StaleQueue(eta=cell.eta, steps=steps)
         rewards: list[tuple[int, float]] = []
         figures: list[Mapping[str, float]] = []
         diverged_at = None
         path, digest = self._first
-        self._trainer.load(path, digest=digest, optimizer=None)
+        self.trainer.load(path, digest=digest, optimizer=None)
         for version in range(steps + 1):
             self._engine.load(path, version=version, digest=digest)
-            if version % every == 0 or version == steps:
+            if version in evaluated:
                 rewards.append((version, self._evaluate(version, digest)))
-                tell(*rewards[-1])
             if version == steps:
                 break
             queue.fill(version, lambda step: self._batch(step, version, digest))  # noqa: B023
             try:
-                figures.append(self._trainer.train(queue.take(version), settings).figures)
+                figures.append(self.trainer.train(queue.take(version), settings).figures)
             except NonFinite:
                 diverged_at = version
-                rewards += [(at, 0.0) for at in _evaluated(version + 1, steps, every)]
+                rewards += [(at, 0.0) for at in evaluated if at > version]
                 break
-            path, digest = self._weights, self._trainer.save_weights(self._weights).digest
+            path, digest = self._weights, self.trainer.save_weights(self._weights).digest
         return Measured(
             setting=setting,
             objective=cell.objective,
@@ -219,7 +221,7 @@ class Bench:
                 token_ids=sequences[one.name].token_ids[:],
                 sampled=0,
                 seed=one.seed,
-                params=self._params,
+                params=self._params[one.purpose],
             )
             for one in reversed(asked)
         ]
@@ -283,9 +285,9 @@ class Bench:
         return found.value if isinstance(found, Reward) else found
 
 
-def _evaluated(first: int, steps: int, every: int) -> list[int]:
-    """The versions from `first` on that are evaluated."""
-    return [at for at in range(first, steps + 1) if at % every == 0 or at == steps]
+def evaluated_versions(steps: int, every: int) -> list[int]:
+    """The versions that are evaluated: the first, the last, and those of every so many steps."""
+    return [at for at in range(steps + 1) if at in (0, steps) or (every and at % every == 0)]
 
 
 def _mean_known(figures: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -1,8 +1,20 @@
-"""Cells of the off-policy study as if they had been measured."""
+"""For tests of the off-policy study: cells as if they had been measured, and a task for anybody."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dora_pipe.bench.offpolicy import Measured
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
+from dora_pipe.producers.tasks.port import Row
+
+
+class Wordy(Arithmetic):
+    """Arithmetic that rewards long words: a random policy, too, earns this and that."""
+
+    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
+        """Letters, not too many."""
+        return min(1.0, len(text) / 40)
 
 
 def measured(

@@ -1,0 +1,119 @@
+"""A cell of the off-policy study trains what the right version sampled; nothing else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dora_pipe.bench.offpolicy import Cell, Measured, sampled_by
+from dora_pipe.bench.offpolicy_cell import Bench, evaluated_versions
+from dora_pipe.cli.init import CONTEXT_TOKENS, example_config
+from dora_pipe.cli.small_model import write_small_model
+from dora_pipe.config.load import load_config
+from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
+from dora_pipe.errors import NonFinite
+from dora_pipe.producers.tasks.arithmetic import WORDS
+from dora_pipe.schemas.trajectory import check
+
+STEPS, GROUPS, SIZE = 4, 2, 4
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A random model of the demo's size, and steps so small that they take no time."""
+    place = tmp_path_factory.mktemp("study")
+    write_small_model(place / "random", WORDS, context_tokens=CONTEXT_TOKENS)
+    (place / "demo.toml").write_text(example_config("arithmetic"))
+    sizes = [
+        "task.kind=tests.support.offpolicy:Wordy",
+        f"run.steps={STEPS}",
+        f"groups.per_step={GROUPS}",
+        f"groups.size={SIZE}",
+        "sampling.max_tokens=8",
+        "evaluation.sampling.max_tokens=8",
+        "evaluation.every=2",
+        "evaluation.prompts=4",
+        "workers.slots=8",
+        "workers.context_tokens=64",
+    ]
+    config = load_config(place / "demo.toml", [f'model.path="{place / "random"}"', *sizes])
+    (place / "scratch").mkdir()
+    return Bench(config, place / "random", place / "scratch")
+
+
+class Spy:
+    """Notes every batch on its way into the trainer; may fail at a step."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
+        self.batches: list[TrainBatch] = []
+        self._train = bench.trainer.train
+        self._fail_at = fail_at
+        monkeypatch.setattr(bench.trainer, "train", self)
+
+    def __call__(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        if batch.step == self._fail_at:
+            raise NonFinite("planted")
+        self.batches.append(batch)
+        return self._train(batch, settings)
+
+
+def trained(bench: Bench, eta: int) -> tuple[Measured, Sequence[TrainBatch]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        spy = Spy(bench, monkeypatch)
+        cell = Cell(objective="grpo", eta=eta, seed=0)
+        return bench.run(cell, setting="s"), spy.batches
+
+
+def tokens(batch: TrainBatch) -> list[list[int]]:
+    return [list(one.token_ids) for group in batch.groups for one in group.trajectories]
+
+
+@pytest.mark.parametrize("eta", [0, 2, 8])
+def test_every_trained_group_is_of_the_version_that_is_eta_behind(bench: Bench, eta: int) -> None:
+    measured, batches = trained(bench, eta)
+    assert [batch.step for batch in batches] == list(range(STEPS))
+    for batch in batches:
+        version = sampled_by(batch.step, eta)
+        assert {group.version for group in batch.groups} == {version}
+        for group in batch.groups:
+            assert len(group.trajectories) == SIZE
+            for one in group.trajectories:
+                check(one)
+                assert one.versions == [version]
+    digests = {batch.groups[0].trajectories[0].digest for batch in batches}
+    assert len(digests) == len({sampled_by(step, eta) for step in range(STEPS)})
+    assert measured.samples == STEPS * GROUPS * SIZE and measured.steps == STEPS
+    assert [version for version, _ in measured.rewards] == [0, 2, 4]
+
+
+def test_cells_of_a_seed_have_the_same_prompts_and_the_same_chance(bench: Bench) -> None:
+    (_, fresh), (_, stale) = trained(bench, 0), trained(bench, 2)
+    for one, other in zip(fresh, stale, strict=True):
+        for mine, its in zip(one.groups, other.groups, strict=True):
+            for a, b in zip(mine.trajectories, its.trajectories, strict=True):
+                assert (a.trajectory, a.meta.seed, a.meta.index) == (
+                    b.trajectory,
+                    b.meta.seed,
+                    b.meta.index,
+                )
+                assert a.token_ids[: a.meta.prompt_tokens] == b.token_ids[: b.meta.prompt_tokens]
+    assert tokens(fresh[0]) == tokens(stale[0]), "version 0 samples the first step of both"
+
+
+def test_a_cell_that_diverges_counts_as_nothing_from_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spy(bench, monkeypatch, fail_at=2)
+    found = bench.run(Cell(objective="tis", eta=1, seed=0), setting="s")
+    assert found.diverged_at == 2 and found.steps == 2
+    assert [version for version, _ in found.rewards] == [0, 2, 4]
+    assert found.rewards[-1] == (4, 0.0)
+
+
+def test_the_first_and_the_last_policy_are_always_evaluated() -> None:
+    assert evaluated_versions(36, 18) == [0, 18, 36]
+    assert evaluated_versions(5, 2) == [0, 2, 4, 5]
+    assert evaluated_versions(5, 0) == [0, 5]

@@ -183,7 +183,7 @@ class _Look:
         count = helpers_for(way, len(positions))
         if not count:
             return None
-        words = ["run", str(self._run.directory.path)]
+        words = ["run", self._run.directory.words]
         words += [] if self._archive is None else [str(self._archive)]
         return Helpers(
             command_of("dora_pipe.cli.audit_helper", *words),

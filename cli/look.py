@@ -24,7 +24,8 @@ from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajector
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 RunsOption = Annotated[Path, typer.Option("--runs", help="Where runs lie.")]
 RunArgument = Annotated[
-    str, typer.Argument(help="A run's name, or the path of its directory or archive.")
+    str,
+    typer.Argument(help="A run's name, the path of its directory or archive, or kafka://.../RUN."),
 ]
 ArchiveOption = Annotated[
     Path | None,

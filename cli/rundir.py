@@ -10,14 +10,16 @@ runs/NAME/
   logs/           what each role said
   archived-to     where `dora-pipe archive` put its segments, if it did
 
-An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log.
+An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
+run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
+its first record says.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,21 +27,26 @@ import msgspec
 
 from dora_pipe.bus.archive_format import CLAIMS, MANIFEST, SEGMENTS
 from dora_pipe.bus.claims import ClaimStore
+from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.bus.splice import spliced
-from dora_pipe.config.load import dump_toml, load_config
+from dora_pipe.config.load import dump_toml, from_plain, load_config
 from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.policies.log_place import LogPlace
 from dora_pipe.policies.open import open_store
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.views.lineage import policy_after
 
 RUNS = Path("runs")
 """Where runs lie, seen from where the command is started."""
 
 ARCHIVED_TO = "archived-to"
 """File in a run's directory that names its archive."""
+
+ON_KAFKA = "kafka://"
+"""How an address of a run begins that is no name and no path."""
 
 FREE_BYTES_MIN = 200 * 1024 * 1024
 """A run does not start on a disk with less room than this."""
@@ -69,6 +76,11 @@ class RunDir:
     def config(self) -> Config:
         """The run's configuration as it was stored."""
         return load_config(self.config_file, ())
+
+    @property
+    def words(self) -> str:
+        """How another process is told which run this is."""
+        return str(self.path)
 
     @property
     def is_archive(self) -> bool:
@@ -148,6 +160,49 @@ class RunDir:
         return self.config_file.is_file()
 
 
+@dataclass(frozen=True, slots=True)
+class RunOnKafka(RunDir):
+    """A run that is known by its log alone; its directory, where files may go, need not exist."""
+
+    url: str
+    """Of the log."""
+
+    @property
+    def words(self) -> str:
+        """See the base."""
+        return f"{self.url}/{self.path.name}"
+
+    def config(self) -> Config:
+        """As the run's first record has it, at this address of its log.
+
+        Raises UsageError where there is no such run, BusError, ConfigError.
+        """
+        topics = Topics(self.path.name)
+        with closing(open_bus(self.url)) as bus:
+            there = bus.topics()
+            if topics.control not in there:
+                names = ", ".join(_runs_among(there)) or "none"
+                raise UsageError(
+                    f"no run {topics.run!r} is on {self.url}", hint=f"there are: {names}"
+                )
+            try:
+                started, _ = policy_after(bus, topics, 0)
+            except UsageError:
+                raise UsageError(f"run {topics.run!r} on {self.url} has not begun") from None
+        plain = started.config
+        return from_plain({**plain, "bus": {**plain.get("bus", {}), "url": self.url}})
+
+    def exists(self) -> bool:
+        """See the base; who asks for the configuration finds out more."""
+        return True
+
+
+def _runs_among(topics: Sequence[str]) -> list[str]:
+    """Names of the runs that have these topics."""
+    ending = Topics("x").control.removeprefix("x")
+    return sorted(one.removesuffix(ending) for one in topics if one.endswith(ending))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
     """A run whose log is open."""
@@ -182,7 +237,12 @@ def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
 
 
 def find_run(name: str, runs: Path = RUNS) -> RunDir:
-    """A run by path or by name. Raises UsageError, naming the runs there are."""
+    """A run by path, by name, or by its log. Raises UsageError, naming the runs there are."""
+    if name.startswith(ON_KAFKA):
+        url, _, run = name.rpartition("/")
+        if not url.startswith(ON_KAFKA) or not run:
+            raise UsageError(f"{name} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
+        return RunOnKafka(runs / run, url)
     # A plain name is a run's first: the folder that a run was configured in may have the same.
     places = (runs / name, Path(name)) if name == Path(name).name else (Path(name),)
     for candidate in map(RunDir, places):

@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import yaml
 
@@ -34,6 +34,9 @@ IMAGE_ONLY: Final = {"log.dirs", "heap.opts"}
 
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{(\w+)(?::-([^}]*))?\})")
 POLL_S: Final = 0.1
+CHECK_LIMIT_S: Final = 60.0
+PATH: Final = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+"""Where a service's programs are found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +128,22 @@ class Containers:
     """The services of some profiles as processes, each with folders of its own in `folder`.
 
     `hosts` maps `name:port` of the network, or another word, to what it is here. Brokers are the
-    caller's. Services that do not end by themselves are started by `launch`.
+    caller's. `beside` are services that are launched one by one, and end with the block.
     """
 
     def __init__(
-        self, folder: Path, services: Mapping[str, Service], hosts: Mapping[str, str]
+        self,
+        folder: Path,
+        services: Mapping[str, Service],
+        hosts: Mapping[str, str],
+        *,
+        beside: Mapping[str, Service] | None = None,
     ) -> None:
         self._folder = folder
         self._services = services
+        self._beside = beside or {}
         self._hosts = hosts
+        self._launched: list[subprocess.Popen[bytes]] = []
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
         """Exit codes of those that have ended."""
@@ -161,17 +171,33 @@ class Containers:
                 self._collect()
                 time.sleep(POLL_S)
         finally:
-            self.kill()
+            _kill(self._running.values())
 
-    def launch(self, service: Service) -> subprocess.Popen[bytes]:
-        """Start one that nobody waits for; whoever calls this ends it."""
-        return self._start(service)
+    def launch(self, name: str) -> subprocess.Popen[bytes]:
+        """Start one of those beside."""
+        self._launched.append(self._start(self._beside[name]))
+        return self._launched[-1]
 
-    def kill(self) -> None:
-        """End what runs still."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
+    def check(self, name: str) -> int:
+        """The exit code of the health check of one of those beside."""
+        kind, *words = self._beside[name].raw["healthcheck"]["test"]
+        assert kind == "CMD"
+        home = self._folder / "containers" / name
+        done = subprocess.run(
+            [self._here(word, home) for word in words],
+            env={"PATH": PATH},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=CHECK_LIMIT_S,
+            check=False,
+        )
+        return done.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _kill(self._launched)
 
     def _collect(self) -> None:
         for name, process in list(self._running.items()):
@@ -197,8 +223,7 @@ class Containers:
         for target, content in service.files.items():
             (home / target[1:]).parent.mkdir(parents=True, exist_ok=True)
             (home / target[1:]).write_text(self._here(content, home))
-        bin_folder = Path(sys.executable).parent
-        path = {"PATH": f"{bin_folder}:/usr/bin:/bin", "HOME": str(home)}
+        path = {"PATH": PATH, "HOME": str(home)}
         with (self._folder / f"{service.name}.log").open("ab") as log:
             return subprocess.Popen(
                 [self._here(word, home) for word in words],
@@ -212,13 +237,18 @@ class Containers:
     def _here(self, word: str, home: Path) -> str:
         """Names of hosts and paths of the container as those of this machine."""
         # A word may also name, for others, what the service itself does not have.
-        mounted = [pair for one in self._services.values() for pair in one.volumes.items()]
+        everybody = [*self._services.values(), *self._beside.values()]
+        mounted = [pair for one in everybody for pair in one.volumes.items()]
         places = {target: self.volume(source) for target, source in mounted}
-        places["/tmp"] = home / "tmp"
-        for service in self._services.values():
-            for target in service.files:
-                folder = str(PurePosixPath(target).parent)
-                places[folder] = home / folder[1:]
+        own = [str(PurePosixPath(target).parent) for one in everybody for target in one.files]
+        places |= {folder: home / folder[1:] for folder in (*own, "/tmp")}
         names = "|".join(map(re.escape, [*places, *self._hosts]))
         both = {**{k: str(v) for k, v in places.items()}, **self._hosts}
         return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda found: both[found[1]], word)
+
+
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End what runs still."""
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -1,0 +1,113 @@
+"""A run that is called by its log's address: what it is stands in its first record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Bus, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli import rundir
+from dora_pipe.cli.rundir import find_run, opened
+from dora_pipe.errors import UsageError
+from dora_pipe.policies import log_place
+from dora_pipe.schemas.topics import Topics
+from tests.support.command_line import Call, caller
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+URL = "kafka://one:9092,two:9092"
+ADDRESS = f"{URL}/recorded"
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder from which the run's log is found at its address, and nothing else is."""
+    real = log_place.open_bus
+
+    def open_bus(url: str, *more: object, **settings: object) -> Bus:
+        return real(f"sqlite:{recorded.log}" if url == URL else url)
+
+    monkeypatch.setattr(rundir, "open_bus", open_bus)
+    monkeypatch.setattr(log_place, "open_bus", open_bus)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """The command line."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return caller(monkeypatch, capsys)
+
+
+def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
+    place: Path, recorded: RecordedRun
+) -> None:
+    with opened(ADDRESS) as run, opened(str(recorded.directory)) as own:
+        assert (run.config.run, run.config.bus.url) == (own.config.run, URL)
+        assert run.config.sampling == own.config.sampling
+        assert run.topics == own.topics
+    assert find_run(ADDRESS).words == ADDRESS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("show", ADDRESS, "g0000000010-001"), "published"),
+        (("top", ADDRESS, "--once"), "who waits for whom"),
+        (("why", ADDRESS), "over"),
+        (("topics", ADDRESS), "recorded.trajectories"),
+        (("cat", ADDRESS, "control", "--limit", "1"), "run-started"),
+        (("metrics", ADDRESS, "--once"), f'dora_pipe_steps_total{{run="recorded"}} {STEPS}'),
+    ],
+)
+def test_who_looks_finds_it_and_leaves_nothing_behind(
+    place: Path, call: Call, words: tuple[str, ...], says: str
+) -> None:
+    code, out, err = call(*words)
+    assert code == 0, err
+    assert says in out
+    assert list(place.iterdir()) == []
+
+
+def test_audit_proves_it_without_the_store_that_it_cannot_reach(place: Path, call: Call) -> None:
+    code, out, err = call("audit", ADDRESS, "--quick", "--no-store")
+    assert code == 0, out + err
+    assert "nothing is remembered" in out, "there is no directory of the run to do so"
+
+
+@pytest.mark.parametrize("address", ["kafka://", "kafka://one:9092", "kafka://one:9092/"])
+def test_address_without_a_run_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="names no run") as refused:
+        find_run(address)
+    assert refused.value.hint == "kafka://HOST:PORT[,HOST:PORT]/RUN"
+
+
+def test_run_that_is_not_there_is_told_with_those_that_are(
+    place: Path, call: Call, recorded: RecordedRun
+) -> None:
+    code, _, err = call("show", f"{URL}/other", "3")
+    assert code == 2
+    assert err.splitlines() == [
+        f"error: no run 'other' is on {URL}",
+        f"hint: there are: {recorded.run}",
+    ]
+
+
+def test_run_that_has_topics_and_no_record_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log.sqlite"
+    bus = SqliteBus(log)
+    bus.create([TopicSpec(name=one, partitions=1) for one in Topics("early").all()])
+    bus.close()
+    monkeypatch.setattr(rundir, "open_bus", lambda url: SqliteBus(log))
+    with pytest.raises(UsageError, match="has not begun"):
+        find_run(f"{URL}/early").config()

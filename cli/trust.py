@@ -10,11 +10,21 @@ import typer
 from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import say
 from dora_pipe.cli.replay_lines import rebuilder, replay_steps, replay_trajectories
-from dora_pipe.cli.rundir import RUNS, opened
+from dora_pipe.cli.rundir import RUNS, OpenRun, opened
 from dora_pipe.cli.traces import export_traces
+from dora_pipe.cli.trackers import export_tensorboard, export_wandb
 from dora_pipe.errors import UsageError
 from dora_pipe.history.export import export_parquet, export_policy
 from dora_pipe.policies.model_dir import refuse_used
+
+_EXPORTS = (
+    "--parquet FILE",
+    "--policy N DIR",
+    "--traces FILE|URL",
+    "--tensorboard DIR",
+    "--wandb PROJECT",
+)
+"""What can be exported: one of them at a time."""
 
 
 def export(
@@ -32,8 +42,18 @@ def export(
         str,
         typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP."),
     ] = "",
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Figures per step as TensorBoard's files.")
+    ] = None,
+    wandb: Annotated[
+        str, typer.Option(metavar="PROJECT", help="Figures per step for W&B, offline by default.")
+    ] = "",
     follow: Annotated[
-        bool, typer.Option("--follow", help="With --traces URL: go on until the run is over.")
+        bool,
+        typer.Option(
+            "--follow",
+            help="With --traces URL, --tensorboard, --wandb: go on until the run is over.",
+        ),
     ] = False,
     ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="With --traces: a share of the groups.")
@@ -44,29 +64,38 @@ def export(
     archive: ArchiveOption = None,
     root: RunsOption = RUNS,
 ) -> None:
-    """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`, or
-    `--traces FILE|URL`."""
-    if [parquet is not None, policy is not None, bool(traces)].count(True) != 1:
-        raise UsageError("say what to export: --parquet FILE, --policy N DIR, or --traces FILE|URL")
+    """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
+    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`."""
+    wanted = (parquet is not None, policy is not None, traces, tensorboard is not None, wandb)
+    if sum(map(bool, wanted)) != 1:
+        raise UsageError(f"say what to export: {', '.join(_EXPORTS[:-1])}, or {_EXPORTS[-1]}")
     with opened(run, root, archive) as open_run:
         if traces:
             export_traces(open_run, traces, follow=follow, ratio=ratio)
+        elif tensorboard is not None:
+            export_tensorboard(open_run, tensorboard, follow=follow)
+        elif wandb:
+            export_wandb(open_run, wandb, follow=follow)
         elif parquet is not None:
-            store = open_run.policies if open_run.has_policies else None
-            done = export_parquet(
-                open_run.bus, open_run.topics, store, parquet, everything=everything
-            )
-            left = f", {done.left_out} records left out" if done.left_out else ""
-            say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
+            _export_parquet(open_run, parquet, everything=everything)
         elif policy is not None:
-            if directory is None:
-                raise UsageError("--policy needs a directory: export RUN --policy N DIR")
-            refuse_used(directory)
-            rebuilder(open_run).weights(policy)
-            digest = export_policy(
-                open_run.bus, open_run.topics, open_run.policies, policy, directory
-            )
-            say(f"{directory}: version {policy}, weights {digest}")
+            _export_policy(open_run, policy, directory)
+
+
+def _export_parquet(run: OpenRun, parquet: Path, *, everything: bool) -> None:
+    store = run.policies if run.has_policies else None
+    done = export_parquet(run.bus, run.topics, store, parquet, everything=everything)
+    left = f", {done.left_out} records left out" if done.left_out else ""
+    say(f"{parquet}: {done.rows} trajectories, {done.bytes / 1e6:.1f} MB{left}")
+
+
+def _export_policy(run: OpenRun, policy: int, directory: Path | None) -> None:
+    if directory is None:
+        raise UsageError("--policy needs a directory: export RUN --policy N DIR")
+    refuse_used(directory)
+    rebuilder(run).weights(policy)
+    digest = export_policy(run.bus, run.topics, run.policies, policy, directory)
+    say(f"{directory}: version {policy}, weights {digest}")
 
 
 def replay(

@@ -51,6 +51,12 @@ class LogFeed:
         self._facts: deque[Record] = deque()
         self._rounds: deque[tuple[int, Round]] = deque()
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether every round that is there now was told. Raises BusError."""
+        at = self._decisions
+        return not self._rounds and self._readers[at].position(at) >= self._bus.end(at)
+
     def advance(self) -> bool:
         """Read one piece; whether there is more. Raises BusError, LogTruncated."""
         told = self._statuses()

@@ -14,6 +14,7 @@ from dora_pipe.cli.archive import archive
 from dora_pipe.cli.audit import audit
 from dora_pipe.cli.bench_moves import moves
 from dora_pipe.cli.bench_offpolicy import offpolicy
+from dora_pipe.cli.bench_traces import traces
 from dora_pipe.cli.demo import demo
 from dora_pipe.cli.doctor import doctor
 from dora_pipe.cli.faults import faults
@@ -82,6 +83,7 @@ _BENCHES = (
     think.restart,
     paradigms,
     offpolicy,
+    traces,
     faults,
 )
 for _bench in _BENCHES:

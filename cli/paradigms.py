@@ -53,8 +53,8 @@ def paradigms(
     """Train the demo's task in every paradigm on this machine and compare, with repeated seeds."""
     names = [paradigm(name).name for name in only or PARADIGMS]
     runs: list[ParadigmRun] = []
-    with _place(keep) as place:
-        config = _start(place)
+    with bench_place(keep) as place:
+        config = warm_start(place)
         common = [
             f"run.steps={steps}",
             f"workers.count={workers}",
@@ -94,7 +94,7 @@ def _run(
         return measure_run(run.bus, run.topics, paradigm=name, seed=seed, target=target)
 
 
-def _start(place: Path) -> Path:
+def warm_start(place: Path) -> Path:
     """The configuration, and beside it the model that every run starts from."""
     start = place / "start"
     if start.exists():
@@ -108,7 +108,8 @@ def _start(place: Path) -> Path:
 
 
 @contextmanager
-def _place(keep: Path | None) -> Iterator[Path]:
+def bench_place(keep: Path | None) -> Iterator[Path]:
+    """Where runs of a bench go: a folder that stays, or one that is removed afterwards."""
     if keep is not None:
         yield keep.resolve()
         return

@@ -33,24 +33,19 @@ from dora_pipe.bus.checks import (
 )
 from dora_pipe.bus.kafka_bounds import Fetched, Flight
 from dora_pipe.bus.kafka_client import (
-    BATCH_BYTES,
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
     FETCH_BYTES,
-    LINGER_MS,
     NEWS_S,
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
-    RECORD_BYTES_MAX,
     RETRY_MS,
-    TRANSACTION_LIMIT_S,
     bounded,
     client_settings,
     discard,
-    fetched_bytes,
     keep_requests,
     ms,
-    to_record,
+    producer_settings,
     topic_settings,
     was_fenced,
 )
@@ -100,7 +95,7 @@ class KafkaBus:
         self, otherwise: type[BusError] = BusError, *, needs: str = ""
     ) -> AbstractContextManager[None]:
         """Our errors for the client's; a refusal names this user and the right it `needs`."""
-        return our_errors(otherwise, security=self.security, needs=needs)
+        return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
 
     def _connect(self) -> KafkaAdminClient:
         knock(self.servers, self.security)
@@ -117,22 +112,22 @@ class KafkaBus:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""
         for spec in topics:
             check_spec(spec)
-        existing = set(self.topics())
-        old = [spec for spec in topics if spec.name in existing]
-        for spec in old:
-            check_same(spec, self._spec_soon(spec.name))
-        if old:  # before anything is made: what is refused leaves nothing behind
-            check_settings(self.facts([spec.name for spec in old]))
-        fresh = {spec.name: spec for spec in topics if spec.name not in existing}
+        wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
+        old = [name for name in wanted if name in existing]
+        for name in old:  # before anything is made: what is refused leaves nothing behind
+            check_same(wanted[name], self._spec_soon(name))
+        if old:
+            check_settings(self.facts(old))
+        fresh = {name: spec for name, spec in wanted.items() if name not in existing}
         needs = f"CREATE on topic {', '.join(fresh)}"
         with self.errors(needs=needs), self._lock:
             if fresh:
                 brokers = len(self._admin.describe_cluster()["brokers"])
-                wanted = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
+                made = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
                 try:
-                    self._admin.create_topics(wanted, wait_for_metadata=True)
+                    self._admin.create_topics(made, wait_for_metadata=True)
                 except kafka_errors.TopicAlreadyExistsError:
-                    self._admin.wait_for_topics(list(wanted))  # another process was faster
+                    self._admin.wait_for_topics(list(made))  # another process was faster
         for spec in fresh.values():
             check_same(spec, self._spec_soon(spec.name))
 
@@ -262,10 +257,9 @@ class KafkaReader:
             except LogTruncated:
                 self._check_not_deleted()
                 raise
-            found = [each for part in polled.values() for each in part]
-            came = [to_record(each) for each in found]
+            came = [each for part in polled.values() for each in part]
             self._listen(heard=bool(came))
-            if sum(map(fetched_bytes, found)) <= bytes_max:
+            if self._consumer.came_bytes <= bytes_max:
                 return came
         return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
 
@@ -374,19 +368,7 @@ class KafkaWriter:
         with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
             producer = (KafkaProducer if self._name else DrivenProducer)(
                 **self._bus.client_settings(),
-                acks="all",
-                enable_idempotence=True,
-                transactional_id=self._name,
-                transaction_timeout_ms=ms(TRANSACTION_LIMIT_S),
-                delivery_timeout_ms=ms(self._bus.delivery_limit_s) + LINGER_MS,
-                request_timeout_ms=ms(self._bus.delivery_limit_s),
-                max_block_ms=ms(CONNECT_LIMIT_S),
-                max_request_size=RECORD_BYTES_MAX,
-                batch_size=BATCH_BYTES,
-                linger_ms=LINGER_MS,
-                allow_auto_create_topics=False,
-                metrics_enabled=False,
-                retry_backoff_ms=RETRY_MS,
+                **producer_settings(self._name, self._bus.delivery_limit_s),
             )
             if self._name:
                 keep_requests(producer)

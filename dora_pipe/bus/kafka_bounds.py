@@ -71,32 +71,40 @@ class Fetched:
     """Records that came over the bounds of one poll, kept for the next, in order."""
 
     def __init__(self) -> None:
-        self._records: deque[Record] = deque()
-        self._first: dict[TopicPartition, int] = {}
+        self._kept: dict[tuple[str, int], deque[Record]] = {}
+        """By partition, none empty."""
 
     def __bool__(self) -> bool:
-        return bool(self._records)
+        return bool(self._kept)
 
     def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
         """What the bounds allow of those kept and those that came behind them; at least one."""
-        self._records.extend(came)
+        for one in came:
+            at = one.topic, one.partition
+            if at not in self._kept:
+                self._kept[at] = deque()
+            self._kept[at].append(one)
         found: list[Record] = []
-        while self._records and len(found) < records_max:
-            bytes_max -= record_bytes(self._records[0])
-            if found and bytes_max < 0:
+        for at in list(self._kept):
+            waiting = self._kept[at]
+            while waiting and len(found) < records_max:
+                bytes_max -= record_bytes(waiting[0])
+                if found and bytes_max < 0:
+                    return found
+                found.append(waiting.popleft())
+            if waiting:
                 break
-            found.append(self._records.popleft())
-        self._first = {one.at: one.offset for one in reversed(self._records)}
+            del self._kept[at]
         return found
 
     def first(self, tp: TopicPartition) -> int | None:
         """The offset of the first record kept of a partition."""
-        return self._first.get(tp)
+        waiting = self._kept.get(tp)
+        return waiting[0].offset if waiting else None
 
     def forget(self, tp: TopicPartition) -> None:
         """Drop those of a partition."""
-        self._records = deque(one for one in self._records if one.at != tp)
-        self._first.pop(tp, None)
+        self._kept.pop(tp, None)
 
 
 def _left(deadline_s: float) -> float:

@@ -16,7 +16,7 @@ from kafka import errors as kafka_errors
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka_errors import FENCED, our_errors
 from dora_pipe.bus.kafka_security import KafkaSecurity
-from dora_pipe.bus.port import Append, Record, TopicSpec
+from dora_pipe.bus.port import Append, TopicSpec
 
 __all__ = ["our_errors"]
 
@@ -68,6 +68,25 @@ def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str
     }
 
 
+def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:
+    """What a producer is made with beside that: idempotent, in transactions if it has a name."""
+    return {
+        "acks": "all",
+        "enable_idempotence": True,
+        "transactional_id": name,
+        "transaction_timeout_ms": ms(TRANSACTION_LIMIT_S),
+        "delivery_timeout_ms": ms(delivery_limit_s) + LINGER_MS,
+        "request_timeout_ms": ms(delivery_limit_s),
+        "max_block_ms": ms(CONNECT_LIMIT_S),
+        "max_request_size": RECORD_BYTES_MAX,
+        "batch_size": BATCH_BYTES,
+        "linger_ms": LINGER_MS,
+        "allow_auto_create_topics": False,
+        "metrics_enabled": False,
+        "retry_backoff_ms": RETRY_MS,
+    }
+
+
 def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
     """Everything that durability rests on is said, whatever the cluster's defaults are."""
     replicas = min(_REPLICAS, brokers)
@@ -95,32 +114,6 @@ def send(producer: KafkaProducer, record: Append) -> Any:
         headers=list(record.headers),
         partition=record.partition,
     )
-
-
-def to_record(found: Any) -> Record:
-    """A record of ours from one of the client's."""
-    return Record(
-        topic=found.topic,
-        partition=found.partition,
-        offset=found.offset,
-        key=found.key or b"",
-        value=found.value or b"",
-        headers=_headers(found.headers),
-    )
-
-
-def _headers(found: Sequence[tuple[str, bytes | None]]) -> tuple[tuple[str, bytes], ...]:
-    """Headers without nulls. Only others write any: making every pair anew is half of a record."""
-    for _, value in found:
-        if value is None:
-            return tuple((name, value or b"") for name, value in found)
-    return tuple(found)  # type: ignore[arg-type]  # seen just now
-
-
-def fetched_bytes(found: Any) -> int:
-    """What a record of the client's counts for a bound in bytes, or up to three more."""
-    sizes = found.serialized_key_size, found.serialized_value_size, found.serialized_header_size
-    return int(sum(sizes)) + len(sizes)  # an absent one is -1
 
 
 def was_fenced(producer: KafkaProducer) -> bool:

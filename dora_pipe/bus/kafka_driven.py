@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 import select
 import selectors
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 from kafka import KafkaConsumer, KafkaProducer
@@ -27,6 +29,9 @@ from kafka.net.compat import KafkaNetClient
 from kafka.net.selector import NetworkSelector, Task
 from kafka.producer import kafka as kafka_producer
 from kafka.producer.sender import Sender
+
+from dora_pipe.bus.kafka_records import Tally, Unpacked
+from dora_pipe.bus.port import Record
 
 AWHILE_S: Final = 0.05
 """Between two tries to reach a broker that does not take a connection."""
@@ -39,6 +44,16 @@ COMING_LIMIT_S: Final = 0.02
 
 IDLE_MS: Final = 5
 """Who cannot ask yet, because nobody is connected, looks again so soon if nothing happens."""
+
+RECEIVE_BYTES: Final = 64 * 1024
+"""Taken from a socket at a time."""
+
+_NOTHING_NOW: Final = (
+    BlockingIOError,
+    InterruptedError,
+    ssl.SSLWantReadError,
+    ssl.SSLWantWriteError,
+)
 
 SEND_EVERY_BYTES: Final = 256 * 1024
 """An append hands on what is full so often, so that the broker works while it goes on."""
@@ -92,11 +107,18 @@ class DrivenClient(KafkaNetClient):  # type: ignore[misc]  # the client has no t
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(net=DrivenLoop(**settings), **settings)
+        self._plain_build = self._manager._build_transport
+        self._manager._build_transport = self._build
         self.busy = threading.Lock()
         """Held by the thread that moves the bytes of a producer."""
         self.until_s = math.inf
         self.give_up: Callable[[], None] = _nothing
         """Called when the wait is over: what tries again and again must not do so for ever."""
+
+    async def _build(self, node: Any, timeout_at: float | None = None) -> Any:
+        transport = await self._plain_build(node, timeout_at=timeout_at)
+        transport._sock_recv = partial(_receive, transport)
+        return transport
 
     def poll(self, timeout_ms: float | None = None, future: Any = None) -> None:
         """Move bytes, at most until `until_s`."""
@@ -117,6 +139,46 @@ class DrivenClient(KafkaNetClient):  # type: ignore[misc]  # the client has no t
         if not left_ms:
             self.give_up()
         return left_ms if timeout_ms is None else min(timeout_ms, left_ms)
+
+
+def _receive(transport: Any) -> tuple[bytes, Exception | None]:
+    """What has come, or why nothing more will; the client takes 4 KiB at a time, and copies.
+
+    An answer whose beginning is there is received into its place, but for its last byte.
+    """
+    came: list[bytes] = []
+    sock = transport._sock
+    try:
+        if not _fill(sock, transport._protocol.parser):
+            return b"", _hung_up()
+        while data := sock.recv(RECEIVE_BYTES):
+            came.append(data)
+            if len(data) < RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
+                break  # TLS may hold more than its socket shows
+        else:
+            return b"", _hung_up()
+    except _NOTHING_NOW:
+        pass
+    except (OSError, AttributeError) as error:  # it has no socket when it was closed meanwhile
+        return b"", kafka_errors.KafkaConnectionError(error)
+    return b"".join(came), None
+
+
+def _fill(sock: Any, parser: Any) -> bool:
+    """Whether somebody is still there; raises what a socket does that has nothing now."""
+    answer = parser._rbuffer if parser is not None and parser._receiving else b""
+    while len(answer) > 1 and (start := answer.tell()) < len(answer) - 1:
+        with memoryview(answer) as whole, whole[start:-1] as place:
+            size = sock.recv_into(place)
+        if not size:
+            return False
+        answer.seek(start + size)
+    return True
+
+
+def _hung_up() -> Exception:
+    error: Exception = kafka_errors.KafkaConnectionError("socket disconnected")
+    return error
 
 
 class _DrivenSender(Sender):  # type: ignore[misc]  # the client has no types
@@ -233,18 +295,26 @@ class DrivenConsumer(KafkaConsumer):  # type: ignore[misc]  # the client has no 
         """Polls since the last seek that brought records."""
         self._patience_ms = 0
         super().__init__(kafka_client=DrivenClient, **settings)
+        self._tally = Tally()
+        self.came_bytes = 0
+        """What the records of the last poll take, or a bit more."""
+        self._plain_fetch = self._fetcher.fetch_records
+        self._fetcher.fetch_records = self._fetch
         self._fetcher.send_fetches = self._ask
+        self._fetcher.PartitionRecords = partial(Unpacked, tally=self._tally)
 
     def seek(self, partition: Any, offset: int) -> None:
         """Go on from `offset`."""
         self._answers = 0
         super().seek(partition, offset)
 
-    def poll(self, timeout_ms: int, max_records: int) -> Any:
-        """Records by partition; what is just coming in is taken whole, as a thread would have."""
+    def poll(self, timeout_ms: int, max_records: int) -> dict[Any, list[Record]]:
+        """Our records by partition; what is just coming in is taken whole, as by a thread."""
         self._patience_ms = min(timeout_ms, IDLE_MS)
         self._take_in()
-        found = super().poll(timeout_ms, max_records=max_records)
+        before = self._tally.bytes
+        found: dict[Any, list[Record]] = super().poll(timeout_ms, max_records=max_records)
+        self.came_bytes = self._tally.bytes - before
         if found:
             self._answers += 1
             if self._answers > 1 and self._has_nothing():
@@ -258,10 +328,15 @@ class DrivenConsumer(KafkaConsumer):  # type: ignore[misc]  # the client has no 
         try:
             asking.send(None)
         except StopIteration as end:
-            if not self._fetcher._fetch_futures:  # nobody to ask yet: the client would only sleep
-                self._net.poll(timeout_ms=self._patience_ms)
             return end.value
         raise AssertionError("asking for records does not wait")
+
+    def _fetch(self, *arguments: Any, **named: Any) -> tuple[Any, bool]:
+        """Where nobody can be asked yet the client would sleep, deaf to those who connect."""
+        found, idle = self._plain_fetch(*arguments, **named)
+        if idle:
+            self._net.poll(timeout_ms=self._patience_ms)
+        return found, False
 
     def _has_nothing(self) -> bool:
         """Neither here nor under way."""

@@ -5,7 +5,7 @@ The client's own text is kept only where nothing better is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,11 +42,12 @@ def our_errors(
     *,
     security: KafkaSecurity | None = None,
     needs: str = "",
+    servers: Sequence[str] = ("HOST:PORT",),
 ) -> Iterator[None]:
     """Turn the client's errors into ours; `otherwise` is what an unspecific one means here.
 
     `needs` is the right that the call needs, e.g. ``WRITE on topic demo.control``: a refusal
-    names it, with the principal of `security`.
+    names it, with the principal of `security`, and the command that grants it at `servers`.
     """
     try:
         yield
@@ -59,14 +60,14 @@ def our_errors(
     except _TOO_LARGE as error:
         raise too_large(error) from error
     except kafka_errors.AuthorizationError as error:
-        raise not_allowed(error, security, needs) from error
+        raise not_allowed(error, security, needs, servers) from error
     except _REFUSED as error:
         raise not_known(error, security) from error
     except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
         if _CERTIFICATE_SIGN in str(error):
             raise untrusted(str(error), security) from error
         if _RIGHT_SIGN in str(error):
-            raise not_allowed(error, security, needs) from error
+            raise not_allowed(error, security, needs, servers) from error
         raise otherwise(f"kafka: {one_line(error)}") from error
 
 
@@ -75,7 +76,9 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def not_allowed(error: Exception, security: KafkaSecurity | None, needs: str) -> AccessRefused:
+def not_allowed(
+    error: Exception, security: KafkaSecurity | None, needs: str, servers: Sequence[str]
+) -> AccessRefused:
     """A missing ACL: who lacks which operation on what."""
     who = security.principal if security else "this client"
     what = needs or f"a right on {_resource(error)}"
@@ -84,7 +87,9 @@ def not_allowed(error: Exception, security: KafkaSecurity | None, needs: str) ->
     if resource and who.startswith("User:"):
         option = _acl_options(resource)
         words = operation.title().replace("_", "")
-        hint = f"kafka-acls --add --allow-principal {who} --operation {words} {option}; {hint}"
+        place = f"--bootstrap-server {','.join(servers)} --command-config admin.properties"
+        grant = f"--add --allow-principal {who} --operation {words} {option}"
+        hint = f"kafka-acls.sh {place} {grant}; {hint}"
     return AccessRefused(f"the Kafka cluster refuses: {who} lacks {what}", hint=hint)
 
 

@@ -111,7 +111,7 @@ def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_pat
     """The client itself would only say that something took too long."""
     lost = Listener(name="LOST", advertised="no-such-host.invalid:9092")
     with KafkaBroker(tmp_path, listeners=[lost]) as broker:
-        with pytest.raises(BusError, match="sends clients to no-such-host.invalid:9092"):
+        with pytest.raises(BusError, match=r"sends clients to no-such-host\.invalid:9092"):
             KafkaBus([broker.address("LOST")])
         KafkaBus([broker.bootstrap]).close()
 

@@ -159,7 +159,7 @@ def test_one_command_takes_the_password_from_the_environment_and_shows_it_nowher
         ("password", "refuses user `admin` by SCRAM-SHA-512", "bus.password_file"),
         ("certificate", "certificate has expired", "new certificate"),
         ("authority", "signed by an authority", "bus.ca_file"),
-        ("right", "User:stranger lacks CREATE on topic", "kafka-acls --add"),
+        ("right", "User:stranger lacks CREATE on topic", "kafka-acls.sh --bootstrap-server"),
     ],
 )
 def test_a_refusal_is_one_line_a_hint_and_an_exit_code(

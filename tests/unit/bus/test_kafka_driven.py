@@ -14,9 +14,16 @@ from kafka.future import Future
 from kafka.net.compat import KafkaNetClient
 from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
+from kafka.protocol.frame import KafkaBytes
 
 from dora_pipe.bus import kafka_driven
-from dora_pipe.bus.kafka_driven import DrivenClient, DrivenConsumer, DrivenLoop, DrivenProducer
+from dora_pipe.bus.kafka_driven import (
+    DrivenClient,
+    DrivenConsumer,
+    DrivenLoop,
+    DrivenProducer,
+    _receive,
+)
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
 
@@ -196,3 +203,51 @@ def test_a_sender_whose_client_is_not_driven_is_the_thread_it_was(
     sender.join(10)
     assert calls == [["start"], ["join"]]
     sender._client.close()
+
+
+class Door:
+    """A transport of the client's, as far as receiving looks at it."""
+
+    def __init__(self, sock: socket.socket | None, answer: KafkaBytes | None = None) -> None:
+        self._sock = sock
+        self._protocol = self
+        self.parser = self
+        self._receiving = answer is not None
+        self._rbuffer = answer
+
+
+def test_the_rest_of_an_answer_is_received_into_its_place_but_for_its_last_byte(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """The client takes that byte, and finds the answer whole."""
+    sent = bytes(range(256)) * 4
+    answer = KafkaBytes(10 + len(sent))
+    answer.write(b"0123456789")
+    door = Door(ends[0], answer)
+    for size, last in ((300, b""), (len(sent) - 300, sent[-1:])):
+        at = answer.tell() - 10
+        ends[1].sendall(sent[at : at + size])
+        assert _receive(door) == (last, None)
+    assert answer[:-1] == b"0123456789" + sent[:-1]
+    assert answer.tell() == len(answer) - 1
+    ends[1].sendall(b"and the next one")
+    assert _receive(door) == (b"and the next one", None)
+
+
+def test_what_is_small_is_received_whole_and_nothing_is_no_error(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    assert _receive(Door(ends[0])) == (b"", None)
+    ends[1].sendall(b"x" * 3000)
+    assert _receive(Door(ends[0])) == (b"x" * 3000, None)
+
+
+@pytest.mark.parametrize("answer", [None, 100])
+def test_who_hung_up_or_was_closed_is_told_as_the_client_tells_it(
+    ends: tuple[socket.socket, socket.socket], answer: int | None
+) -> None:
+    ends[1].close()
+    for sock in (ends[0], None):
+        door = Door(sock, None if answer is None else KafkaBytes(answer))
+        data, error = _receive(door)
+        assert data == b"" and isinstance(error, kafka_errors.KafkaConnectionError)

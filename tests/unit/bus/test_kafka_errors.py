@@ -14,7 +14,10 @@ WORKER = KafkaSecurity(protocol="SASL_SSL", username="w0", ca_file="ca.pem")
 
 
 def refused(error: Exception, *, needs: str = "", security: KafkaSecurity = WORKER) -> BusError:
-    with pytest.raises(BusError) as raised, our_errors(security=security, needs=needs):
+    with (
+        pytest.raises(BusError) as raised,
+        our_errors(security=security, needs=needs, servers=["k.example:9094"]),
+    ):
         raise error
     assert "\n" not in raised.value.message and "\n" not in (raised.value.hint or "")
     return raised.value
@@ -29,7 +32,8 @@ def test_a_missing_right_names_principal_operation_and_resource() -> None:
     assert error.message == ("the Kafka cluster refuses: User:w0 lacks WRITE on topic r.decisions")
     assert error.hint is not None
     assert error.hint.startswith(
-        "kafka-acls --add --allow-principal User:w0 --operation Write --topic r.decisions;"
+        "kafka-acls.sh --bootstrap-server k.example:9094 --command-config admin.properties "
+        "--add --allow-principal User:w0 --operation Write --topic r.decisions;"
     )
 
 

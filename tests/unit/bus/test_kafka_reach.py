@@ -223,7 +223,7 @@ def test_a_name_service_that_is_away_accuses_no_host(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cluster_that_sends_its_clients_to_hosts_nobody_knows_is_told_so() -> None:
-    with pytest.raises(BusError, match="sends clients to no-such-host.invalid:9092") as refused:
+    with pytest.raises(BusError, match=r"sends clients to no-such-host\.invalid:9092") as refused:
         check_advertised(["no-such-host.invalid:9092"])
     assert "advertised.listeners" in (refused.value.hint or "")
     check_advertised(["no-such-host.invalid:9092", "127.0.0.1:9092"])

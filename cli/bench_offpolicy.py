@@ -237,8 +237,7 @@ def _print(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
         return
     typer.echo(setting)
     emit_table(list(rows[0]), [list(row.values()) for row in rows])
-    for line in _verdict(summaries):
-        typer.echo(line)
+    typer.echo(_verdict(summaries))
 
 
 def _row(one: Summary) -> dict[str, Any]:
@@ -256,12 +255,19 @@ def _row(one: Summary) -> dict[str, Any]:
 
 
 def _spread(one: Spread, *, sign: str = "") -> str:
+    """Mean (lowest to highest); the mean alone where they are the same."""
+    if one.low == one.high:
+        return f"{one.mean:{sign}.3f}"
     return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
 
 
-def _verdict(summaries: Sequence[Summary]) -> list[str]:
+def _verdict(summaries: Sequence[Summary]) -> str:
     """What can be said of all seeds alike."""
-    hurt = [f"{one.objective} at eta {one.eta}" for one in summaries if one.hurt]
-    if not hurt:
-        return ["nothing ended below the base without staleness with every seed"]
-    return [f"below {BASE} at eta 0 with every seed (at least two): {', '.join(hurt)}"]
+    beside = [
+        one for one in summaries if one.compared > 1 and (one.objective, one.eta) != (BASE, 0)
+    ]
+    if not beside:
+        return f"nothing can be said: no cell has two seeds to compare with {BASE} at eta 0"
+    hurt = [f"{one.objective} at eta {one.eta}" for one in beside if one.hurt]
+    below = f"below {BASE} at eta 0 with every seed"
+    return f"{below}: {', '.join(hurt) or 'none'} (of {len(beside)} with at least two seeds)"

@@ -228,6 +228,8 @@ class Summary:
     to_base: Spread | None
     """`last` less that of the base objective without staleness and with the same seed; None
     where that was not measured for any of its seeds."""
+    compared: int
+    """Seeds behind `to_base`."""
     clipped: float
     masked: float | None
     diverged: int
@@ -237,7 +239,7 @@ class Summary:
     def hurt(self) -> bool:
         """Whether it ended below the base without staleness with every seed that can be compared;
         at least two."""
-        return self.seeds > 1 and self.to_base is not None and self.to_base.high < 0
+        return self.compared > 1 and self.to_base is not None and self.to_base.high < 0
 
 
 def summarise(measured: Sequence[Measured]) -> list[Summary]:
@@ -264,6 +266,7 @@ def _summary(seeds: Sequence[Measured], base: Mapping[int, float]) -> Summary:
         last=spread([one.last for one in seeds]),
         area=spread([one.area for one in seeds]),
         to_base=spread(beside) if beside else None,
+        compared=len(beside),
         clipped=mean([one.clipped for one in seeds]),
         masked=mean(masked) if masked else None,
         diverged=sum(one.diverged_at is not None for one in seeds),

@@ -25,7 +25,11 @@ COLOURS: Final = ("#0f4c81", "#1a936f", "#d08c00", "#d1495b", "#6a3d9a", "#5c5c5
 
 INK, GRID, PAPER = "#222222", "#dddddd", "#ffffff"
 FONT: Final = "font-family='sans-serif' font-size='13'"
-TICKS: Final = 5
+TICKS: Final = 7
+"""Lines of a grid, at most."""
+
+STEPS: Final = (1, 2, 5, 10, 20)
+"""Hundredths between two of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,12 @@ class Scale:
         return round(self.start + (value - self.low) / whole * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """`TICKS` values and one more, evenly from low to high."""
-        return [self.low + (self.high - self.low) * place / TICKS for place in range(TICKS + 1)]
+        """Round values from low to high: hundredths, or as many as can be read."""
+        step = next(
+            (one for one in STEPS if (self.high - self.low) * 100 <= one * TICKS), STEPS[-1]
+        )
+        first, last = math.ceil(self.low * 100 / step), math.floor(self.high * 100 / step)
+        return [round(place * step / 100, 2) for place in range(first, last + 1)]
 
 
 def courses(measured: Sequence[Measured], objective: str) -> str:
@@ -82,6 +90,8 @@ def ends(summaries: Sequence[Summary]) -> str:
         parts.append(_text(at, height - BOTTOM + 18, f"{value:.2f}", "middle"))
     for row, name in enumerate(names):
         middle = TOP + ROW_HEIGHT * (row + 0.5)
+        if row:
+            parts.append(_line(0, TOP + ROW_HEIGHT * row, WIDTH, TOP + ROW_HEIGHT * row, GRID))
         parts.append(_text(NAMES_WIDTH - 10, middle + 4, name, "end"))
         own = [one for one in summaries if one.objective == name]
         for one in own:

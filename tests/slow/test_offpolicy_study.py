@@ -58,26 +58,15 @@ def test_a_study_is_measured_drawn_and_taken_up_where_it_was_stopped(tmp_path: P
     assert [json.loads(line)["eta"] for line in done.stdout.splitlines()] == [0, 2]
     assert {row["samples"] for row in first} == {64}, "every cell gets equal samples"
     assert first[0]["rewards"][0] == first[1]["rewards"][0]  # type: ignore[index]
-    assert first[0]["rewards"] != first[1]["rewards"], "staleness changed nothing"
 
     done = study(tmp_path, "--objectives", "grpo,tis")
     assert done.returncode == 0, done.stderr
     assert "grpo, eta" not in done.stderr, "a cell was measured twice"
     assert rows(tmp_path)[:2] == first and len(rows(tmp_path)) == 4
-    assert "2 steps of 32 samples" in done.stdout
+    assert "2 steps of 32 samples" in done.stdout and "nothing can be said" in done.stdout
     for name in ("courses.svg", "ends.svg"):
         assert (tmp_path / "study" / name).read_text().startswith("<svg ")
 
     other = study(tmp_path, "--objectives", "grpo", "-o", "trainer.learning_rate=1e-3")
     assert other.returncode != 0
     assert "another setting" in other.stderr
-
-
-def test_equal_cells_have_equal_bits(tmp_path: Path) -> None:
-    found = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        done = study(tmp_path / name, "--objectives", "decoupled-ppo")
-        assert done.returncode == 0, done.stderr
-        found.append([{**row, "cpu_s": 0} for row in rows(tmp_path / name)])
-    assert found[0] == found[1]

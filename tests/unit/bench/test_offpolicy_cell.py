@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch")
 
@@ -101,6 +102,14 @@ def test_cells_of_a_seed_have_the_same_prompts_and_the_same_chance(bench: Bench)
                 )
                 assert a.token_ids[: a.meta.prompt_tokens] == b.token_ids[: b.meta.prompt_tokens]
     assert tokens(fresh[0]) == tokens(stale[0]), "version 0 samples the first step of both"
+
+
+def test_a_cell_that_is_measured_twice_has_the_same_bits(bench: Bench) -> None:
+    (first, one), (second, other) = trained(bench, 1), trained(bench, 1)
+    assert replace(first, cpu_s=0.0) == replace(second, cpu_s=0.0)
+    assert [batch.groups[0].trajectories[0].digest for batch in one] == [
+        batch.groups[0].trajectories[0].digest for batch in other
+    ]
 
 
 def test_a_cell_that_diverges_counts_as_nothing_from_there(

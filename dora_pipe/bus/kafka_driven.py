@@ -29,6 +29,7 @@ from kafka.net.compat import KafkaNetClient
 from kafka.net.selector import NetworkSelector, Task
 from kafka.producer import kafka as kafka_producer
 from kafka.producer.sender import Sender
+from kafka.protocol.frame import KafkaBytes
 
 from dora_pipe.bus.kafka_records import Tally, Unpacked
 from dora_pipe.bus.port import Record
@@ -167,6 +168,8 @@ def _receive(transport: Any) -> tuple[bytes, Exception | None]:
 def _fill(sock: Any, parser: Any) -> bool:
     """Whether somebody is still there; raises what a socket does that has nothing now."""
     answer = parser._rbuffer if parser is not None and parser._receiving else b""
+    if len(answer) > RECEIVE_BYTES:
+        answer.__class__ = _Large
     while len(answer) > 1 and (start := answer.tell()) < len(answer) - 1:
         with memoryview(answer) as whole, whole[start:-1] as place:
             size = sock.recv_into(place)
@@ -174,6 +177,17 @@ def _fill(sock: Any, parser: Any) -> bool:
             return False
         answer.seek(start + size)
     return True
+
+
+class _Large(KafkaBytes):  # type: ignore[misc]  # the client has no types
+    """An answer of many records: the client copies it twice before it looks at one."""
+
+    def read(self, nbytes: int | None = None) -> Any:
+        """As the client's, but the rest is shown and not copied."""
+        if nbytes is not None:
+            return super().read(nbytes)
+        start, self._idx = self._idx, len(self)
+        return memoryview(self)[start:]
 
 
 def _hung_up() -> Exception:

@@ -18,6 +18,7 @@ from kafka.protocol.frame import KafkaBytes
 
 from dora_pipe.bus import kafka_driven
 from dora_pipe.bus.kafka_driven import (
+    RECEIVE_BYTES,
     DrivenClient,
     DrivenConsumer,
     DrivenLoop,
@@ -232,6 +233,24 @@ def test_the_rest_of_an_answer_is_received_into_its_place_but_for_its_last_byte(
     assert answer.tell() == len(answer) - 1
     ends[1].sendall(b"and the next one")
     assert _receive(door) == (b"and the next one", None)
+
+
+def test_a_large_answer_is_read_as_a_small_one_and_its_records_are_not_copied(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    sizes = (RECEIVE_BYTES, RECEIVE_BYTES + 1)
+    small, large = (KafkaBytes(size) for size in sizes)
+    for answer in (small, large):
+        answer.write(bytes(range(256)) * (len(answer) // 256))
+        _receive(Door(ends[0], answer))
+        answer.seek(0)
+        assert answer.read(4) == b"\x00\x01\x02\x03"
+        assert bytes(answer.read()) == bytes(answer)[4:]
+        assert answer.tell() == len(answer) and bytes(answer.read()) == b""
+    assert isinstance(small, KafkaBytes) and type(small) is KafkaBytes
+    large.seek(4)
+    shown = large.read()
+    assert isinstance(shown, memoryview) and shown.obj is large
 
 
 def test_what_is_small_is_received_whole_and_nothing_is_no_error(

@@ -16,7 +16,7 @@ from dora_pipe.bench.offpolicy_book import CELLS
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 300
+LIMIT_S = 600
 
 
 def study(place: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -167,7 +167,7 @@ def _receive(transport: Any) -> tuple[bytes, Exception | None]:
 
 def _fill(sock: Any, parser: Any) -> bool:
     """Whether somebody is still there; raises what a socket does that has nothing now."""
-    answer = parser._rbuffer if parser is not None and parser._receiving else b""
+    answer: Any = parser._rbuffer if parser is not None and parser._receiving else b""
     if len(answer) > RECEIVE_BYTES:
         answer.__class__ = _Large
     while len(answer) > 1 and (start := answer.tell()) < len(answer) - 1:
@@ -181,6 +181,8 @@ def _fill(sock: Any, parser: Any) -> bool:
 
 class _Large(KafkaBytes):  # type: ignore[misc]  # the client has no types
     """An answer of many records: the client copies it twice before it looks at one."""
+
+    _idx: int
 
     def read(self, nbytes: int | None = None) -> Any:
         """As the client's, but the rest is shown and not copied."""

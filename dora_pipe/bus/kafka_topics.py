@@ -15,8 +15,7 @@ from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from dora_pipe.bus.checks import topic_missing
-from dora_pipe.bus.kafka_client import BATCH_ROOM_BYTES
+from dora_pipe.bus.checks import BATCH_ROOM_BYTES, topic_missing
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.errors import BusError
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 from kafka import errors as kafka_errors
 
+from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka_client import (
-    BATCH_ROOM_BYTES,
     bounded,
     our_errors,
     topic_settings,

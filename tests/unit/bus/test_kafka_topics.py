@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dora_pipe.bus.kafka_client import BATCH_ROOM_BYTES, FETCH_BYTES, topic_settings
+from dora_pipe.bus.checks import BATCH_ROOM_BYTES
+from dora_pipe.bus.kafka_client import FETCH_BYTES, topic_settings
 from dora_pipe.bus.kafka_topics import (
     TopicFacts,
     check_settings,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import rundir
@@ -29,13 +30,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture
 def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder from which the run's log is found at its address, and nothing else is."""
-    real = log_place.open_bus
 
-    def open_bus(url: str, *more: object, **settings: object) -> Bus:
-        return real(f"sqlite:{recorded.log}" if url == URL else url)
+    def open_here(url: str, *more: object, **settings: object) -> Bus:
+        return open_bus(f"sqlite:{recorded.log}" if url == URL else url)
 
-    monkeypatch.setattr(rundir, "open_bus", open_bus)
-    monkeypatch.setattr(log_place, "open_bus", open_bus)
+    monkeypatch.setattr(rundir, "open_bus", open_here)
+    monkeypatch.setattr(log_place, "open_bus", open_here)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

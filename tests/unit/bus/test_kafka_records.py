@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -73,15 +74,15 @@ def read(data: bytes, *, start: int = 0, tally: Tally | None = None) -> list[Rec
     return found
 
 
-def ours(record: object) -> Record:
+def ours(record: Any) -> Record:
     """A record of the client's as the port has it: what is absent is empty."""
     return Record(
-        topic=record.topic,  # type: ignore[attr-defined]
-        partition=record.partition,  # type: ignore[attr-defined]
-        offset=record.offset,  # type: ignore[attr-defined]
-        key=record.key or b"",  # type: ignore[attr-defined]
-        value=record.value or b"",  # type: ignore[attr-defined]
-        headers=tuple((name, value or b"") for name, value in record.headers),  # type: ignore[attr-defined]
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        key=record.key or b"",
+        value=record.value or b"",
+        headers=tuple((name, value or b"") for name, value in record.headers),
     )
 
 

@@ -15,30 +15,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.clock import Clock
 from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError
 from dora_pipe.producers.engines import vllm_core, vllm_weights
-from dora_pipe.producers.engines.port import (
-    COUNTER_SAMPLING,
-    INTERRUPTIBLE,
-    EngineEvent,
-    EngineRequest,
-    Exported,
-    SamplingParams,
-    StopReason,
-    WeightsLoaded,
-)
-from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoaded
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_weights import check_fit, read_tensors, weight_files
 from dora_pipe.producers.engines.vllm_core import VllmSettings
-from dora_pipe.producers.engines.vllm_rows import MIN_P_AND_TOP_P, REASONS, Row, is_plain
+from dora_pipe.producers.engines.vllm_rows import REASONS, Row, is_plain
+from dora_pipe.producers.engines.vllm_stays import Stays
 
 SEED_MASK = (1 << 63) - 1
 """vLLM takes seeds as signed 64-bit numbers."""
 
 
-class VllmEngine:
+class VllmEngine(Stays):
     """See the module, and `open`.
 
     Example::
@@ -48,8 +39,6 @@ class VllmEngine:
     """
 
     name = "vllm"
-    declares = frozenset({COUNTER_SAMPLING, INTERRUPTIBLE})
-    versions_resident = 1
 
     def __init__(
         self,
@@ -63,8 +52,6 @@ class VllmEngine:
     ) -> None:
         vllm_weights.register()
         self.version = vllm_core.version()
-        self.slots = slots
-        self.context_tokens = context_tokens
         self.dtype: str = settings.dtype
         self._shapes, self._tied = vllm_weights.expected_tensors(model_dir)
         self._core = vllm_core.open_core(
@@ -76,17 +63,16 @@ class VllmEngine:
         )
         self.device = vllm_core.device_name()
         self._sampler = vllm_core.install_sampler(self._core)
-        self._vocabulary = int(self._core.model_config.get_vocab_size())
         self._tasks = self._core.get_supported_tasks()
-        self._decode = decode
-        self._clock = clock or SystemClock()
-        self._rows: dict[str, Row] = {}
         self._of_stay: dict[str, Row] = {}
-        self._stays = 0
-        self._label = ""
-        """vLLM's name of the weights that are loaded; empty while they are random."""
-        if context_tokens > 1:
-            self._warm_up()
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            vocabulary=int(self._core.model_config.get_vocab_size()),
+            decode=decode,
+            clock=clock,
+        )
+        self._warm_up(str(self._core.get_weight_version()))
 
     @classmethod
     def open(
@@ -129,59 +115,20 @@ class VllmEngine:
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """See the port."""
-        if self._rows:
-            raise ValueError(f"{self.active} rows are active; weights change between requests")
+        self._check_idle()
         return self._load(self._read(weights, version, digest), weights, version, digest)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; vLLM gets every running request again, as a prompt."""
         tensors = self._read(weights, version, digest)
         check_fit(self._shapes, self._tied, tensors, weights)
-        pending: list[EngineEvent] = [row.emit() for row in self._rows.values() if row.pending]
+        pending = self._pending()
         for row in self._rows.values():
             self._abort(row)
         loaded = self._load(tensors, weights, version, digest)
         for row in self._rows.values():
             self._give(row)
         return [*pending, loaded]
-
-    def add(self, request: EngineRequest) -> None:
-        """See the port."""
-        check_request(
-            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
-        )
-        if not self._label:
-            raise ValueError(f"{request.request}: no weights are loaded")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._vocabulary:
-            raise ValueError(
-                f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
-            )
-        if request.params.min_p and request.params.top_p < 1:
-            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
-        misfit = self.kv_error(request)
-        if misfit is not None:
-            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
-        row = Row(request=request, stops=stop_text(request, self._decode), arrival=self._stays)
-        self._rows[request.request] = row
-        self._give(row)
-
-    def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port; this engine takes none."""
-        return None if request.kv is None else "another layout"
-
-    def export(self, request: str) -> Exported | None:
-        """See the port; without its KV cache."""
-        row = self._rows.get(request)
-        if row is None:
-            return None
-        self._leave(row)
-        return Exported(sampled=row.emit() if row.pending else None, kv=None)
-
-    def cancel(self, request: str) -> None:
-        """See the port."""
-        row = self._rows.get(request)
-        if row is not None:
-            self._leave(row)
 
     def step(self) -> list[EngineEvent]:
         """See the port; a prompt beyond STEP_TOKENS_MAX is prefilled over several steps."""
@@ -202,31 +149,11 @@ class VllmEngine:
             events += [row.emit()] if reason is None else row.end(reason)
         return events
 
-    @property
-    def active(self) -> int:
-        """See the port."""
-        return len(self._rows)
-
-    @property
-    def kv_used_tokens(self) -> int:
-        """See the port; prompts that vLLM shares between requests count for each."""
-        return sum(row.cached for row in self._rows.values())
-
     def close(self) -> None:
         """Let go of the memory; the engine cannot be used any more."""
         for request in list(self._rows):
             self.cancel(request)
         self._core.engine_core.shutdown()
-
-    def _warm_up(self) -> None:
-        """Sample with the random weights: vLLM's first steps take seconds, which here nobody waits
-        for, while a worker that has joined would be silent for longer than its lease."""
-        self._label = self._core.get_weight_version()
-        warm = SamplingParams(max_tokens=2, temperature=0.7)
-        self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
-        while self._rows:
-            self.step()
-        self._label = ""
 
     def _advance(self, row: Row, output: Any) -> StopReason | None:
         """Take what vLLM sampled for a row; why the row ends, which then has left."""
@@ -265,33 +192,34 @@ class VllmEngine:
         self._stays += 1
         row.stay, row.cached = f"{row.request.request}/{self._stays}", 0
         self._of_stay[row.stay] = row
-        sequence = row.sequence
         request = self._core.input_processor.process_inputs(
             row.stay,
-            {"prompt_token_ids": sequence},
-            self._params(row, len(sequence)),
+            {"prompt_token_ids": row.sequence},
+            self._params(row),
             supported_tasks=self._tasks,
         )
         self._core.engine_core.add_request(request)
 
-    def _params(self, row: Row, tokens: int) -> Any:
+    def _params(self, row: Row) -> Any:
         """vLLM's settings for what is left of a request."""
         from vllm import SamplingParams as VllmParams
 
         params = row.request.params
-        left = params.max_tokens - row.request.sampled - len(row.tokens)
         return VllmParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
             min_p=params.min_p,
             seed=row.request.seed & SEED_MASK,
-            max_tokens=min(left, self.context_tokens - tokens),
+            max_tokens=self._tokens_left(row),
             stop_token_ids=list(params.stop_ids),
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
         )
+
+    def _let_go(self, row: Row) -> None:
+        self._leave(row)
 
     def _leave(self, row: Row, *, running: bool = True) -> None:
         """Free the row's slot."""

@@ -27,26 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.clock import Clock, SystemClock
+from dora_pipe.clock import Clock
 from dora_pipe.errors import ConfigError, InvariantBroken, ResourceError
 from dora_pipe.producers.engines import vllm_wire as wire
-from dora_pipe.producers.engines.port import (
-    COUNTER_SAMPLING,
-    INTERRUPTIBLE,
-    EngineEvent,
-    EngineRequest,
-    Exported,
-    SamplingParams,
-    StopReason,
-    WeightsLoaded,
-)
-from dora_pipe.producers.engines.requests import check_request, stop_text
+from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoaded
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_http import Address, Exchange, quoted
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_remote import Remote
-from dora_pipe.producers.engines.vllm_rows import MIN_P_AND_TOP_P, REASONS, Row
+from dora_pipe.producers.engines.vllm_rows import REASONS, Row
+from dora_pipe.producers.engines.vllm_stays import Stays
 
 STEP_WAIT_MS: Final = 1_000
 """A step waits so long for rows without a token; then it goes on with the others, and does not wait
@@ -77,7 +68,7 @@ class Stream:
         return bool(self.tokens or self.finish)
 
 
-class VllmServerEngine:
+class VllmServerEngine(Stays):
     """See the module, and `open`.
 
     Example::
@@ -87,8 +78,6 @@ class VllmServerEngine:
     """
 
     name = "vllm-server"
-    declares = frozenset({COUNTER_SAMPLING, INTERRUPTIBLE})
-    versions_resident = 1
 
     def __init__(
         self,
@@ -108,22 +97,20 @@ class VllmServerEngine:
                 hint="fewer workers.slots or workers.context_tokens, or start it with more",
             )
         self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
-        self.slots, self.context_tokens = slots, context_tokens
         self.kv_tokens = min(facts.kv_tokens, slots * context_tokens)
-        self._vocabulary = facts.vocabulary
-        self._decode = decode
-        self._clock = clock or SystemClock()
         self._selector = selectors.DefaultSelector()
-        self._rows: dict[str, Row] = {}
         self._streams: dict[str, Stream] = {}
         """By request, those of the rows."""
         self._prefix = uuid.uuid4().hex[:12]
-        self._stays = 0
         self._heard_ns = 0
-        self._label = ""
-        """vLLM's name of the weights that are loaded; empty before, and while they change."""
-        if context_tokens > 1:
-            self._warm_up()
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            vocabulary=facts.vocabulary,
+            decode=decode,
+            clock=clock,
+        )
+        self._warm_up(server.label())
 
     @classmethod
     def open(
@@ -163,15 +150,14 @@ class VllmServerEngine:
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """See the port."""
-        if self._rows:
-            raise ValueError(f"{self.active} rows are active; weights change between requests")
+        self._check_idle()
         self._server.read(weights, version=version, digest=digest)
         return self._load(version, digest)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the server gets every running request again, as a prompt."""
         self._server.read(weights, version=version, digest=digest)
-        pending: list[EngineEvent] = [row.emit() for row in self._rows.values() if row.pending]
+        pending = self._pending()
         for stream in self._streams.values():
             self._close(stream.exchange)
         self._streams.clear()
@@ -179,46 +165,6 @@ class VllmServerEngine:
         for row in self._rows.values():
             self._give(row)
         return [*pending, loaded]
-
-    def add(self, request: EngineRequest) -> None:
-        """See the port."""
-        check_request(
-            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
-        )
-        if not self._label:
-            raise ValueError(f"{request.request}: no weights are loaded")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._vocabulary:
-            raise ValueError(
-                f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
-            )
-        if request.params.min_p and request.params.top_p < 1:
-            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
-        misfit = self.kv_error(request)
-        if misfit is not None:
-            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
-        row = Row(request=request, stops=stop_text(request, self._decode), arrival=self._stays)
-        self._give(row)
-        self._rows[request.request] = row
-        if len(self._rows) == 1:
-            self._heard_ns = self._clock.now_ns()
-
-    def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port; this engine takes none."""
-        return None if request.kv is None else "another layout"
-
-    def export(self, request: str) -> Exported | None:
-        """See the port; without its KV cache."""
-        row = self._rows.get(request)
-        if row is None:
-            return None
-        self._server.abort([self._leave(row)])
-        return Exported(sampled=row.emit() if row.pending else None, kv=None)
-
-    def cancel(self, request: str) -> None:
-        """See the port."""
-        row = self._rows.get(request)
-        if row is not None:
-            self._server.abort([self._leave(row)])
 
     def step(self) -> list[EngineEvent]:
         """See the port; a row that waits for the server has its token in a later one."""
@@ -241,31 +187,11 @@ class VllmServerEngine:
         self._server.abort(running)
         return events
 
-    @property
-    def active(self) -> int:
-        """See the port."""
-        return len(self._rows)
-
-    @property
-    def kv_used_tokens(self) -> int:
-        """See the port; prompts that vLLM shares between requests count for each, and what the
-        server is ahead of the steps does not count."""
-        return sum(row.cached for row in self._rows.values())
-
     def close(self) -> None:
         """End the server if it was started for this engine, else its requests."""
         stays = [self._leave(row) for row in list(self._rows.values())]
         self._selector.close()
         self._server.close(stays)
-
-    def _warm_up(self) -> None:
-        """Sample before anybody waits for it, as the engine in process does."""
-        self._label = self._server.label()
-        warm = SamplingParams(max_tokens=2, temperature=0.7)
-        self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
-        while self._rows:
-            self.step()
-        self._label = ""
 
     def _gather(self) -> None:
         """Read until every row has a token, or for STEP_WAIT_MS."""
@@ -342,21 +268,24 @@ class VllmServerEngine:
 
     def _give(self, row: Row) -> None:
         """Begin a stream."""
+        if not self._rows:
+            self._heard_ns = self._clock.now_ns()
         self._stays += 1
         row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
-        sequence, params = row.sequence, row.request.params
-        left = params.max_tokens - row.request.sampled - len(row.tokens)
         body = wire.generate_body(
             row.stay,
-            sequence,
-            params,
+            row.sequence,
+            row.request.params,
             seed=row.request.seed,
-            max_tokens=min(left, self.context_tokens - len(sequence)),
+            max_tokens=self._tokens_left(row),
             salt=self._label,
         )
         stream = Stream(row=row, exchange=self._server.generate(body))
         self._streams[row.request.request] = stream
         self._selector.register(stream.exchange, selectors.EVENT_READ, stream)
+
+    def _let_go(self, row: Row) -> None:
+        self._server.abort([self._leave(row)])
 
     def _leave(self, row: Row) -> str:
         """Free the row's slot; the id of its stay."""

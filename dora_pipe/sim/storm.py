@@ -30,6 +30,10 @@ STEPS_MIN: Final = 10
 STOP_SHARE: Final = 0.85
 """Nor before it has committed so much of them."""
 
+ALIVE_MAX: Final = 64
+"""No more zombies while so many incarnations live: in a bad network they come faster than they
+find out, and a seed of hundreds plays nothing else."""
+
 MOVE_SHARE: Final = 0.4
 """Moves that something befalls, where such faults are enabled: there are few moves."""
 
@@ -225,7 +229,7 @@ def _pause(name: str) -> Strike:
 def _zombie(name: str) -> Strike:
     def strike(storm: Storm) -> bool:
         role = storm._one(name)
-        if role is None or role.runtime is None:
+        if role is None or role.runtime is None or len(storm.world.roles) >= ALIVE_MAX:
             return False
         storm.world.pause(role, 2 * storm._while())
         storm.world.start(role.name)

@@ -7,6 +7,7 @@ checker found what, and can be played again: nothing depends on anything but the
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ EVENTS_MIN: Final = 2000
 """A seed that comes to fewer is played again with `MORE_STEPS`: about one in a thousand."""
 
 MORE_STEPS: Final = 10
+
+FRAMES_MAX: Final = 10_000
+"""Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
+zombies in a bad network has a hundred sleepers inside each other, of a dozen frames each."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """How a role says that its own state is broken."""
@@ -98,6 +103,8 @@ class Swarm:
     def play(self) -> Played:
         """From the beginning to the verdict."""
         check, what = "", ""
+        frames = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(frames, FRAMES_MAX))
         try:
             self._play()
         except InvariantBroken as error:
@@ -107,6 +114,7 @@ class Swarm:
         except _BROKEN as error:
             check, what = "role", f"{type(error).__name__}: {error}"
         finally:
+            sys.setrecursionlimit(frames)
             if self.world is not None:
                 self.world.close()
         return self._played(check, what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 import pytest
@@ -37,7 +37,7 @@ class Kept:
         self.runs.append(run)
         return self.there
 
-    def step(self, step: int, figures: dict[str, Figure], *, at_ns: int) -> None:
+    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
         """See Tracker."""
         self.rows.append(Row(step=step, at_ns=at_ns, figures=dict(figures)))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.errors import ResourceError, UsageError
-from dora_pipe.telemetry.trackers.port import Spread, TrackedRun
+from dora_pipe.telemetry.trackers.port import Figure, Spread, TrackedRun
 from dora_pipe.telemetry.trackers.tensorboard import CONFIG, TensorBoardTracker
 from dora_pipe.telemetry.trackers.wandb import QUIET, WandbTracker
 from tests.support.trackers import PROJECT, RUN, FakeWandbHarness, TensorBoardHarness
 
-FIGURES = {"train/loss": 0.5, "staleness/groups": Spread(((0, 2), (1, 30)))}
+FIGURES: dict[str, Figure] = {"train/loss": 0.5, "staleness/groups": Spread(((0, 2), (1, 30)))}
 
 
 @pytest.fixture

@@ -86,8 +86,6 @@ class _Partition:
     records: list[Record] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     visible_ms: list[int] = field(default_factory=list)
-    sizes_bytes: list[int] = field(default_factory=list)
-    """Counted once: every reader asks for them."""
     end: int = 0
     begin: int = 0
 
@@ -136,9 +134,8 @@ class MemoryLog:
         held.begin = max(held.begin, min(position, held.end))
 
     def _drop(self, held: _Partition, which: slice) -> None:
-        self.bytes_held -= sum(held.sizes_bytes[which])
-        for parallel in (held.records, held.offsets, held.visible_ms, held.sizes_bytes):
-            del parallel[which]
+        self.bytes_held -= sum(map(record_bytes, held.records[which]))
+        del held.records[which], held.offsets[which], held.visible_ms[which]
 
     def _create(self, spec: TopicSpec) -> None:
         existing = self._topics.get(spec.name)
@@ -161,9 +158,8 @@ class MemoryLog:
             held.records.append(stored[-1])
             held.offsets.append(held.end)
             held.visible_ms.append(visible_ms)
-            held.sizes_bytes.append(record_bytes(record))
             held.end += 1
-            self.bytes_held += held.sizes_bytes[-1]
+            self.bytes_held += record_bytes(record)
             touched.add(at)
         for at in touched:
             self._partitions[at].end += self.gap_after(self._appends)
@@ -290,7 +286,7 @@ class MemoryReader:
         check_not_deleted(tp, self._positions[tp], held.begin)
         count = held.visible(now_ms)
         for i in range(bisect_left(held.offsets, self._positions[tp]), count):
-            size_bytes = held.sizes_bytes[i]
+            size_bytes = record_bytes(held.records[i])
             if len(found) >= records_max or (found and size_bytes > room_bytes):
                 return 0
             found.append(held.records[i])

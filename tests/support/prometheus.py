@@ -21,6 +21,8 @@ OBSERVE = ROOT / "infra/observe"
 START_S = 60.0
 ANSWER_S = 10.0
 TURN_S = 0.2
+STARTS = 503
+"""What Prometheus answers until it has read its own log."""
 
 
 def missing() -> str:
@@ -68,13 +70,17 @@ class Prometheus:
         self._log.close()
 
     def ask(self, path: str, **fields: str) -> Any:
-        """The data of an answer. Raises AssertionError with what Prometheus says is wrong."""
+        """The data of an answer. Raises AssertionError with what Prometheus says is wrong, and
+        URLError while it starts."""
         url = f"http://{self._at}/api/v1/{path}?{urllib.parse.urlencode(fields)}"
         try:
             with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as error:
-            raise AssertionError(f"{fields}: {error.read().decode()}") from None
+            with error:
+                if error.code == STARTS:
+                    raise
+                raise AssertionError(f"{fields}: {error.read().decode()}") from None
         assert found["status"] == "success", found
         return found["data"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -23,13 +23,10 @@ from dora_pipe.bench.traces import (
     order,
 )
 from dora_pipe.cli.output import emit_json, emit_rows, say
-from dora_pipe.cli.paradigms import bench_place, warm_start
+from dora_pipe.cli.paradigms import bench_place, run_whole, warm_start
 from dora_pipe.cli.rundir import opened
-from dora_pipe.cli.start import plan_new, supervise
+from dora_pipe.cli.start import plan_new
 from dora_pipe.config.load import load_config
-
-LINES_KEPT: Final = 12
-"""Of what a run said, shown when it fails."""
 
 
 def traces(
@@ -78,15 +75,8 @@ def _run(
         own = [f'run.name="{kind}-{round_}"', "telemetry.traces=off"]
         if endpoint is not None:
             own[1:] = [f"telemetry.traces={endpoint.address}", f"telemetry.traces_ratio={ratio}"]
-        lines: list[str] = []
         plan = plan_new(load_config(config, [*common, *own]), place)
-        try:
-            if not supervise(plan, tell=lines.append):
-                raise typer.Exit(130)
-        except BaseException:
-            for line in lines[-LINES_KEPT:]:
-                say(line)
-            raise
+        run_whole(plan)
     with opened(str(plan.directory.path)) as run:
         return measure(
             run.bus,

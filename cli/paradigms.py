@@ -17,7 +17,7 @@ from dora_pipe.cli.demo import REWARD_MIN, TASK, Children, warm
 from dora_pipe.cli.init import example_config
 from dora_pipe.cli.output import emit_json, emit_rows, emit_table, say
 from dora_pipe.cli.rundir import opened
-from dora_pipe.cli.start import plan_new, supervise
+from dora_pipe.cli.start import Plan, plan_new, supervise
 from dora_pipe.config.load import load_config
 from dora_pipe.config.paradigms import PARADIGMS, paradigm
 from dora_pipe.errors import UsageError
@@ -81,8 +81,15 @@ def _run(
 ) -> ParadigmRun:
     """One run and its figures, its audit among them."""
     say(f"{name}, seed {seed} ...")
-    lines: list[str] = []
     plan = plan_new(load_config(config, overrides, paradigm=name), place)
+    run_whole(plan)
+    with opened(str(plan.directory.path)) as run:
+        return measure_run(run.bus, run.topics, paradigm=name, seed=seed, target=target)
+
+
+def run_whole(plan: Plan) -> None:
+    """A run of a bench, which says nothing unless it fails: then what it said last."""
+    lines: list[str] = []
     try:
         if not supervise(plan, tell=lines.append):
             raise typer.Exit(130)
@@ -90,8 +97,6 @@ def _run(
         for line in lines[-LINES_KEPT:]:
             say(line)
         raise
-    with opened(str(plan.directory.path)) as run:
-        return measure_run(run.bus, run.topics, paradigm=name, seed=seed, target=target)
 
 
 def warm_start(place: Path) -> Path:

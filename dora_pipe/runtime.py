@@ -237,11 +237,8 @@ class Runtime:
         record comes, and spares the turns in between.
         """
         now_ns = self._clock.now_ns()
-        if self._events:
+        if self._events or any(port.busy for port in self._ports):
             return now_ns
-        for port in self._ports:  # a loop: this is asked after every tick
-            if port.busy:
-                return now_ns
         due_ns = self._machine.wake_at()
         if self._held or self._ends:
             due_ns = min(due_ns, self._next_turn_ns)

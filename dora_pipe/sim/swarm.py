@@ -43,7 +43,7 @@ MORE_STEPS: Final = 10
 
 FRAMES_MAX: Final = 10_000
 """Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
-zombies in a bad network has a hundred sleepers inside each other, of a dozen frames each."""
+zombies in a bad network has scores of sleepers inside each other, of a dozen frames each."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """How a role says that its own state is broken."""

@@ -47,9 +47,9 @@ def test_run_that_cannot_go_on_says_who_waits_for_what() -> None:
 
 @pytest.mark.pure
 @pytest.mark.slow
-def test_a_thousand_seeds_hold_and_meet_everything() -> None:
+def test_three_hundred_more_seeds_hold_and_meet_everything() -> None:
     coverage = Coverage()
-    for seed in range(1000, 2000):
+    for seed in range(1000, 1300):
         coverage.add(play(seed))
     assert [one.line for one in coverage.broken] == []
     assert coverage.unmet() == []

@@ -13,17 +13,17 @@ from tests.support.faults import kill_rounds
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 30
-KAFKA_ROUNDS = 12
-LEADER_ROUNDS = 3
+ROUNDS = 18
+KAFKA_ROUNDS = 4
+LEADER_ROUNDS = 2
 LIMIT_S = 3000.0
 
 
-def test_thirty_kill_rounds_are_clean(tmp_path: Path) -> None:
+def test_kill_rounds_are_clean(tmp_path: Path) -> None:
     done = kill_rounds(tmp_path, "--rounds", str(ROUNDS), "--seed", "7", limit_s=LIMIT_S)
     assert done.code == 0, done.talk
     roles = Counter(row["role"].rstrip("01") for row in done.rows)
-    assert roles == {"w": 10, "trainer": 10, "orchestrator": 10}
+    assert roles == {"w": 6, "trainer": 6, "orchestrator": 6}
     assert [row["round"] for row in done.rows if not row["clean"]] == []
     phases = [row["phase"] for row in done.rows]
     for moment in (
@@ -47,7 +47,7 @@ def test_kill_rounds_on_a_real_broker_are_clean_the_broker_among_the_killed(tmp_
     done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
     assert done.code == 0, done.talk
     roles = Counter(row["role"].rstrip("01") for row in done.rows)
-    assert roles == {"w": 3, "trainer": 3, "orchestrator": 3, "broker": 3}
+    assert roles == {"w": 1, "trainer": 1, "orchestrator": 1, "broker": 1}
     phases = [row["phase"] for row in done.rows]
     assert any(phase.startswith("in the middle of the append of") for phase in phases)
     assert all(row["lost"] == row["trained_twice"] == 0 for row in done.rows)

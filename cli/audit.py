@@ -9,8 +9,10 @@ from typing import Annotated, Final
 
 import typer
 
+from dora_pipe.cli.audit_helper import Log, help_audit, starting
 from dora_pipe.cli.audit_index import index_path, mark_of
 from dora_pipe.cli.audit_tables import print_report
+from dora_pipe.cli.forks import Forks
 from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, say
 from dora_pipe.cli.rundir import RUNS, OpenRun, opened
@@ -19,7 +21,7 @@ from dora_pipe.history.archive_verify import raise_if_damaged, verify
 from dora_pipe.history.audit import raise_if_broken
 from dora_pipe.history.auditor import Auditor
 from dora_pipe.history.gathering import Source
-from dora_pipe.history.helpers import Helpers, command_of, helpers_for
+from dora_pipe.history.helpers import Helpers, helpers_for
 from dora_pipe.history.index import Opened, open_index
 from dora_pipe.history.report import AuditReport, plain
 
@@ -62,9 +64,9 @@ def audit(
     if follow and as_json:
         raise UsageError("--follow talks line by line: it gives no JSON")
     gc.set_threshold(COLLECT_AFTER, 20, 20)
-    with opened(run, root, archive) as open_run:
+    with Forks(help_audit) as forks, opened(run, root, archive) as open_run:
         path = index_path(open_run) if index is None else index
-        look = _Look(open_run, path, archive, store=store, quick=quick, fresh=fresh)
+        look = _Look(open_run, forks, path, archive, store=store, quick=quick, fresh=fresh)
         found = look.follow() if follow else look.once()
         sealed = open_run.directory.path if open_run.directory.is_archive else archive
     if as_json:
@@ -80,6 +82,7 @@ class _Look:
     def __init__(
         self,
         run: OpenRun,
+        forks: Forks,
         path: Path,
         archive: Path | None,
         *,
@@ -88,7 +91,9 @@ class _Look:
         fresh: bool,
     ) -> None:
         self._run, self._whole, self._mark = run, not quick, mark_of(run)
-        self._archive = archive
+        words = self._run.directory.words
+        self._log = Log(run=words, archive="" if archive is None else str(archive))
+        self._forks = forks
         files = store and run.has_policies
         self._opened: Opened = open_index(
             path,
@@ -183,10 +188,8 @@ class _Look:
         count = helpers_for(way, len(positions))
         if not count:
             return None
-        words = ["run", self._run.directory.words]
-        words += [] if self._archive is None else [str(self._archive)]
         return Helpers(
-            command_of("dora_pipe.cli.audit_helper", *words),
+            starting(self._forks, self._log),
             self._run.topics.trajectories,
             positions,
             ends,

@@ -1,37 +1,49 @@
-"""The process that helps `audit` read: opens the log of a run, or an address, and serves it."""
+"""What helps `audit` read: opens the log of a run, or an address, in a process of its own."""
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
+from contextlib import closing
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from dora_pipe.bus.open import open_bus
-from dora_pipe.history.helpers import Request, serve
-
-OUT_BYTES = 1 << 20
-
-
-def main(kind: str, where: str, archive: str = "") -> None:
-    """Serve the log of ``run DIRECTORY [ARCHIVE]`` or ``url ADDRESS``."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
-    gc.freeze()
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=OUT_BYTES) as out:
-        if kind == "url":
-            bus = open_bus(where)
-            try:
-                serve(bus, request, out)
-            finally:
-                bus.close()
-            return
-        from dora_pipe.cli.rundir import opened  # What a run's directory takes; an address less.
-
-        with opened(where, archive=Path(archive) if archive else None) as run:
-            serve(run.bus, request, out)
+from dora_pipe.cli.forks import Forks
+from dora_pipe.cli.rundir import opened
+from dora_pipe.history.helpers import Request, Start, serve
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+class Log(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log: that of a run as it is named on a command line, or of `url`."""
+
+    run: str = ""
+    archive: str = ""
+    url: str = ""
+
+
+class Aid(msgspec.Struct, frozen=True, kw_only=True):
+    """What a helper is forked with."""
+
+    log: Log
+    request: Request
+
+
+_AID = msgspec.json.Decoder(Aid)
+
+
+def help_audit(words: bytes, out: IO[bytes]) -> None:
+    """Be a helper, with the words of an `Aid`. Raises whatever opening the log does."""
+    aid = _AID.decode(words)
+    log = aid.log
+    if log.url:
+        with closing(open_bus(log.url)) as bus:
+            serve(bus, aid.request, out)
+        return
+    with opened(log.run, archive=Path(log.archive) if log.archive else None) as run:
+        serve(run.bus, aid.request, out)
+
+
+def starting(forks: Forks, log: Log) -> Start:
+    """How to begin helpers on this log."""
+    return lambda request: forks.start(msgspec.json.encode(Aid(log=log, request=request)))

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from dora_pipe.cli.audit_helper import Log, help_audit, starting
+from dora_pipe.cli.forks import Forks
 from dora_pipe.cli.look import JsonOption
 from dora_pipe.cli.output import emit_rows
 
@@ -30,10 +32,15 @@ def audit(
     """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
     from dora_pipe.bench.audit import AuditFigure, MemoryFigure, bench_audit, bench_memory
 
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        urls = [f"sqlite:{folder}/bench.sqlite", *(bus or ())]
+    place = tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-")
+    with Forks(help_audit) as forks, place as folder:
         figures = bench_audit(
-            urls, tokens=tokens or TOKENS, trajectories=trajectories, repeats=repeats
+            [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
+            tokens=tokens or TOKENS,
+            trajectories=trajectories,
+            repeats=repeats,
+            starting=lambda url: starting(forks, Log(url=url)),
+            helpers_pid=forks.pid,
         )
         names = [one.name for one in fields(AuditFigure)]
         emit_rows(names, [asdict(one) for one in figures], as_json=as_json)

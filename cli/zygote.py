@@ -63,7 +63,7 @@ class Zygote:
         self._buffer = b""
         self.pid = os.fork()
         if self.pid == 0:
-            _close_all_but(request_read, report_write)
+            close_all_but(request_read, report_write)
             _serve(role, preload, request_read, report_write)
         os.close(request_read)
         os.close(report_write)
@@ -99,7 +99,7 @@ class Zygote:
         os.waitpid(self.pid, 0)
 
 
-def _close_all_but(*kept: int) -> None:
+def close_all_but(*kept: int) -> None:
     """Close what was inherited: another zygote's pipe held open here would never end over there."""
     edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for low, high in itertools.pairwise(edges):

@@ -25,13 +25,14 @@ from uuid import uuid4
 import msgspec
 
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
+from dora_pipe.bench.dataplane.procfs import tree_cpu_s
 from dora_pipe.bench.dataplane.raw import RawReader
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.errors import BusError, InvariantBroken
 from dora_pipe.history.auditor import Auditor, Progress
 from dora_pipe.history.gathering import Source
-from dora_pipe.history.helpers import Helpers, command_of, helpers_for
+from dora_pipe.history.helpers import Helpers, Start, helpers_for
 from dora_pipe.history.index import open_index
 from dora_pipe.history.reading import ends_of, records_of
 from dora_pipe.schemas.topics import Topics
@@ -84,9 +85,17 @@ class MemoryFigure:
 
 
 def bench_audit(
-    urls: Sequence[str], *, tokens: Sequence[int], trajectories: int, repeats: int
+    urls: Sequence[str],
+    *,
+    tokens: Sequence[int],
+    trajectories: int,
+    repeats: int,
+    starting: Callable[[str], Start],
+    helpers_pid: int,
 ) -> list[AuditFigure]:
     """Figures of every log and length. `urls` are addresses; topics get fresh names and stay.
+
+    `starting` gives helpers to the audits of an address; they are children of `helpers_pid`.
 
     Raises BusError, InvariantBroken when an audit finds anything.
     """
@@ -96,7 +105,8 @@ def bench_audit(
             for length in tokens:
                 run = f"audit-{uuid4().hex[:12]}"
                 written = write_log(bus, LogPlan(trajectories=trajectories, tokens=length, run=run))
-                figures += _Bench(url, bus, run, length, written).figures(repeats)
+                bench = _Bench(url, bus, run, length, written, starting(url), helpers_pid)
+                figures += bench.figures(repeats)
     return figures
 
 
@@ -107,8 +117,18 @@ class _Spent:
 
 
 class _Bench:
-    def __init__(self, url: str, bus: Bus, run: str, tokens: int, written: Written) -> None:
-        self._url, self._bus, self._topics = url, bus, Topics(run)
+    def __init__(
+        self,
+        url: str,
+        bus: Bus,
+        run: str,
+        tokens: int,
+        written: Written,
+        start: Start,
+        helpers_pid: int,
+    ) -> None:
+        self._url, self._bus, self._topics, self._start = url, bus, Topics(run), start
+        self._helpers_pid = helpers_pid
         self._tokens, self._written = tokens, written
         self._records = self._by_bus()  # What the machine reads first is nobody's to measure.
 
@@ -117,14 +137,14 @@ class _Bench:
         with tempfile.TemporaryDirectory() as folder:
             for turn in range(repeats):
                 index = Path(folder) / f"{turn}.sqlite"
-                spent.setdefault("raw consumption", []).append(_timed(self._raw))
-                spent.setdefault("the bus alone", []).append(_timed(self._by_bus))
+                spent.setdefault("raw consumption", []).append(self._timed(self._raw))
+                spent.setdefault("the bus alone", []).append(self._timed(self._by_bus))
                 for way, whole in _FIRST.items():
                     index.unlink(missing_ok=True)
                     audit = partial(self._audit, index, whole)
-                    spent.setdefault(way, []).append(_timed(audit))
-                    spent.setdefault("audit again", []).append(_timed(audit))
-                    spent["raw consumption"].append(_timed(self._raw))
+                    spent.setdefault(way, []).append(self._timed(audit))
+                    spent.setdefault("audit again", []).append(self._timed(audit))
+                    spent["raw consumption"].append(self._timed(self._raw))
         raw_s = statistics.median(one.seconds for one in spent["raw consumption"])
         return [self._figure(way, found, raw_s) for way, found in spent.items()]
 
@@ -141,6 +161,15 @@ class _Bench:
             cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
             of_raw=raw_s / seconds,
         )
+
+    def _timed(self, work: Callable[[], object]) -> _Spent:
+        cpu_s, start_s = self._cpu_s(), time.perf_counter()
+        work()
+        return _Spent(time.perf_counter() - start_s, self._cpu_s() - cpu_s)
+
+    def _cpu_s(self) -> float:
+        now = os.times()
+        return now.user + now.system + tree_cpu_s(self._helpers_pid)
 
     def _by_bus(self) -> int:
         """Read everything; how many records there are."""
@@ -177,9 +206,8 @@ class _Bench:
             count = helpers_for(way, len(positions))
             if not count:
                 return None
-            command = command_of("dora_pipe.cli.audit_helper", "url", self._url)
             topic = self._topics.trajectories
-            return Helpers(command, topic, positions, ends, count=count, opened=whole)
+            return Helpers(self._start, topic, positions, ends, count=count, opened=whole)
 
         return source
 
@@ -240,17 +268,6 @@ def _peaks(path: Path) -> list[tuple[int, int]]:
     command = [sys.executable, "-m", "dora_pipe.bench.audit", str(path)]
     done = subprocess.run(command, check=True, capture_output=True)
     return msgspec.json.decode(done.stdout, type=list[tuple[int, int]])
-
-
-def _timed(work: Callable[[], object]) -> _Spent:
-    cpu_s, start = _cpu_s(), time.perf_counter()
-    work()
-    return _Spent(time.perf_counter() - start, _cpu_s() - cpu_s)
-
-
-def _cpu_s() -> float:
-    now = os.times()
-    return now.user + now.system + now.children_user + now.children_system
 
 
 def _main(path: str) -> None:

@@ -10,9 +10,7 @@ import fcntl
 import os
 import select
 import struct
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Final
 
@@ -42,6 +40,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     positions: dict[int, int]
     ends: dict[int, int]
     opened: bool
+
+
+Start = Callable[[Request], int]
+"""Begins a helper and gives the end of the pipe that it writes to, a file descriptor.
+
+It belongs to the caller; the helper ends when it is closed. Raises ResourceError.
+"""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -92,11 +97,11 @@ def _write(out: IO[bytes], data: bytes) -> None:
 
 
 class Helpers:
-    """A `Source`. `command` starts a process that reads a Request from its standard input."""
+    """A `Source` of what other processes read."""
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: Start,
         topic: str,
         positions: Mapping[int, int],
         ends: Mapping[int, int],
@@ -115,7 +120,7 @@ class Helpers:
                     ends={one: ends[one] for one in share},
                     opened=opened,
                 )
-                helper = _Helper(command, request)
+                helper = _Helper(start, request)
                 self._helpers.append(helper)
                 self._owners.update(dict.fromkeys(share, helper))
 
@@ -135,25 +140,18 @@ class Helpers:
 
 
 class _Helper:
-    def __init__(self, command: Sequence[str], request: Request) -> None:
+    def __init__(self, start: Start, request: Request) -> None:
         self.at = dict(request.positions)
         self._decoder = msgspec.msgpack.Decoder(Frame)
-        self._process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._out = self._process.stdout
+        self._out = os.fdopen(start(request), "rb", buffering=0)
         if _SET_PIPE_SIZE is not None:
             with suppress(OSError):
                 fcntl.fcntl(self._out, _SET_PIPE_SIZE, PIPE_BYTES)
-        with suppress(BrokenPipeError):  # It has ended already: `poll` says so.
-            self._process.stdin.write(msgspec.json.encode(request))
-            self._process.stdin.close()
 
     def poll(self, timeout_s: float) -> list[Evidence]:
         """One frame, if one begins to come in time."""
         ready, _, _ = select.select([self._out], [], [], timeout_s)
-        if not ready and self._process.poll() is None:
+        if not ready:
             return []
         frame = self._frame()
         if frame.error:
@@ -162,8 +160,7 @@ class _Helper:
         return frame.pieces
 
     def _frame(self) -> Frame:
-        head = self._read(_HEAD.size)
-        (size,) = _HEAD.unpack(head)
+        (size,) = _HEAD.unpack(self._read(_HEAD.size))
         if size > FRAME_BYTES_MAX:
             raise BusError("a process that helps audit wrote nonsense")
         try:
@@ -171,23 +168,16 @@ class _Helper:
         except msgspec.MsgspecError as error:
             raise BusError(f"a process that helps audit wrote nonsense: {error}") from None
 
-    def _read(self, size: int) -> bytes:
-        data = self._out.read(size)
-        if len(data) < size:
-            code = self._process.wait()
-            raise BusError(f"a process that helps audit ended with exit code {code}")
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            read = self._out.readinto(left)
+            if not read:
+                raise BusError("a process that helps audit ended before its work was done")
+            left = left[read:]
         return data
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """The process ends at its next write."""
         self._out.close()
-        with suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-
-
-def command_of(module: str, *arguments: str) -> list[str]:
-    """A command that runs a module of this package with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
-import sys
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.cli.audit_helper import Log, help_audit, starting
+from dora_pipe.cli.forks import Forks
 from dora_pipe.errors import BusError
 from dora_pipe.history.audit import audit
 from dora_pipe.history.auditor import Auditor
 from dora_pipe.history.gathering import OwnReader
-from dora_pipe.history.helpers import Helpers, Request, command_of, helpers_for, serve
+from dora_pipe.history.helpers import Helpers, Request, helpers_for, serve
 from dora_pipe.history.reading import ends_of
 from dora_pipe.history.report import plain
 from dora_pipe.schemas.topics import Topics
@@ -34,9 +37,18 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _helpers(log: Path, positions: dict[int, int], ends: dict[int, int], count: int) -> Helpers:
-    command = command_of("dora_pipe.cli.audit_helper", "url", f"sqlite:{log}")
-    return Helpers(command, TOPICS.trajectories, positions, ends, count=count)
+@pytest.fixture
+def forks() -> Iterator[Forks]:
+    """Made before the test opens anything."""
+    with Forks(help_audit) as found:
+        yield found
+
+
+def _helpers(
+    forks: Forks, log: Path, positions: dict[int, int], ends: dict[int, int], count: int
+) -> Helpers:
+    start = starting(forks, Log(url=f"sqlite:{log}"))
+    return Helpers(start, TOPICS.trajectories, positions, ends, count=count)
 
 
 def test_run_that_never_happened_holds(log: Path) -> None:
@@ -49,13 +61,13 @@ def test_run_that_never_happened_holds(log: Path) -> None:
     assert found.one_version_share == 1.0
 
 
-def test_audit_with_helpers_says_what_one_without_says(log: Path) -> None:
+def test_audit_with_helpers_says_what_one_without_says(log: Path, forks: Forks) -> None:
     bus = SqliteBus(log)
     expected = plain(audit(bus, TOPICS, None))
     used = []
 
     def source(positions: dict[int, int], ends: dict[int, int]) -> Helpers:
-        used.append(_helpers(log, positions, ends, 2))
+        used.append(_helpers(forks, log, positions, ends, 2))
         return used[-1]
 
     auditor = Auditor(bus, TOPICS, None, source=source)
@@ -83,18 +95,22 @@ def test_helper_writes_what_it_has_read_and_where_it_is(log: Path) -> None:
     assert out.getvalue().count(b"synthetic") >= 200
 
 
-def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path) -> None:
-    helpers = _helpers(tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
-    with pytest.raises(BusError, match="helps audit ended with exit code"):
+def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path, forks: Forks) -> None:
+    helpers = _helpers(forks, tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
+    with pytest.raises(BusError, match="helps audit ended before its work was done"):
         helpers.poll(0, 20.0)
     helpers.close()
 
 
-@pytest.mark.parametrize("words", ["x" * 100, "\\xff\\xff\\xff\\xff", ""])
-def test_helper_that_writes_nonsense_or_nothing_is_one_line(words: str) -> None:
-    command = [sys.executable, "-c", f"print('{words}')"]
-    request = {0: 0}
-    helpers = Helpers(command, TOPICS.trajectories, request, {0: 5}, count=1)
+@pytest.mark.parametrize("written", [b"x" * 100, b"\xff" * 4, b"\x01\0\0\0\xc1", b"\x01\0", b""])
+def test_helper_that_writes_nonsense_or_nothing_is_one_line(written: bytes) -> None:
+    def start(_: Request) -> int:
+        read, write = os.pipe()
+        os.write(write, written)
+        os.close(write)
+        return read
+
+    helpers = Helpers(start, TOPICS.trajectories, {0: 0}, {0: 5}, count=1)
     with pytest.raises(BusError, match="helps audit"):
         helpers.poll(0, 20.0)
     helpers.close()

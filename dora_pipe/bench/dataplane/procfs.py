@@ -1,4 +1,4 @@
-"""CPU time of a broker on this machine, asked of the kernel; decides whose it is by its port."""
+"""CPU time of other processes, asked of the kernel; decides which one is a broker by its port."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def cpu_s(pid: int, proc: Path = _PROC) -> float:
     columns = text.rpartition(")")[2].split()  # its name may hold blanks
     user, system = columns[11], columns[12]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def tree_cpu_s(pid: int, proc: Path = _PROC) -> float:
+    """CPU seconds of a process and of its children, those that have ended among them."""
+    folder = proc / str(pid)
+    try:
+        columns = (folder / "stat").read_text().rpartition(")")[2].split()
+        children = (folder / "task" / str(pid) / "children").read_text().split()
+    except OSError:
+        return 0.0
+    waited_s = (int(columns[13]) + int(columns[14])) / os.sysconf("SC_CLK_TCK")
+    return cpu_s(pid, proc) + waited_s + sum(cpu_s(int(child), proc) for child in children)
 
 
 def _rows(path: Path) -> list[list[str]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dora_pipe.bench.dataplane.layer import CALL_BYTES, CALL_RECORDS, calls_of
 from dora_pipe.bench.dataplane.measure import BATCH_TOKENS, Setup, batch_of, bench_dataplane
 from dora_pipe.bench.dataplane.pipe import PipeBus
-from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
+from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of, tree_cpu_s
 from dora_pipe.bench.dataplane.publish import finish_moments
 from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded, number_of
 from dora_pipe.bench.dataplane.tasks import GROUP_SIZE, PARTITIONS
@@ -110,6 +110,19 @@ def test_the_cpu_time_of_a_process_counts_user_and_system(tmp_path: Path) -> Non
     assert cpu_s(7, tmp_path) == 300 / os.sysconf("SC_CLK_TCK")
     assert cpu_s(8, tmp_path) == 0.0, "it is gone"
     assert cpu_s(os.getpid()) > 0
+
+
+def test_the_cpu_time_of_a_tree_counts_children_that_live_and_that_have_ended(
+    tmp_path: Path,
+) -> None:
+    for pid, times in {7: ["1", "2", "30", "40"], 8: ["500", "600", "9", "9"]}.items():
+        (tmp_path / f"{pid}").mkdir()
+        after_name = ["S", *["0"] * 10, *times]
+        (tmp_path / f"{pid}" / "stat").write_text(f"{pid} (name) {' '.join(after_name)}")
+    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
+    (tmp_path / "7" / "task" / "7" / "children").write_text("8 9 ")
+    assert tree_cpu_s(7, tmp_path) == (1 + 2 + 30 + 40 + 500 + 600) / os.sysconf("SC_CLK_TCK")
+    assert tree_cpu_s(9, tmp_path) == 0.0, "it is gone"
 
 
 @pytest.mark.parametrize(

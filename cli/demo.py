@@ -16,9 +16,9 @@ from dora_pipe.cli.audit import audit
 from dora_pipe.cli.init import TORCH, example_config, example_file, make_model, sft, share_cores
 from dora_pipe.cli.output import complain, emit_table, say
 from dora_pipe.cli.report import report_costs
-from dora_pipe.cli.roles import TRAINER_PRELOAD, need_engines
+from dora_pipe.cli.roles import TRAINER_PRELOAD, WORKER_PRELOAD, need_engines
 from dora_pipe.cli.rundir import RUNS, RunDir, opened
-from dora_pipe.cli.start import plan_new, supervise
+from dora_pipe.cli.start import be_torch_role, plan_new, supervise
 from dora_pipe.cli.supervisor import RunFailed, Supervisor
 from dora_pipe.cli.trust import replay
 from dora_pipe.cli.zygote import Ended, Zygote
@@ -29,7 +29,7 @@ from dora_pipe.views.progress import Progress
 
 TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
-REPLAYED_STEPS: Final = 4
+REPLAYED_STEPS: Final = 2
 REWARD_MIN: Final = 0.85
 """The demo has failed when the last policy's evaluation reward is below."""
 
@@ -58,14 +58,18 @@ def demo(
         "warm start": lambda: warm(start),
         "replay": lambda: replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps),
     }
-    with closing(Children(works)) as children:
+
+    def role(name: str) -> int:
+        return be_torch_role(directory, directory.config(), name)
+
+    with closing(Children(works, role=role)) as children:
         say("1. a small random model, warmed up on demonstrations of which a quarter is wrong")
         children.run("warm start")
         overrides = [f'run.name="{name}"', f'model.path="{start / "warm"}"', *(override or ())]
         plan = plan_new(load_config(start / "demo.toml", overrides), root)
         workers = plan.config.workers.count
         say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
-        if not supervise(plan, killer):
+        if not supervise(plan, killer, torch=children.zygote):
             raise typer.Exit(130)
         say("3. what the log says")
         _report(str(directory.path), killer)
@@ -123,24 +127,26 @@ def warm(start: Path) -> None:
 class Children:
     """Works that need torch, each in a child: this process goes on to fork roles.
 
-    What they are forked from imports torch once, for all of them.
+    What they are forked from imports torch once, for all of them, and for roles: a name that is
+    none of a work is that of a role.
     """
 
     def __init__(
         self,
         works: Mapping[str, Callable[[], None]],
         *,
-        preload: Sequence[str] = TRAINER_PRELOAD,
+        preload: Sequence[str] = (*TRAINER_PRELOAD, *WORKER_PRELOAD[TORCH]),
+        role: Callable[[str], int] | None = None,
     ) -> None:
-        self._works = works
+        self._works, self._role = works, role
         share_cores()
-        self._zygote = Zygote(self._work, preload=preload)
+        self.zygote = Zygote(self._work, preload=preload)
 
     def run(self, name: str) -> None:
         """Wait until this work is done. Raises RunFailed with its exit code."""
-        self._zygote.spawn(name)
+        self.zygote.spawn(name)
         while True:
-            for report in self._zygote.reports(1.0):
+            for report in self.zygote.reports(1.0):
                 if isinstance(report, Ended):
                     if report.code:
                         raise RunFailed(f"the {name} failed", code=report.code)
@@ -148,9 +154,11 @@ class Children:
 
     def close(self) -> None:
         """Let go of the process with torch."""
-        self._zygote.close()
+        self.zygote.close()
 
     def _work(self, name: str) -> int:
+        if self._role is not None and name not in self._works:
+            return self._role(name)
         try:
             self._works[name]()
         except DoraError as error:

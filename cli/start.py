@@ -151,8 +151,18 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
     return Plan(directory=create(wanted, root), config=wanted, first=first)
 
 
-def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], None] = say) -> bool:
-    """Start every role, `tell` of it until all have ended; False when the user stopped it."""
+def supervise(
+    plan: Plan,
+    watch: Watch | None = None,
+    *,
+    tell: Callable[[str], None] = say,
+    torch: Zygote | None = None,
+) -> bool:
+    """Start every role, `tell` of it until all have ended; False when the user stopped it.
+
+    `torch` has imported what the torch engine and the trainer need, and forks `be_torch_role`; it
+    stays the caller's. Without it each of the two has a process of its own for that.
+    """
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
     engines = roles.worker_engines(config)
@@ -160,13 +170,17 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
     need_trainer(config)
     need_transfers(config.transfers)
     shutil.rmtree(directory.handover, ignore_errors=True)
-    slim = Zygote(lambda name: _be(plan, name))
-    serving = {
-        engine: Zygote(lambda name: _be(plan, name), preload=roles.WORKER_PRELOAD[engine])
-        for engine in sorted(set(engines.values()))
-    }
-    training = Zygote(lambda name: _be(plan, name), preload=roles.TRAINER_PRELOAD)
-    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: training}
+    own: list[Zygote] = []
+
+    def forking(preload: Sequence[str] = ()) -> Zygote:
+        own.append(Zygote(lambda name: _be(plan, name), preload=preload))
+        return own[-1]
+
+    slim = forking()
+    serving = {} if torch is None else {"torch": torch}
+    for engine in sorted(set(engines.values()) - serving.keys()):
+        serving[engine] = forking(roles.WORKER_PRELOAD[engine])
+    zygotes = {roles.ORCHESTRATOR: slim, roles.TRAINER: torch or forking(roles.TRAINER_PRELOAD)}
     zygotes |= {name: serving[engine] for name, engine in engines.items()}
     if config.telemetry.traces != "off":
         zygotes[roles.TRACES] = slim
@@ -195,7 +209,7 @@ def supervise(plan: Plan, watch: Watch | None = None, *, tell: Callable[[str], N
             progress.close()
             return finished
     finally:
-        for zygote in (slim, *serving.values(), training):
+        for zygote in own:
             zygote.close()
 
 
@@ -233,19 +247,28 @@ class Onlooker:
 
 def _be(plan: Plan, name: str) -> int:
     directory, config = plan.directory, plan.config
-    starts: dict[str, Callable[[], None]] = {
+    slim: dict[str, Callable[[], None]] = {
         roles.ORCHESTRATOR: lambda: roles.orchestrator(directory, config, plan.first),
-        roles.TRAINER: lambda: roles.trainer(directory, config, adopt=plan.adopt),
         roles.TRACES: lambda: follow_run(directory, config, roles.settle()),
     }
+    if name in slim:
+        return roles.be_role(name, directory, slim[name])
+    return be_torch_role(directory, config, name, adopt=plan.adopt)
 
-    def worker() -> None:
+
+def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool = False) -> int:
+    """Be the trainer or a worker in this process, its talk in a file; gives the exit code."""
+
+    def start() -> None:
+        if name == roles.TRAINER:
+            roles.trainer(directory, config, adopt=adopt)
+            return
         own = roles.with_engine(
             config, roles.worker_engine(config, name), address=roles.worker_address(config, name)
         )
         roles.worker(directory, own, name)
 
-    return roles.be_role(name, directory, starts.get(name, worker))
+    return roles.be_role(name, directory, start)
 
 
 def orchestrator(

@@ -21,7 +21,7 @@ class _Stop(Exception):
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_: object) -> None:
+    def stop(_: object, **__: object) -> None:
         raise _Stop
 
     monkeypatch.setattr(demo_module, "Children", stop)

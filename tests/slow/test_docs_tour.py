@@ -34,7 +34,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run `demo` of a few steps, as `make demo` leaves one of 36."""
+    """A folder with a run `demo` of a few steps, as `make demo` leaves one of 38."""
     found = furnish(tmp_path_factory.mktemp("tour"))
     words = ("-o", "run.name=demo", "-o", f"run.steps={STEPS}")
     assert call(found, "run", "config.toml", *words) == 0
@@ -87,6 +87,11 @@ def test_every_command_of_the_tour_does_what_it_says(place: Path, replaced: dict
         assert (place / written).exists(), written
 
 
+def _interruptible() -> None:
+    """Ctrl-C ends it, also where these tests run in a shell's background, which is deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_the_pages_are_served_until_they_are_told_to_end(place: Path) -> None:
     assert SERVES in _typed()
     serving = subprocess.Popen(
@@ -96,6 +101,7 @@ def test_the_pages_are_served_until_they_are_told_to_end(place: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=_interruptible,
     )
     try:
         assert serving.stdout is not None

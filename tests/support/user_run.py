@@ -82,9 +82,11 @@ def call(place: Path, *words: str) -> int:
 
 
 def facts(place: Path, run: str) -> Iterator[object]:
-    """The control records of a run."""
+    """The control records of a run; none while its topic is being made."""
     with opened(str(place / "runs" / run)) as open_run:
         control = TopicPartition(open_run.topics.control, 0)
+        if control.topic not in open_run.bus.topics():
+            return
         for record in records_of(open_run.bus, {control: open_run.bus.end(control)}):
             yield decode_control(record.value)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 _LISTENS: Final = "0A"
 _STATE, _INODE, _LOCAL = 3, 9, 1
 """Columns of /proc/net/tcp."""
+
+_OWN: Final = (11, 12)
+_WAITED_FOR: Final = (13, 14)
+"""Columns of /proc/PID/stat behind the name: user and system time, of it and of its children."""
 
 _PROC: Final = Path("/proc")
 
@@ -30,25 +35,26 @@ def listener_of(port: int, proc: Path = _PROC) -> int | None:
 
 def cpu_s(pid: int, proc: Path = _PROC) -> float:
     """CPU seconds of a process and its threads so far; 0 when it is gone."""
+    return _seconds(pid, proc, _OWN)
+
+
+def tree_cpu_s(pid: int, proc: Path = _PROC) -> float:
+    """CPU seconds of a process and of its children, those that have ended among them."""
+    try:
+        children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
+    except OSError:
+        return 0.0
+    living_s = sum(cpu_s(int(child), proc) for child in children)
+    return living_s + _seconds(pid, proc, _OWN + _WAITED_FOR)
+
+
+def _seconds(pid: int, proc: Path, wanted: Sequence[int]) -> float:
     try:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:
         return 0.0
     columns = text.rpartition(")")[2].split()  # its name may hold blanks
-    user, system = columns[11], columns[12]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def tree_cpu_s(pid: int, proc: Path = _PROC) -> float:
-    """CPU seconds of a process and of its children, those that have ended among them."""
-    folder = proc / str(pid)
-    try:
-        columns = (folder / "stat").read_text().rpartition(")")[2].split()
-        children = (folder / "task" / str(pid) / "children").read_text().split()
-    except OSError:
-        return 0.0
-    waited_s = (int(columns[13]) + int(columns[14])) / os.sysconf("SC_CLK_TCK")
-    return cpu_s(pid, proc) + waited_s + sum(cpu_s(int(child), proc) for child in children)
+    return sum(int(columns[one]) for one in wanted) / os.sysconf("SC_CLK_TCK")
 
 
 def _rows(path: Path) -> list[list[str]]:

@@ -120,7 +120,8 @@ class Account:
         found = {0: "version 0", self.version: "the newest version"}
         found |= {one.spec.version: name for name, one in self.groups.items() if not one.fate}
         for one in self.workers.values():
-            found |= {} if one.out else {one.target: one.name, one.hosted: one.name}
+            here = set() if one.out else {one.target, one.hosted, *one.held}
+            found |= dict.fromkeys(here, one.name)
         found.pop(-1, None)
         return found
 
@@ -148,7 +149,9 @@ class Account:
         if older is not None and not older.out:
             self.close(older, "replaced")
         self.names[record.worker] = offset
-        self.workers[offset] = WorkerAccount(record.worker, offset, record.slots, record.prefetch)
+        self.workers[offset] = WorkerAccount(
+            record.worker, offset, record.slots, record.prefetch, most=record.versions_resident
+        )
 
     def _ready(self, offset: int, record: WorkerReady) -> None:
         if record.digest != self.digests.get(record.version):
@@ -157,6 +160,8 @@ class Account:
         worker = self.living(record.worker, record.epoch)
         if worker is not None and record.version == worker.target:
             worker.hosted = record.version
+            if worker.most > 1:
+                worker.held.add(record.version)
 
     def _left(self, offset: int, record: WorkerLeft) -> None:
         worker = self.living(record.worker, record.epoch)

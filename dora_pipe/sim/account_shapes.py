@@ -27,6 +27,16 @@ class WorkerAccount:
     silent: bool = False
     draining: bool = False
     requests: set[str] = field(default_factory=set)
+    most: int = 1
+    """Versions that it hosts at once."""
+    held: set[int] = field(default_factory=set)
+    """Those that it has reported and was not told to drop, if it hosts several."""
+
+    def has(self, version: int) -> bool:
+        """Whether requests of a version may be placed there."""
+        if self.most > 1:
+            return version in self.held
+        return self.target == self.hosted == version
 
 
 @dataclass(slots=True)

@@ -367,3 +367,42 @@ ROUND_PINS = rounds.Round(
         ),
     ),
 )
+
+JOINED_SEVERAL = control.WorkerJoined(
+    at_ns=AT_NS,
+    worker="w1",
+    instance="w1-7d",
+    host="machine-2",
+    pid=4244,
+    slots=64,
+    prefetch=16,
+    kv_tokens=65536,
+    engine="torch",
+    engine_version="1",
+    dtype="float32",
+    device="cpu",
+    declares=("batch_invariant", "counter_sampling", "lora"),
+    assets_digest=SHA256,
+    reward_digest=OTHER_DIGEST,
+    package="0.1.0",
+    versions_resident=4,
+)
+"""A worker that hosts several versions at once."""
+
+ROUND_DROPS = rounds.Round(
+    ordinal=2,
+    role_epoch=0,
+    now_ns=2,
+    control_next=2,
+    decisions=(
+        rounds.Assign(
+            reason="version 5 is there",
+            worker="w1",
+            epoch=9,
+            version=5,
+            digest=DIGEST,
+            drop=(2, 3),
+        ),
+    ),
+)
+"""It takes one more version, and lets go of two."""

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from dora_pipe.config.model import LOGGED, Config
-from dora_pipe.orchestrator.state import STATE_FORM, QueueKey, State, pull, push, queue_key
+from dora_pipe.orchestrator.queues import QueueKey, pull, push, queue_key
+from dora_pipe.orchestrator.state import STATE_FORM, State
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.wire import sha256_hex
 from tests.support.orchestrator_stage import Stage

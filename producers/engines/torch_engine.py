@@ -148,6 +148,9 @@ class TorchEngine:
             raise ValueError(f"{self.active} rows are active; weights change between requests")
         return self._load(weights, version=version, digest=digest)
 
+    def drop(self, version: int) -> None:
+        """See the port; there is one version, which stays."""
+
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the next steps prefill all rows again, as many tokens each as ever."""
         loaded = self._load(weights, version=version, digest=digest)

@@ -16,6 +16,7 @@ from dora_pipe.orchestrator.fold import apply_decision
 from dora_pipe.orchestrator.planner import decide, plan
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.orchestrator.rules_control import apply_control
+from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import Assign, Move, Place
 from tests.support import orchestrator_records as records
@@ -213,6 +214,19 @@ def test_state_of_workers_with_one_version_each_has_the_digest_it_always_had() -
     several.lose("w0")
     several.settle()
     assert several.state.digest().startswith("1:")
+
+
+def test_state_with_such_workers_comes_back_from_a_snapshot() -> None:
+    stage = stage_of()
+    stage.worker("w0", slots=6, versions=3)
+    step(stage, "g0000000000")
+    stage.settle()
+    again = state_of(body_of(stage.state))
+    assert again.residents["w0"].held == [0, 1]
+    assert again.digest() == stage.state.digest()
+    stage.finish_group("g0000000001")
+    again = state_of(body_of(stage.state))
+    assert plan(again) == plan(stage.state) != ()
 
 
 def mixed(seed: int, *, all_share: bool = False) -> World:

@@ -32,7 +32,7 @@ from dora_pipe.schemas.control import (
     WorkerReady,
 )
 from dora_pipe.schemas.rounds import TakeBatch
-from dora_pipe.sim.account_shapes import GroupAccount, RequestAccount, WorkerAccount
+from dora_pipe.sim.account_shapes import GroupAccount, RequestAccount, WorkerAccount, account_of
 
 Wrong = Callable[[str, str], None]
 """(check, what is wrong)"""
@@ -149,9 +149,7 @@ class Account:
         if older is not None and not older.out:
             self.close(older, "replaced")
         self.names[record.worker] = offset
-        self.workers[offset] = WorkerAccount(
-            record.worker, offset, record.slots, record.prefetch, most=record.versions_resident
-        )
+        self.workers[offset] = account_of(offset, record)
 
     def _ready(self, offset: int, record: WorkerReady) -> None:
         if record.digest != self.digests.get(record.version):
@@ -159,9 +157,7 @@ class Account:
             self.wrong("C1", what)
         worker = self.living(record.worker, record.epoch)
         if worker is not None and record.version == worker.target:
-            worker.hosted = record.version
-            if worker.most > 1:
-                worker.held.add(record.version)
+            worker.ready(record.version)
 
     def _left(self, offset: int, record: WorkerLeft) -> None:
         worker = self.living(record.worker, record.epoch)

@@ -368,24 +368,8 @@ ROUND_PINS = rounds.Round(
     ),
 )
 
-JOINED_SEVERAL = control.WorkerJoined(
-    at_ns=AT_NS,
-    worker="w1",
-    instance="w1-7d",
-    host="machine-2",
-    pid=4244,
-    slots=64,
-    prefetch=16,
-    kv_tokens=65536,
-    engine="torch",
-    engine_version="1",
-    dtype="float32",
-    device="cpu",
-    declares=("batch_invariant", "counter_sampling", "lora"),
-    assets_digest=SHA256,
-    reward_digest=OTHER_DIGEST,
-    package="0.1.0",
-    versions_resident=4,
+JOINED_SEVERAL = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), versions_resident=4
 )
 """A worker that hosts several versions at once."""
 

@@ -111,6 +111,8 @@ class TorchParts:
             context_tokens=workers.context_tokens,
             threads=1,
             decode=Tokenizer(assets).full_text,
+            lora_rank=config.lora.rank,
+            versions_resident=workers.versions_resident if config.lora.rank else 1,
         )
 
     def texts(self, assets: Path) -> Texts:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.errors import PolicyError
+from dora_pipe.policies.adapters import write_merged
+from dora_pipe.policies.model_dir import write_model_dir
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     LORA,
@@ -224,16 +226,16 @@ class TestAdaptersOfTheTorchEngine:
     def test_log_probs_are_those_of_the_merged_model(
         self, several: Several, tmp_path: Path
     ) -> None:
-        from dora_pipe.policies.adapters import read_adapter, write_merged
-        from dora_pipe.policies.model_dir import write_model_dir
-
-        path, digest = several.policies[1]
-        adapter = read_adapter(path, digest=digest)
-        base = several.policies[0][0]
+        base, digest = several.policies[0]
+        adapter = random_adapter(base, digest, seed=8, size=0.05)
+        store = make_lora(several.directory, tmp_path / "p", adapters=0).store
+        made = publish(store, adapter)
         merged = tmp_path / "merged"
         write_model_dir(merged, several.directory, lambda at: write_merged(base, adapter, at))
-        one = replace(request("r", [5, 6, 7], max_tokens=60), version=1)
-        result = run(several.hosting(0, 1, 2), [one])["r"]
+        engine = several.hosting(0, 1)
+        engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
+        one = replace(request("r", [5, 6, 7], max_tokens=60), version=2)
+        result = run(engine, [one])["r"]
         assert logprob_distance(merged, [5, 6, 7], result) < TOLERANCE
         assert logprob_distance(several.directory, [5, 6, 7], result) > 100 * TOLERANCE
 

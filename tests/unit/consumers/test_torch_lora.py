@@ -122,7 +122,7 @@ def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Pa
     policy.store.export_policy(made.digest, policy.assets, tmp_path / "out")
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (ids, mask), mine in zip(ROWS, trainer.score(ROWS), strict=True):
-        logits = torch.log_softmax(merged(torch.tensor([ids])).logits[0].double(), -1)
+        logits = torch.log_softmax(merged(torch.tensor([ids])).logits[0].detach().double(), -1)
         wanted = [float(logits[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at]]
         assert mine == pytest.approx(wanted, abs=1e-4)
 

@@ -152,7 +152,7 @@ class Requests:
         while room > 0:
             # Those that need the version go first: the next one is not loaded before they end.
             waiting = (self._waiting.get(one) for one in (*versions, ANY_VERSION))
-            queue = self._returning or next((one for one in waiting if one), None)
+            queue = self._returning or next((one for one in waiting if one), {})
             if not versions or not queue or self.rows[next(iter(queue))].own.version > versions[-1]:
                 return
             self._hand(self.rows[next(iter(queue))])

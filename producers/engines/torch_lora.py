@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -222,7 +222,8 @@ def _pair(
             b = interleaved(b, model.head_dim)
         downs.append(a)
         ups.append(b * adapter.scale)
-    return Pair(down=torch.cat(downs), up=torch.block_diag(*ups))
+    block_diag: Any = torch.block_diag
+    return Pair(down=torch.cat(downs), up=block_diag(*ups))
 
 
 def is_invariant(model: CausalLM, rank: int) -> bool:

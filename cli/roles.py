@@ -281,4 +281,6 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
         context_tokens=workers.context_tokens,
         threads=workers.threads,
         decode=decode,
+        lora_rank=config.lora.rank,
+        versions_resident=workers.versions_resident if config.lora.rank else 1,
     )

@@ -52,6 +52,9 @@ def sim(
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = STEPS,
     bugs: Annotated[bool, typer.Option("--bugs", help="Look for planted bugs instead.")] = False,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Most workers host several versions at once.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a seed.")] = False,
 ) -> None:
     """Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks."""
@@ -62,15 +65,15 @@ def sim(
     if bugs:
         _bugs(steps)
     elif seed is not None:
-        _one(seed, steps, as_json)
+        _one(seed, steps, resident, as_json)
     else:
         first, last = _range(seeds) if seeds else (0, count - 1)
-        _many(first, last, jobs, steps, as_json)
+        _many((first, last), jobs, steps, resident, as_json)
 
 
-def _one(seed: int, steps: int, as_json: bool) -> None:
-    drawn = draw(seed, steps=steps)
-    played = play(seed, steps=steps)
+def _one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
+    drawn = draw(seed, steps=steps, resident=resident)
+    played = play(seed, steps=steps, resident=resident)
     if as_json:
         emit_json(msgspec.to_builtins(played))
     else:
@@ -90,9 +93,9 @@ def _one(seed: int, steps: int, as_json: bool) -> None:
     _raise_if_broken([played])
 
 
-def _many(first: int, last: int, jobs: int, steps: int, as_json: bool) -> None:
+def _many(seeds: tuple[int, int], jobs: int, steps: int, resident: bool, as_json: bool) -> None:
     coverage = Coverage()
-    for played in _played(first, last, jobs, steps):
+    for played in _played(*seeds, jobs, steps, resident):
         coverage.add(played)
         if as_json:
             emit_json(msgspec.to_builtins(played))
@@ -132,7 +135,7 @@ def _raise_if_broken(broken: Sequence[Played]) -> None:
         if not played.holds:
             raise InvariantBroken(
                 f"seed {played.seed}: {played.check}: {played.what}",
-                hint=f"dora-pipe sim --seed {played.seed}",
+                hint=played.again,
             )
 
 
@@ -154,12 +157,12 @@ def _bugs(steps: int) -> None:
         raise InvariantBroken(f"{missed[0]} was not found within {BUG_SEEDS} seeds")
 
 
-def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
+def _played(first: int, last: int, jobs: int, steps: int, resident: bool) -> Iterator[Played]:
     """Every seed of a range, in this process or in several."""
     jobs = min(jobs, last - first + 1)
     if jobs == 1:
         for seed in range(first, last + 1):
-            yield play(seed, steps=steps)
+            yield play(seed, steps=steps, resident=resident)
         return
     size = max(1, min(CHUNK_MAX, -(-(last - first + 1) // jobs)))
     waiting = deque(
@@ -169,7 +172,7 @@ def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
     seen = 0
     while waiting or running:
         if waiting and sum(process.poll() is None for process, _ in running) < jobs:
-            running.append(_process(waiting.popleft(), steps))
+            running.append(_process(waiting.popleft(), steps, resident))
             continue
         if running[0][0].poll() is None:  # In the order of the seeds; later ones go on meanwhile.
             time.sleep(LOOK_S)
@@ -184,10 +187,11 @@ def _played(first: int, last: int, jobs: int, steps: int) -> Iterator[Played]:
         raise InvariantBroken(f"{last - first + 1 - seen} seeds were not played: a process died")
 
 
-def _process(seeds: str, steps: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _process(seeds: str, steps: int, resident: bool) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A process that plays these seeds, and the file that it tells of them in."""
     lines = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads it
     command = [sys.executable, "-c", _MAIN, "sim", "--json", "--steps", str(steps)]
+    command += ["--resident"] if resident else []
     process = subprocess.Popen(
         [*command, "--seeds", seeds],
         stdin=subprocess.DEVNULL,
@@ -216,6 +220,7 @@ def _drawn(drawn: Draw) -> dict[str, Any]:
         "min valid, attempts": f"{groups.min_valid_siblings}, {groups.attempts_max}",
         "filter": groups.filter_zero_advantage,
         "partitions": config.bus.partitions,
+        "versions a worker": ", ".join(str(plan.versions) for plan in first),
         "workers (slots+prefetch)": ", ".join(
             f"{one.name} {one.slots}+{one.prefetch}" for one in first
         ),

@@ -31,6 +31,7 @@ from dora_pipe.errors import (
     PolicyError,
     UsageError,
 )
+from dora_pipe.policies.adapters import base_of, read_adapter, write_merged
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import Lineage, RunStarted
 from dora_pipe.schemas.policy import Manifest
@@ -356,11 +357,23 @@ def _inherit(parent: str, root: Path, target: PolicyStore) -> tuple[Lineage, tup
                 hint=f"make it again first: dora-pipe export {name} --policy {step} DIR",
             )
         source.verify(manifest.digest)
-        target.publish_weights(_copying(source.weights(manifest.digest), manifest))
+        parent_digest = manifest.digest
+        manifest = target.publish_weights(_whole(source, manifest))
         files = sorted(source.assets(first.assets_digest).iterdir())
         assets = target.publish_assets(files)
-    lineage = Lineage(run=first.run, step=int(step), digest=manifest.digest)
+    lineage = Lineage(run=first.run, step=int(step), digest=parent_digest)
     return lineage, (manifest, assets)
+
+
+def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
+    """Writes the weights of a policy; those of an adapter merged into what it stands on."""
+    weights = source.weights(manifest.digest)
+    base = base_of(weights)
+    if base is None:
+        return _copying(weights, manifest)
+    source.verify(base)
+    adapter = read_adapter(weights, digest=manifest.digest)
+    return lambda path: write_merged(source.weights(base), adapter, path)
 
 
 def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 
+from dora_pipe.orchestrator import residents
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.schemas.identity import group_of
 
@@ -31,7 +32,10 @@ Assignment = tuple[Worker, int, str]
 
 def orphans(state: State) -> list[int]:
     """Versions with queued requests and no worker, oldest first."""
-    return state.index.orphans(state.queues)
+    found = state.index.orphans(state.queues)
+    if found and state.residents:
+        return [version for version in found if not residents.holders(state, version)]
+    return found
 
 
 def packed(state: State, slots: int) -> int:
@@ -62,16 +66,22 @@ def kept(state: State, version: int) -> list[Worker]:
 
 
 def orphan_assignment(state: State) -> Assignment | None:
-    """An idle worker for the oldest version with queued requests and no host, if there is one."""
+    """A worker for the oldest version with queued requests and no host, if there is one: one that
+    hosts several versions and has room for it, else an idle one."""
     waiting = orphans(state)
-    if not waiting or not state.index.idle:
+    if not waiting or not (state.index.idle or state.residents):
         return None
     needed = _needed(state)
     for version in waiting:
+        shared = residents.for_orphan(state, version)
+        if shared is not None:
+            count = len(state.queues[version])
+            return shared, version, f"{count} queued requests of version {version} have no host"
         fit = [
             worker
             for worker in state.index.idle.values()
-            if worker.target > version or worker.name not in needed
+            if worker.name not in state.residents
+            and (worker.target > version or worker.name not in needed)
         ]
         if fit:
             first = min(fit, key=lambda one: _reluctance(one, needed, state.version))
@@ -87,12 +97,30 @@ def newest_assignments(state: State, admissible: int) -> list[Assignment]:
     """
     if state.interruptible:
         return _interrupted(state)
+    found = _beside(state)
+    coming = sum(max(0, worker.slots - worker.load) for worker, _, _ in found)
+    return found + _idle_for_newest(state, admissible, coming)
+
+
+def _beside(state: State) -> list[Assignment]:
+    """Workers that host several versions take the newest at once."""
+    found: list[Assignment] = []
+    for worker in residents.for_newest(state):
+        count = len(worker.requests)
+        reason = f"version {state.version} is there, {count} requests of {worker.name} keep theirs"
+        found.append((worker, state.version, reason))
+    return found
+
+
+def _idle_for_newest(state: State, admissible: int, coming: int) -> list[Assignment]:
+    """Idle workers of one version each; so many slots come to the newest version anyway."""
     newest, idle = state.version, state.index.idle
-    wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest)
+    wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest) + coming
     if not idle or wanted <= free_slots:
         return []
     needed = _needed(state)
-    free = [one for one in idle.values() if one.target != newest and one.name not in needed]
+    kept_ = needed | state.residents.keys()
+    free = [one for one in idle.values() if one.target != newest and one.name not in kept_]
     found: list[Assignment] = []
     for worker in sorted(free, key=lambda one: (one.target, one.name)):
         if wanted <= free_slots:
@@ -141,10 +169,13 @@ def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
 
     Yields a worker with room for each request; the caller places it before it asks for the next.
     """
+    newest = version == state.version
+    if state.residents and not newest:
+        yield from _places_of_older(state, version, spared)
+        return
     hosts = state.index.hosts.get(version)
     if hosts is None:
         return
-    newest = version == state.version
     all_needed = hosts.load + len(state.queues[version]) >= hosts.slots
     if not spared and (newest or all_needed):
         while (worker := hosts.roomiest()) is not None:
@@ -155,6 +186,13 @@ def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
     yield from spread(workers) if newest else pack(state, workers)
 
 
+def _places_of_older(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
+    """Where some workers host several versions: first on those, then where it is packed."""
+    yield from spread(residents.open_holders(state, version), all_open=True)
+    single = (one for one in kept(state, version) if one.name not in state.residents)
+    yield from pack(state, [one for one in single if one.name not in spared])
+
+
 def victims(state: State) -> set[str]:
     """Workers that get nothing new, so that versions without a host find one.
 
@@ -163,7 +201,7 @@ def victims(state: State) -> set[str]:
     waiting = orphans(state)
     if not waiting:
         return set()
-    found = set(state.index.emptying)
+    found = set(state.index.emptying) - state.residents.keys()
     busy = newest_and_emptiest(state)
     for version in waiting[len(found) :]:
         fit = (one for one in busy if one.target > version and one.name not in found)
@@ -172,15 +210,16 @@ def victims(state: State) -> set[str]:
 
 
 def newest_and_emptiest(state: State) -> list[Worker]:
-    """Usable workers with a version: whom it costs least to give up comes first."""
+    """Usable workers with one version: whom it costs least to give up comes first."""
     hosts = state.index.hosts.items()
     busy = [one for version, found in hosts if version >= 0 for one in found.workers.values()]
+    busy = [one for one in busy if one.name not in state.residents]
     return sorted(busy, key=lambda one: (-one.target, one.load, one.name))
 
 
-def spread(workers: Iterable[Worker]) -> Iterator[Worker]:
+def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Worker]:
     """The worker with the most free slots, again and again; prefetch when no slot is free."""
-    heap = [(one.load - one.slots, one.name, one) for one in workers if one.open]
+    heap = [(one.load - one.slots, one.name, one) for one in workers if all_open or one.open]
     heapq.heapify(heap)
     while heap:
         worker = heap[0][2]

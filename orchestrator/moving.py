@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator import hosting, residents
 from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import Request, State, Worker
 
@@ -115,9 +115,7 @@ def _off(
     for name in names:
         version = _version(state, name)
         if version not in berths:
-            hosts = state.index.hosts.get(version)
-            fellows = hosts.workers.values() if hosts is not None else ()
-            berths[version] = _Berths(one for one in fellows if one is not worker)
+            berths[version] = _Berths(one for one in _hosts(state, version) if one is not worker)
         to = berths[version].take()
         if to is not None and to is not worker:
             yield name, to, f"{why}; {to.name} has {to.slots - to.load} slots free"
@@ -180,11 +178,20 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _Berths]]:
             continue
         kept = hosting.kept(state, version)
         names = {one.name for one in kept}
+        names.update(state.residents)
         rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
         if rest:
             berths[version] = _Berths(kept)
             spare += rest
     return spare, berths
+
+
+def _hosts(state: State, version: int) -> list[Worker]:
+    """The workers that have a version, alone or beside others."""
+    hosts = state.index.hosts.get(version)
+    alone = hosts.workers.values() if hosts is not None else ()
+    single = [one for one in alone if one.name not in state.residents]
+    return single + residents.holders(state, version)
 
 
 def _fellows(state: State, worker: Worker) -> _Berths:

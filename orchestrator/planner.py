@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora_pipe.orchestrator import hosting, transitions
+from dora_pipe.orchestrator import hosting, residents, transitions
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.rules_decision import apply_decision, dispatch, may_cancel
 from dora_pipe.orchestrator.settings import settings_in_force
@@ -253,7 +253,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
 def _assign(draft: Draft) -> None:
     """Idle workers: versions that have no host first, then the newest."""
     state = draft.state
-    if draft.full or not (state.index.idle or state.interruptible):
+    if draft.full or not (state.index.idle or state.interruptible or state.residents):
         return
     while not draft.full and (found := hosting.orphan_assignment(state)) is not None:
         _assign_one(draft, *found)
@@ -264,10 +264,16 @@ def _assign(draft: Draft) -> None:
 
 
 def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None:
-    digest = draft.state.policies[version]
+    state = draft.state
+    resident = worker.name in state.residents
     draft.add(
         Assign(
-            worker=worker.name, epoch=worker.epoch, version=version, digest=digest, reason=reason
+            worker=worker.name,
+            epoch=worker.epoch,
+            version=version,
+            digest=state.policies[version],
+            drop=(residents.drops(state, worker, version) or ()) if resident else (),
+            reason=reason,
         )
     )
 
@@ -303,7 +309,7 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
     if worker is None or worker.epoch != epoch or not worker.usable or worker.pressed:
         return None
     version = state.groups[request.group].spec.version
-    return worker if worker.target == worker.hosted == version else None
+    return worker if residents.has(state, worker, version) else None
 
 
 def _move(draft: Draft) -> None:

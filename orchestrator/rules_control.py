@@ -19,6 +19,7 @@ import msgspec
 
 from dora_pipe.config.model import Config
 from dora_pipe.errors import SchemaError
+from dora_pipe.orchestrator.residents import VERSIONS_MAX
 from dora_pipe.orchestrator.rules_command import apply_command
 from dora_pipe.orchestrator.rules_training import (
     adopted,
@@ -135,6 +136,8 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         return "it has no name"
     if not (1 <= record.slots <= SLOTS_MAX and 0 <= record.prefetch <= SLOTS_MAX):
         return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
+    if not 1 <= record.versions_resident <= VERSIONS_MAX:
+        return f"{record.versions_resident} versions at once are not a worker's"
     if record.assets_digest != state.facts.assets_digest:
         return f"{record.worker} has another model configuration or tokenizer than the run"
     older = state.workers.get(record.worker)
@@ -148,7 +151,8 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         moves=MOVES in record.declares,
         kv_tokens=max(0, record.kv_tokens),
     )
-    join_worker(state, worker)
+    # What goes on under every version that comes has no use for those that were.
+    join_worker(state, worker, versions=1 if state.interruptible else record.versions_resident)
     return ""
 
 

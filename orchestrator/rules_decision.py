@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dora_pipe.errors import InvariantBroken
+from dora_pipe.orchestrator import residents
 from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.specs import (
     eval_spec,
@@ -91,9 +92,11 @@ def _place(state: State, decision: Place) -> None:
         raise InvariantBroken(f"{spec.group} is a group that ends")
     if spec != group.spec:
         raise InvariantBroken(f"{spec.group} is dispatched otherwise")
-    if not worker.usable or worker.loading:
+    resident = worker.name in state.residents
+    if not worker.usable or (worker.loading and not resident):
         raise InvariantBroken(f"{worker.name} takes no requests")
-    if not state.may_run(spec, worker.target):
+    has = residents.has(state, worker, spec.version)
+    if not (has if resident else state.may_run(spec, worker.target)):
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
     if not decision.siblings:
         raise InvariantBroken("a placement of nothing")
@@ -134,7 +137,8 @@ def _move(state: State, decision: Move) -> None:
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(to.name != request.worker, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
-    _require(to.target == group.spec.version, f"{to.name} hosts another version (C1)")
+    has = residents.has(state, to, group.spec.version)
+    _require(has, f"{to.name} hosts another version (C1)")
     _require(to.room > 0, f"{to.name} is full")
     _require(to.moves and state.workers[request.worker].moves, f"{name} is where nothing moves")
     aim(state, name, to)
@@ -154,12 +158,15 @@ def _assign(state: State, decision: Assign) -> None:
     _require(not worker.loading, f"{worker.name} is loading")
     goes_on = state.interruptible and may_be_interrupted(state, worker)
     goes_on = goes_on and decision.version > worker.target
+    goes_on = goes_on or worker.name in state.residents
     _require(not worker.requests or goes_on, f"{worker.name} has open requests")
     _require(not worker.arriving, f"{worker.name} is where requests move to")
     _require(worker.target != decision.version, f"{worker.name} has that version")
     digest = state.policies.get(decision.version)
     _require(digest == decision.digest, f"version {decision.version} is not that policy")
-    assign(state, worker, decision.version, decision.digest)
+    why = residents.why_not(state, worker, decision.version, decision.drop)
+    _require(not why, why)
+    assign(state, worker, decision.version, decision.digest, decision.drop)
 
 
 def _drain(state: State, decision: Drain) -> None:

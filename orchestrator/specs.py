@@ -14,6 +14,7 @@ def pinned(state: State) -> tuple[int, ...]:
     """Versions that must stay in the store: open groups carry them, or workers have them."""
     workers = state.workers.values()
     held = {one.target for one in workers} | {one.hosted for one in workers}
+    held.update(version for one in state.residents.values() for version in one.held)
     return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
 
 

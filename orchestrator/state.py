@@ -16,19 +16,19 @@ differs between processes. Sort, or use a dict.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 
 from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.index import Index
+from dora_pipe.orchestrator.queues import QueueKey
+from dora_pipe.orchestrator.residents import Residence
 from dora_pipe.orchestrator.settings import logged_keys
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
-from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
 from dora_pipe.schemas.wire import canonical, sha256_hex
@@ -45,23 +45,8 @@ STATE_FORM: Final = "1"
 """What a digest covers, by name: another form with every field that comes or goes, so that a later
 version can go on with a log whose digests it cannot make again."""
 
-RANK: dict[Purpose, int] = {"train": 0, "eval": 1}
-"""Queued requests of training groups go before those of evaluation groups of the same version."""
-
-
-class QueueKey(NamedTuple):
-    """Place of a request in the queue of its version: what sorts first is placed first."""
-
-    rank: int
-    deadline: int
-    ordinal: int
-    sibling: int
-
-    @property
-    def trajectory(self) -> str:
-        """Id of the request."""
-        purpose: Purpose = "train" if self.rank == RANK["train"] else "eval"
-        return trajectory_id(group_id(purpose, self.ordinal), self.sibling)
+RESIDENT_FORM: Final = "2"
+"""Of a state in which workers host several versions at once: with `residents`."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +270,8 @@ class State:
     released: dict[str, None] = field(default_factory=dict)
     """Queued requests whose place is kept on the worker that they move to, in order."""
     workers: dict[str, Worker] = field(default_factory=dict)
+    residents: dict[str, Residence] = field(default_factory=dict)
+    """What those workers have that host several versions at once, by name."""
     trigger: str = ""
     """Why it has to be looked at anew which worker hosts what; empty when it has been."""
     seen: Estimates = field(default_factory=Estimates)
@@ -357,14 +344,16 @@ class State:
 
     def digest(self) -> str:
         """Form and hex digest of everything but chain, index and the keys that no run changes."""
-        names = [one.name for one in fields(self) if one.name not in ("chain", "index")]
+        left_out = {"chain", "index"} | (set() if self.residents else {"residents"})
+        names = [one.name for one in fields(self) if one.name not in left_out]
         plain = {name: getattr(self, name) for name in names}
-        return f"{STATE_FORM}:{sha256_hex(canonical(_plain(plain)))}"
+        form = RESIDENT_FORM if self.residents else STATE_FORM
+        return f"{form}:{sha256_hex(canonical(_plain(plain)))}"
 
 
 def is_comparable(digest: str) -> bool:
     """Whether a recorded digest covers what the digests of this version cover."""
-    return digest.startswith(f"{STATE_FORM}:")
+    return digest.partition(":")[0] in (STATE_FORM, RESIDENT_FORM)
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -376,23 +365,3 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     counters = {one.name: getattr(tally, one.name) for one in fields(tally)}
     state["tally"] = counters | {"staleness": sorted(tally.staleness.items())}
     return state
-
-
-def queue_key(group: GroupSpec, sibling: int) -> QueueKey:
-    """Where a request of this group queues: oldest deadline first, then ordinal, sibling."""
-    return QueueKey(RANK[group.purpose], group.deadline, group.ordinal, sibling)
-
-
-def push(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
-    """Into the queue of a version, at its place."""
-    insort(queues.setdefault(version, []), key)
-
-
-def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
-    """Out of the queue of a version; it must be there."""
-    queue = queues[version]
-    place = bisect_left(queue, key)
-    assert queue[place] == key, "the request is not queued"
-    del queue[place]
-    if not queue:
-        del queues[version]

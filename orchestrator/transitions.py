@@ -7,17 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from dora_pipe.orchestrator.state import (
-    Group,
-    Request,
-    Result,
-    State,
-    Verdict,
-    Worker,
-    pull,
-    push,
-    queue_key,
-)
+from dora_pipe.orchestrator.queues import pull, push, queue_key
+from dora_pipe.orchestrator.residents import Residence
+from dora_pipe.orchestrator.state import Group, Request, Result, State, Verdict, Worker
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
@@ -146,22 +138,32 @@ def drop(state: State, trajectory: str) -> None:
     pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
 
 
-def join_worker(state: State, worker: Worker) -> None:
-    """A fresh incarnation is there."""
+def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
+    """A fresh incarnation is there, which hosts so many versions at once."""
     state.workers[worker.name] = worker
+    if versions > 1:
+        state.residents[worker.name] = Residence(most=versions)
     state.index.mark(worker)
     state.trigger = f"{worker.name} joined"
 
 
-def assign(state: State, worker: Worker, version: int, digest: str) -> None:
-    """A worker shall host another version; without requests, unless they go on under it."""
+def assign(
+    state: State, worker: Worker, version: int, digest: str, drop: tuple[int, ...] = ()
+) -> None:
+    """A worker shall host another version; without requests, unless they go on under it, or keep
+    theirs beside it."""
     worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
+    for one in drop:
+        state.residents[worker.name].held.remove(one)
     state.index.touch(worker)
 
 
 def ready(state: State, worker: Worker, load_ns: int) -> None:
     """A worker hosts what it was assigned."""
     worker.hosted, worker.load_ns = worker.target, load_ns
+    residence = state.residents.get(worker.name)
+    if residence is not None and worker.hosted not in residence.held:
+        insort(residence.held, worker.hosted)
     state.index.touch(worker)
     state.trigger = f"{worker.name} is ready"
 
@@ -178,6 +180,7 @@ def press(state: State, worker: Worker, used_tokens: int) -> None:
 def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
     del state.workers[worker.name]
+    state.residents.pop(worker.name, None)
     state.index.remove(worker)
     state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
     for trajectory in sorted(worker.requests):

@@ -49,6 +49,12 @@ def _standing(state: State, since_ns: int | None) -> Found | None:
 def _hostless(state: State) -> list[Found]:
     """Versions with queued requests and no worker that has, or gets, them."""
     hosted = {worker.target for worker in state.workers.values() if worker.usable}
+    hosted.update(
+        version
+        for name, one in state.residents.items()
+        if state.workers[name].usable
+        for version in one.held
+    )
     return [
         Found(
             name="host",

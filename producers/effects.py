@@ -107,12 +107,22 @@ class DropKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Load a version: `WeightsLoaded` or `LoadFailed`. Without `keep` no slot may be taken."""
+    """Load a version: `WeightsLoaded` or `LoadFailed`.
+
+    Without `keep` no slot may be taken, unless it becomes resident beside others.
+    """
 
     version: int
     digest: str
     keep: bool = False
     """Running requests go on under it: what they had sampled is emitted before `WeightsLoaded`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropWeights:
+    """Forget these resident versions; nothing runs under them. No event follows."""
+
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,24 +20,12 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.producers.effects import (
-    EncodeFailed,
-    EngineExported,
-    EngineStarted,
-    KvFetched,
-    KvPut,
-    LoadFailed,
-    LoadWeights,
-    Observed,
-    ProgressEncoded,
-    ProgressFetched,
-    Prompted,
-    TrajectoryEncoded,
-)
-from dora_pipe.producers.engines.port import RequestFinished, TokensSampled, WeightsLoaded
+from dora_pipe.producers.effects import DropWeights, LoadFailed, LoadWeights
+from dora_pipe.producers.engines.port import WeightsLoaded
 from dora_pipe.producers.interrupts import reloaded
 from dora_pipe.producers.moves import move
 from dora_pipe.producers.requests import Requests
+from dora_pipe.producers.residents import Residents
 from dora_pipe.producers.rows import (
     ANY_VERSION,
     NOTHING,
@@ -47,8 +35,7 @@ from dora_pipe.producers.rows import (
     WorkerSetup,
     pin_of,
 )
-from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
-from dora_pipe.producers.transitions import PROGRESS_TAG, take, take_published
+from dora_pipe.producers.transitions import PROGRESS_TAG, REQUEST_EVENTS, take, take_published
 from dora_pipe.producers.waits import Situation, waits
 from dora_pipe.runtime import BUS_TURN_NS, CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.control import WorkerLeft, WorkerReady
@@ -91,6 +78,7 @@ class WorkerMachine:
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
+        self.residents = Residents(setup.versions_resident)
         self.outcome: Outcome = "running"
         self.error = ""
         self.run_over = False
@@ -174,7 +162,10 @@ class WorkerMachine:
             self.requests.counts["refused"] += 1
             return
         self.hosted, self.loading = self.loading, None
-        reloaded(self.requests, self.hosted, now)
+        if self.residents.several:
+            self.residents.loaded(self.hosted)
+        else:
+            reloaded(self.requests, self.hosted, now)
         self._ready(event.load_ms, now)
 
     def _on_load_failed(self, event: LoadFailed, now: Now) -> None:
@@ -227,7 +218,8 @@ class WorkerMachine:
             why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine}"
             return "OtherDataset", why, False
         mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
-        if not mixes and Hosted(spec.version, spec.digest) != self.target:
+        has = self.residents.has(spec.version, spec.digest)
+        if not (mixes or has) and Hosted(spec.version, spec.digest) != self.target:
             why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
             why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
             return "OtherVersion", why, True
@@ -247,7 +239,12 @@ class WorkerMachine:
         if not self._mine(assign) or self._leaving or self._draining:
             return
         self.target = Hosted(assign.version, assign.digest)
-        self.requests.hold_versions(now, self.hosted.version, self.target.version)
+        dropped = self.residents.drop(assign.drop)
+        self.requests.hold_versions(now, *self._versions())
+        if dropped:
+            self.requests.out.effects.append(DropWeights(versions=dropped))
+        if self.residents.has(assign.version, assign.digest):
+            self.hosted = self.target
         if self.target == self.hosted and self.loading is None:
             self._ready(0.0, now)
 
@@ -275,14 +272,24 @@ class WorkerMachine:
             self._left(now)
             return
         if self.loading is None and not self._leaving:
-            if self.hosted == self.target or requests.generating(self.hosted.version):
-                requests.fill(self.hosted.version)
+            if self.residents.several:
+                requests.fill(*self.residents.versions)
+                busy = self.hosted == self.target
             else:
+                busy = self.hosted == self.target or requests.generating(self.hosted.version) > 0
+                if busy:
+                    requests.fill(self.hosted.version)
+            if not busy:
                 self._load(now)
         if now.mono_ns >= self._status_ns:
             self._said_ns = now.mono_ns
             self._status_ns = now.mono_ns + self.setup.heartbeat_ns
             self._status(now)
+
+    def _versions(self) -> list[int]:
+        """Those that requests may wait for here."""
+        others = self.residents.versions if self.residents.several else [self.hosted.version]
+        return [*others, self.target.version]
 
     def _load(self, now: Now) -> None:
         self.loading, self._loading_ns = self.target, now.mono_ns
@@ -296,7 +303,7 @@ class WorkerMachine:
     def _ready(self, load_ms: float, now: Now) -> None:
         """The hosted version may be the target, or one that was replaced while it was loaded."""
         hosted = self.hosted
-        self.requests.hold_versions(now, hosted.version, self.target.version)
+        self.requests.hold_versions(now, *self._versions())
         record = WorkerReady(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
@@ -353,24 +360,6 @@ class WorkerMachine:
         self.requests.out.publish.append(Publish(record=append))
 
 
-_REQUEST_EVENTS: Final = (
-    EngineStarted,
-    EngineExported,
-    KvFetched,
-    KvPut,
-    TokensSampled,
-    RequestFinished,
-    Prompted,
-    Observed,
-    Rewarded,
-    TaskFailed,
-    EpisodeLost,
-    ProgressFetched,
-    TrajectoryEncoded,
-    ProgressEncoded,
-    EncodeFailed,
-)
-
 _INPUTS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
     Record: WorkerMachine._on_record,
     Published: WorkerMachine._on_published,
@@ -378,7 +367,7 @@ _INPUTS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {
     LoadFailed: WorkerMachine._on_load_failed,
     StopAsked: WorkerMachine._on_stop_asked,
     CaughtUp: WorkerMachine._on_caught_up,
-    **{kind: WorkerMachine._on_request_event for kind in _REQUEST_EVENTS},
+    **{kind: WorkerMachine._on_request_event for kind in REQUEST_EVENTS},
 }
 
 _DECISIONS: Final[dict[type, Callable[[WorkerMachine, Any, Now], None]]] = {

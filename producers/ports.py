@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from dora_pipe.clock import Clock
 from dora_pipe.errors import DoraError
 from dora_pipe.producers.effects import (
+    DropWeights,
     EngineAdd,
     EngineCancel,
     EngineExport,
@@ -93,7 +94,7 @@ class EnginePort:
     With `in_thread`, weights are loaded beside the loop.
     """
 
-    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, LoadWeights)
+    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, DropWeights, LoadWeights)
 
     def __init__(
         self,
@@ -113,16 +114,18 @@ class EnginePort:
         self._ahead: dict[str, EngineRequest] = {}
         self._loading: threading.Thread | None = None
         self._loaded: list[Any] = []
-        self._later: list[EngineCancel | EngineExport] = []  # the engine is being loaded
+        self._later: list[EngineCancel | EngineExport | DropWeights] = []  # it is being loaded
 
-    def start(self, effect: EngineAdd | EngineCancel | EngineExport | LoadWeights) -> None:
+    def start(
+        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | LoadWeights
+    ) -> None:
         """See the effects."""
         if isinstance(effect, EngineAdd):
             self._ahead[effect.request.request] = effect.request
         elif isinstance(effect, EngineCancel):
             if self._ahead.pop(effect.request, None) is None:
                 self._let_go(effect)
-        elif isinstance(effect, EngineExport):
+        elif isinstance(effect, EngineExport | DropWeights):
             self._let_go(effect)
         elif self._in_thread:
             assert self._loading is None, "weights are loaded one version at a time"
@@ -187,10 +190,14 @@ class EnginePort:
             except ValueError as error:
                 events.append(RequestFinished(request=name, reason="error", error=str(error)))
 
-    def _let_go(self, effect: EngineCancel | EngineExport) -> None:
-        """Take a request out of its slot; not while another thread has the engine."""
+    def _let_go(self, effect: EngineCancel | EngineExport | DropWeights) -> None:
+        """Take a request out of its slot, or versions out; not while another thread has the
+        engine."""
         if self._loading is not None:
             self._later.append(effect)
+        elif isinstance(effect, DropWeights):
+            for version in effect.versions:
+                self._engine.drop(version)
         elif isinstance(effect, EngineCancel):
             self._engine.cancel(effect.request)
         else:
@@ -217,7 +224,7 @@ class EnginePort:
                 self._loaded.append(engine.load(path, version=effect.version, digest=effect.digest))
         except DoraError as error:
             self._loaded.append(LoadFailed(version=effect.version, message=error.message))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._loaded.append(LoadFailed(version=effect.version, message=str(error)))
 
 

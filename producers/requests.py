@@ -142,8 +142,8 @@ class Requests:
         )
         self.say(place.trajectory, record)
 
-    def fill(self, version: int) -> None:
-        """Hand waiting requests to the engine, which has this version: for its slots, and ahead.
+    def fill(self, *versions: int) -> None:
+        """Hand waiting requests to the engine, which has these versions: for its slots, and ahead.
 
         Its port refills a slot between two steps, without a turn of the loop.
         """
@@ -151,9 +151,9 @@ class Requests:
         room -= self._phases[Phase.RUNNING] + len(self._handed)
         while room > 0:
             # Those that need the version go first: the next one is not loaded before they end.
-            queue = self._returning or self._waiting.get(version)
-            queue = queue or self._waiting.get(ANY_VERSION)
-            if not queue or self.rows[next(iter(queue))].own.version > version:
+            waiting = (self._waiting.get(one) for one in (*versions, ANY_VERSION))
+            queue = self._returning or next((one for one in waiting if one), {})
+            if not versions or not queue or self.rows[next(iter(queue))].own.version > versions[-1]:
                 return
             self._hand(self.rows[next(iter(queue))])
             room -= 1

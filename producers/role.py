@@ -27,7 +27,6 @@ from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config import model
 from dora_pipe.errors import (
-    ConfigError,
     Fenced,
     OutcomeUnknown,
     PolicyError,
@@ -37,14 +36,8 @@ from dora_pipe.errors import (
 from dora_pipe.patience import patiently
 from dora_pipe.policies.model_dir import asset_files
 from dora_pipe.policies.store import PolicyStore, assets_digest
-from dora_pipe.producers.engines.port import (
-    COUNTER_SAMPLING,
-    INTERRUPTIBLE,
-    KV_EXPORT,
-    PREFILL_EXACT,
-    Engine,
-    SamplingParams,
-)
+from dora_pipe.producers.abilities import check_engine, declares
+from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.handover import Handover, NoHandover
 from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import Outcome, WorkerMachine
@@ -69,9 +62,6 @@ REJOINS_MAX: Final = 8
 
 TASK_CALLS: Final = 3
 """Time limits of a task call that a request may wait for one: others may be before it."""
-
-MOVES: Final = "moves"
-"""What a worker declares that lets go of running requests; see `producers.moves`."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -167,13 +157,6 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
     )
 
 
-def declares(engine: Engine, *, single_turn: bool) -> tuple[str, ...]:
-    """What a worker says it can. Requests stay where they are unless they go on elsewhere with
-    their cache, or after a prefill with the same random stream."""
-    goes_on = {KV_EXPORT, PREFILL_EXACT, COUNTER_SAMPLING} & engine.declares
-    return tuple(sorted(engine.declares | ({MOVES} if goes_on and single_turn else set())))
-
-
 def _config_of(run: RunStarted, local: model.Config | None) -> model.Config:
     """The run's configuration with this machine's free keys."""
     config = msgspec.convert(run.config, model.Config)
@@ -200,7 +183,11 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
-        _check_engine(here, engine)
+        check_engine(engine, here.config)
+        if here.config.lora.rank:  # Versions are adapters on the first one.
+            policy = here.run.policy
+            engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
+            engine.drop(0)
         facts = _checked_facts(here, pool)
         if facts is None:
             return -1, "left"
@@ -279,6 +266,7 @@ def _setup(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
         ),
         transfers=here.transfers,
+        versions_resident=engine.versions_resident,
     )
 
 
@@ -296,16 +284,6 @@ def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
     with closing(reader):
         while reader.position(tp) < end:
             yield from reader.poll(timeout_s=POLL_S)
-
-
-def _check_engine(here: _Worker, engine: Engine) -> None:
-    """Raises ConfigError for an engine that cannot do what the run asks for."""
-    if here.config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
-        raise ConfigError(
-            f"the run is interruptible, and engine {engine.name} cannot change weights under"
-            " running requests",
-            hint="use another engine, or start a run with staleness.interruptible = false",
-        )
 
 
 def _checked_assets(here: _Worker) -> Path:
@@ -361,6 +339,7 @@ def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
         assets_digest=here.run.assets_digest,
         reward_digest=facts.reward_digest,
         package=__version__,
+        versions_resident=engine.versions_resident,
     )
 
 

@@ -104,6 +104,8 @@ class WorkerSetup:
     """Sampling settings of each purpose, stop token ids included."""
     interruptible: bool = False
     """Training requests go on under every version that is loaded; see `interrupts`."""
+    versions_resident: int = 1
+    """Versions that it hosts at the same time; see `residents`."""
     limits: Limits = DEFAULT_LIMITS
     """Of its waits."""
     transfers: str = ""
@@ -235,6 +237,7 @@ def engine_request_of(row: Row, emit_every: int) -> EngineRequest:
         params=params,
         emit_every=emit_every,
         kv=row.kv,
+        version=row.hosted.version,
     )
 
 

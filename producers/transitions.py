@@ -344,3 +344,6 @@ _ACKNOWLEDGED: Final[dict[tuple[Phase, Any], Handler]] = {
     (Phase.RELEASING, PROGRESS_TAG): _chunk_published,
     **{(phase, PROGRESS_TAG): _chunk_published for phase in _FINISHED},
 }
+
+REQUEST_EVENTS: Final = tuple(dict.fromkeys(kind for _, kind in _TABLE))
+"""The events that `take` takes."""

@@ -86,6 +86,9 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     assets_digest: str
     reward_digest: str
     package: str
+    versions_resident: int = 1
+    """Versions that it can host at the same time; more than one only where a version is an adapter
+    on weights that all share."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):

@@ -172,12 +172,17 @@ class Cancel(Decision, frozen=True, kw_only=True):
 
 
 class Assign(Decision, frozen=True, kw_only=True):
-    """A worker shall host a version; it finishes what it has first."""
+    """A worker shall host a version; it finishes what it has first.
+
+    One that hosts several at once takes it beside those that it has, and goes on with them.
+    """
 
     worker: str
     epoch: int
     version: int
     digest: str
+    drop: tuple[int, ...] = ()
+    """Versions that a worker which hosts several lets go of first: none of its requests has one."""
 
 
 class Drain(Decision, frozen=True, kw_only=True):

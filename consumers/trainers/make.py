@@ -35,7 +35,7 @@ def make_trainer(
         device = device_of(config.trainer)
         if config.trainer.kind == "deepspeed":
             return _deepspeed(assets, reference, config.trainer, log, device)
-        return _torch(assets, reference, config.trainer, device)
+        return _torch(assets, reference, config, device)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"trainer.kind = {config.trainer.kind!r} needs {error.name}, which is not installed",
@@ -49,7 +49,7 @@ def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchTraine
     Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
     """
     try:
-        return _torch(assets, reference, config.trainer, device_of(config.trainer))
+        return _torch(assets, reference, config, device_of(config.trainer))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"log-probs are computed with {error.name}, which is not installed",
@@ -99,17 +99,21 @@ def end_ranks() -> None:
         team.end_team()
 
 
-def _torch(assets: Path, reference: Path, section: Section, device: str) -> TorchTrainer:
+def _torch(assets: Path, reference: Path, config: Config, device: str) -> TorchTrainer:
+    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
     from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 
+    section, lora = config.trainer, config.lora
     if device != "cpu":
         prepare(device)
+    adapter = LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     options = TorchOptions(
         betas=section.betas,
         weight_decay=section.weight_decay,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
+        lora=adapter if lora.rank else None,
     )
     return TorchTrainer(assets, reference=reference, options=options)
 

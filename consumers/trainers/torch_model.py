@@ -81,6 +81,9 @@ class TorchModel:
         """Name and parameter, tied ones once."""
         yield from self.network.named_parameters()
 
+    def updated(self) -> None:
+        """The optimizer has changed the parameters."""
+
     def sources(self) -> list[Source]:
         """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
         return [tensor_source(name, tensor) for name, tensor in untied(self.network).items()]

@@ -30,6 +30,7 @@ from dora_pipe.consumers.trainers.step import (
     passes_of,
 )
 from dora_pipe.consumers.trainers.torch_device import compute_clock, deterministic, device_class
+from dora_pipe.consumers.trainers.torch_lora import LoraModel, LoraOptions
 from dora_pipe.consumers.trainers.torch_model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.trainers.torch_optimizer import Optimizer
 from dora_pipe.consumers.trainers.torch_pass import pass_loss, per_token
@@ -51,6 +52,8 @@ class TorchOptions:
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
+    lora: LoraOptions | None = None
+    """What is trained, if not all weights."""
 
 
 class TorchTrainer:
@@ -72,7 +75,7 @@ class TorchTrainer:
         self._assets = assets
         self._reference_path = reference
         self._options = options or TorchOptions()
-        self._model = TorchModel(assets, device=self._options.device)
+        self._model = _model(assets, reference, self._options)
         self._reference: TorchModel | None = None
         self._optimizer = self._fresh_optimizer()
 
@@ -149,7 +152,9 @@ class TorchTrainer:
     def numerics(self) -> dict[str, str]:
         """What the bits of a step depend on beside its inputs."""
         options = self._options
-        return {
+        lora = options.lora
+        adapter = {"lora": f"rank {lora.rank}, scale {lora.scale:g}"} if lora else {}
+        return adapter | {
             "trainer": f"{self.name} {self.version}",
             "torch": str(torch.__version__),
             "transformers": str(transformers.__version__),
@@ -189,6 +194,7 @@ class TorchTrainer:
                 hint="`dora-pipe tell RUN fail-batch` ends this batch's groups, then --resume",
             )
         self._optimizer.update(step.learning_rate)
+        self._model.updated()
         sums.updates += 1
         sums.grad_norms.append(norm)
 
@@ -223,3 +229,10 @@ class TorchTrainer:
             self._reference.load(self._reference_path)
         with torch.no_grad():
             return self._reference.logprobs(passage)
+
+
+def _model(assets: Path, first: Path, options: TorchOptions) -> TorchModel:
+    """The network that is trained, whole or by an adapter on the weights of version 0."""
+    if options.lora is None:
+        return TorchModel(assets, device=options.device)
+    return LoraModel(assets, base=first, options=options.lora, device=options.device)

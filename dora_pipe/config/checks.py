@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config.model import Config, Sampling, in_flight_batches
+from dora_pipe.config.training_sections import LINEAR_LAYERS
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
@@ -209,6 +210,23 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
 
 
+def _check_lora(config: Config) -> Iterator[str]:
+    lora, workers = config.lora, config.workers
+    odd = [one for one in lora.targets if one not in LINEAR_LAYERS]
+    if odd or not lora.targets:
+        found = f"`{odd[0]}` is none" if odd else "there are none"
+        yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
+    if not lora.rank:
+        return
+    if config.trainer.kind != "torch":
+        yield f"lora.rank: an adapter is trained by trainer.kind = torch, not {config.trainer.kind}"
+    if config.staleness.interruptible:
+        yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
+    other = [one for one in (workers.engines or (workers.engine,)) if one != "torch"]
+    if other:
+        yield f"lora.rank: adapters are hosted by workers.engine = torch, not by {other[0]}"
+
+
 def _check_bus(config: Config) -> Iterator[str]:
     bus = config.bus
     if "@" in bus.url and bus.url.startswith("kafka:"):
@@ -254,6 +272,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_timing,
     _check_advantages,
     _check_trainer,
+    _check_lora,
     _check_bus,
     _check_records,
     _check_telemetry,

@@ -54,6 +54,8 @@ class Workers(Section, frozen=True, kw_only=True):
     """A progress record every so many sampled tokens."""
     threads: Positive = 1
     """Of each worker's process."""
+    versions_resident: Positive = 4
+    """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
 
 
 class Bus(Section, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from dora_pipe.config.rollout_sections import (
 )
 from dora_pipe.config.section import Section
 from dora_pipe.config.telemetry_section import Telemetry
-from dora_pipe.config.training_sections import Objective, Trainer
+from dora_pipe.config.training_sections import Lora, Objective, Trainer
 
 __all__ = [
     "FROZEN",
@@ -34,6 +34,7 @@ __all__ = [
     "Config",
     "Evaluation",
     "Groups",
+    "Lora",
     "Model",
     "Objective",
     "Planner",
@@ -65,6 +66,7 @@ class Config(Section, frozen=True, kw_only=True):
     planner: Planner = Planner()
     evaluation: Evaluation = Evaluation()
     objective: Objective = Objective()
+    lora: Lora = Lora()
     trainer: Trainer = Trainer()
     workers: Workers = Workers()
     bus: Bus = Bus()
@@ -99,7 +101,7 @@ LOGGED = frozenset(
 
 _FROZEN = """
 run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward
-task.options task.turns_max sampling groups staleness.interruptible evaluation trainer.kind
+task.options task.turns_max sampling groups staleness.interruptible evaluation lora trainer.kind
 trainer.betas trainer.weight_decay trainer.micro_batch_tokens bus.partitions
 trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
 """

@@ -11,7 +11,17 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
-from dora_pipe.config.section import NonNegativeFloat, Positive, PositiveFloat, Section, Share
+from dora_pipe.config.section import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+)
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Those that an adapter may stand beside: of attention and of the gated block."""
 
 
 class Objective(Section, frozen=True, kw_only=True):
@@ -70,6 +80,17 @@ class Objective(Section, frozen=True, kw_only=True):
         low, high = self.mask_low, self.mask_high
         if low is not None and high is not None and low >= high:
             raise ValueError(f"mask_low: {low:g} is not below mask_high, {high:g}")
+
+
+class Lora(Section, frozen=True, kw_only=True):
+    """A policy of version 0's weights and an adapter, which alone is trained (docs/lora.md)."""
+
+    rank: NonNegative = 0
+    """Of the adapter's matrices; 0: all weights are trained, there is no adapter."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter makes counts alpha / rank times."""
+    targets: tuple[str, ...] = LINEAR_LAYERS
+    """The linear layers that are adapted, in every decoder layer."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):

@@ -118,8 +118,15 @@ class WorkerEntry:
     hosted: dict[int, int] = field(default_factory=dict)
     """Version to the offset in control at which it was first ready."""
     target: int = -1
+    held: set[int] = field(default_factory=set)
+    """Versions that it has beside each other, where it hosts several at once."""
     departure: Departure = ""
     departed: Moment | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether it hosts several versions at once."""
+        return self.joined.versions_resident > 1
 
     @property
     def out(self) -> str:

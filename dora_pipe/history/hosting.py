@@ -22,7 +22,7 @@ class Hosting:
     """Sums up hosted time while the rounds go by."""
 
     def __init__(self) -> None:
-        self._hosts: dict[int, int] = {}
+        self._hosts: dict[int, tuple[int, ...]] = {}
         self._now_ns: int | None = None
         self._worker_ns: Counter[int] = Counter()
         self._pair_ns: Counter[tuple[int, int]] = Counter()
@@ -38,7 +38,7 @@ class Hosting:
             self._span_ns += span_ns
             for epoch in self._hosts:
                 self._worker_ns[epoch] += span_ns
-            versions = sorted(set(self._hosts.values()))
+            versions = sorted({one for held in self._hosts.values() for one in held})
             self._several_ns += span_ns if len(versions) > 1 else 0
             for pair in combinations(versions, 2):
                 self._pair_ns[pair] += span_ns
@@ -46,9 +46,9 @@ class Hosting:
                 self._let_go(set(versions))
         self._now_ns = now_ns if self._now_ns is None else max(now_ns, self._now_ns)
 
-    def ready(self, epoch: int, version: int) -> None:
-        """This incarnation hosts a version from now on."""
-        self._hosts[epoch] = version
+    def ready(self, epoch: int, *versions: int) -> None:
+        """This incarnation hosts these versions from now on; one, unless it hosts several."""
+        self._hosts[epoch] = versions
 
     def keep(self, epochs: Collection[int]) -> None:
         """Incarnations that are not among these host nothing any more."""
@@ -66,7 +66,7 @@ class Hosting:
 
     @property
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Seconds in which both versions of a pair were hosted, by different workers.
+        """Seconds in which both versions of a pair were hosted, by whichever workers.
 
         Of a long run the longest; see `others`.
         """

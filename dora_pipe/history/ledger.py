@@ -28,6 +28,7 @@ from dora_pipe.history.hosting import Hosting
 from dora_pipe.history.legality import Legality
 from dora_pipe.history.shelf import Shelf
 from dora_pipe.history.walk import Fact, Turn
+from dora_pipe.policies.adapters import stands_on
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -44,6 +45,7 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
     WorkerReady,
 )
+from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -167,6 +169,7 @@ class Ledger:
             case WorkerLeft():
                 self._worker_left(record, at)
             case TrajectoriesLogged():
+                self._check_hosted(record)
                 for logged in record.facts():
                     self.accounts.log(logged, at)
             case RequestReleased():
@@ -223,8 +226,20 @@ class Ledger:
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
             worker.hosted.setdefault(fact.version, at.offset)
+            if worker.several:
+                worker.held.add(fact.version)
             if not worker.departure:
-                self.hosting.ready(fact.epoch, fact.version)
+                self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
+
+    def _check_hosted(self, fact: TrajectoriesLogged) -> None:
+        """Who hosts several versions has said so of each before it logs what it sampled under."""
+        worker = self.accounts.workers.get(fact.epoch)
+        if worker is None or not worker.several or fact.version in worker.hosted:
+            return
+        for one in fact.trajectories:
+            if group_of(one.trajectory) in self.accounts.open:
+                message = f"was logged by {fact.worker}, which never hosted version {fact.version}"
+                self.findings.add("C1", one.trajectory, message)
 
     def _worker_left(self, fact: WorkerLeft, at: Moment) -> None:
         worker = self._worker(fact.worker, fact.epoch, "leaves", at)
@@ -247,6 +262,7 @@ class Ledger:
         take, taken_at = (None, None) if taken is None else (taken.take, taken.at)
         entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
         self._dropped(fact, at)
+        self._check_adapter(fact)
         first = self.steps.get(fact.step)
         if first is None and not self.legality.counts(fact):
             why = f"committed at control:{at.offset}, after its batch had been ended"
@@ -264,6 +280,15 @@ class Ledger:
         why = f"batch of step {fact.step}, attempt {fact.attempt}"
         for group in fact.groups:
             self.accounts.end(group.group, "trained", why, at, step=fact.step)
+
+    def _check_adapter(self, fact: StepCommitted) -> None:
+        """In a LoRA run every later version is an adapter on version 0, or that itself."""
+        if self.started is None or self.config is None or not self.config.lora.rank:
+            return
+        first = self.started.policy.digest
+        if fact.policy.digest != first and not stands_on(fact.policy, first):
+            who = f"version {fact.step + 1}"
+            self.findings.add("policies", who, "is no adapter on version 0", expected=first)
 
     def _dropped(self, fact: StepCommitted, at: Moment) -> None:
         """Versions whose files may be gone from now on; no open group may carry one."""
@@ -304,6 +329,7 @@ class Ledger:
             case Assign():
                 if (worker := accounts.workers.get(decision.epoch)) is not None:
                     worker.target = decision.version
+                    worker.held.difference_update(decision.drop)
             case Fence():
                 if (worker := accounts.workers.get(decision.epoch)) is not None:
                     accounts.depart(worker, "fenced", at)

@@ -196,7 +196,7 @@ class Legality:
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
         worker = self._worker(decision.worker, decision.epoch, f"place {who}", where)
-        if worker is not None and not self._may_run(group.spec, worker.target):
+        if worker is not None and not self._hosts(worker, group.spec):
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
 
@@ -216,14 +216,16 @@ class Legality:
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
         self._worker(decision.worker, decision.epoch, f"move {who}", where)
         to = self._worker(decision.to, decision.to_epoch, f"move {who}", where)
-        if to is not None and to.target != group.spec.version:
+        if to is not None and not _has(to, group.spec.version):
             message = f"moves in {where} to {decision.to}, assigned to another version"
             self._wrong(who, message, group.spec.version, to.target)
 
-    def _may_run(self, spec: GroupSpec, version: int) -> bool:
-        """Whether a version may sample for a group; later ones only where that is declared."""
-        mixes = self._ledger.interruptible and spec.purpose == "train"
-        return version >= spec.version if mixes else version == spec.version
+    def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
+        """Whether a worker may sample for a group: under its own version, or a later one where
+        that is declared."""
+        if self._ledger.interruptible and spec.purpose == "train":
+            return worker.target >= spec.version
+        return _has(worker, spec.version)
 
     def _assign(self, decision: Assign, where: str) -> None:
         self._worker(decision.worker, decision.epoch, "assign", where)
@@ -234,6 +236,13 @@ class Legality:
         elif version.digest != decision.digest:
             message = f"assigns {decision.worker} weights that are not version {decision.version}"
             self._wrong(where, message, version.digest, decision.digest)
+        worker = self._ledger.accounts.workers.get(decision.epoch)
+        if worker is None or not (worker.several or decision.drop):
+            return
+        held = worker.held.difference(decision.drop) | {decision.version}
+        if len(held) > worker.joined.versions_resident or not worker.held.issuperset(decision.drop):
+            message = f"assigns {decision.worker} other versions than it has room for, or had"
+            self._wrong(where, message, worker.joined.versions_resident, sorted(held))
 
     def _take(self, decision: TakeBatch, where: str) -> None:
         who = f"step {decision.step}"
@@ -287,6 +296,11 @@ class Legality:
             self._findings.add("steps", missing, message, expected=expected, found=found)
         for name in self._ledger.accounts.open:
             self._findings.add("C2", name, f"is open although {where} stops the run")
+
+
+def _has(worker: WorkerEntry, version: int) -> bool:
+    """Whether a worker was assigned a version, and, where it hosts several, has it now."""
+    return version in worker.held if worker.several else worker.target == version
 
 
 def _kind(decision: AnyDecision) -> str:

@@ -186,6 +186,10 @@ def regenerate(
     Raises UsageError for an id without a record, PolicyError when weights are gone.
     """
     store = as_store(store)
+    if ledger.config is not None and ledger.config.lora.rank:  # The others stand on version 0.
+        first = ledger.versions[0].digest
+        engine.load(store.weights(first), version=0, digest=first)
+        engine.drop(0)
     recorded = [_read(bus, topics, ledger, name) for name in sorted(wanted)]
     open_ = [
         _Run(recorded=one, params=params[one.meta.purpose], left=deque(stays_of(one)))
@@ -198,6 +202,7 @@ def regenerate(
             path = store.weights(digest) if weights_of is None else weights_of(version)
             engine.load(path, version=version, digest=digest)
             _generate(engine, runs, version)
+            engine.drop(version)
         yield from (_result(run) for run in open_ if run.over)
         open_ = [run for run in open_ if not run.over]
     yield from (_result(run) for run in open_)  # nothing was sampled of these

@@ -54,7 +54,7 @@ class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairLine(msgspec.Struct, frozen=True, kw_only=True):
-    """How long two versions were hosted at the same time, by different workers."""
+    """How long two versions were hosted at the same time, by whichever workers."""
 
     older: int
     newer: int

@@ -2,7 +2,8 @@
 
 In: the safetensors shards of a Hugging Face causal LM become one file, sixteen-bit floats become
 float32 (what is trained here), a tensor that the config ties to the embedding stands once, and the
-config and tokenizer files are kept as they came. Out: a directory that `from_pretrained` loads.
+config and tokenizer files are kept as they came. Out: a directory that `from_pretrained` loads; of
+a LoRA policy with merged weights, and the adapter beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from dora_pipe.errors import PolicyError, ResourceError, UsageError
+from dora_pipe.policies.adapters import FOLDER, base_of, read_adapter, write_merged, write_peft
 from dora_pipe.policies.digest import Entry, mapped, read_entries
 from dora_pipe.policies.safetensors_file import Source, write_tensors
 from dora_pipe.schemas.policy import Manifest
@@ -69,7 +71,17 @@ def export_policy(store: PolicyStore, digest: str, assets_digest: str, directory
     if not assets.is_dir():
         raise PolicyError(f"no config and tokenizer files at {assets}")
     weights = store.weights_path(digest)
-    write_model_dir(directory, assets, lambda path: shutil.copyfile(weights, path))
+    base = base_of(weights)
+    if base is None:
+        write_model_dir(directory, assets, lambda path: shutil.copyfile(weights, path))
+        return
+    store.verify(base)
+    whole, adapter = store.weights_path(base), read_adapter(weights, digest=digest)
+    write_model_dir(directory, assets, lambda path: write_merged(whole, adapter, path))
+    try:
+        write_peft(directory / FOLDER, adapter)
+    except OSError as error:
+        raise ResourceError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
 def refuse_used(directory: Path) -> None:

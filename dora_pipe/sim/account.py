@@ -32,7 +32,7 @@ from dora_pipe.schemas.control import (
     WorkerReady,
 )
 from dora_pipe.schemas.rounds import TakeBatch
-from dora_pipe.sim.account_shapes import GroupAccount, RequestAccount, WorkerAccount
+from dora_pipe.sim.account_shapes import GroupAccount, RequestAccount, WorkerAccount, account_of
 
 Wrong = Callable[[str, str], None]
 """(check, what is wrong)"""
@@ -120,7 +120,8 @@ class Account:
         found = {0: "version 0", self.version: "the newest version"}
         found |= {one.spec.version: name for name, one in self.groups.items() if not one.fate}
         for one in self.workers.values():
-            found |= {} if one.out else {one.target: one.name, one.hosted: one.name}
+            here = set() if one.out else {one.target, one.hosted, *one.held}
+            found |= dict.fromkeys(here, one.name)
         found.pop(-1, None)
         return found
 
@@ -148,7 +149,7 @@ class Account:
         if older is not None and not older.out:
             self.close(older, "replaced")
         self.names[record.worker] = offset
-        self.workers[offset] = WorkerAccount(record.worker, offset, record.slots, record.prefetch)
+        self.workers[offset] = account_of(offset, record)
 
     def _ready(self, offset: int, record: WorkerReady) -> None:
         if record.digest != self.digests.get(record.version):
@@ -156,7 +157,7 @@ class Account:
             self.wrong("C1", what)
         worker = self.living(record.worker, record.epoch)
         if worker is not None and record.version == worker.target:
-            worker.hosted = record.version
+            worker.ready(record.version)
 
     def _left(self, offset: int, record: WorkerLeft) -> None:
         worker = self.living(record.worker, record.epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
+from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory, WorkerJoined
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec
 
@@ -27,6 +27,28 @@ class WorkerAccount:
     silent: bool = False
     draining: bool = False
     requests: set[str] = field(default_factory=set)
+    most: int = 1
+    """Versions that it hosts at once."""
+    held: set[int] = field(default_factory=set)
+    """Those that it has reported and was not told to drop, if it hosts several."""
+
+    def ready(self, version: int) -> None:
+        """It has reported its target."""
+        self.hosted = version
+        if self.most > 1:
+            self.held.add(version)
+
+    def has(self, version: int) -> bool:
+        """Whether requests of a version may be placed there."""
+        if self.most > 1:
+            return version in self.held
+        return self.target == self.hosted == version
+
+
+def account_of(epoch: int, record: WorkerJoined) -> WorkerAccount:
+    """An incarnation that has just joined."""
+    most = record.versions_resident
+    return WorkerAccount(record.worker, epoch, record.slots, record.prefetch, most=most)
 
 
 @dataclass(slots=True)

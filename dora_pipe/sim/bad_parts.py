@@ -123,6 +123,7 @@ class _BadEngine(SimulatedEngine):
         super().__init__(
             slots=plan.slots,
             context_tokens=plan.context_tokens,
+            versions_resident=plan.versions,
             lengths=parts.lengths,
             now_ns=now_ns,
         )

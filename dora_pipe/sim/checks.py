@@ -120,7 +120,8 @@ class Checks:
         if len(at.u()) >= (at.steps - at.step) * per_step:
             self._wrong("capacity", f"{spec.group} is admitted and no step is left for it")
         self._require("feasible", at.overdue([*at.u(), GroupAccount(spec)], at.step))
-        hosted = {one.target for one in at.workers.values() if not (one.out or one.draining)}
+        there = [one for one in at.workers.values() if not (one.out or one.draining)]
+        hosted = {version for one in there for version in (one.target, *one.held)}
         orphans = sorted(at.queued() - hosted)
         if orphans:
             what = f"{spec.group} is admitted while version {orphans[0]} has no host"
@@ -201,7 +202,7 @@ class Checks:
         if worker is None or worker.draining:
             self._wrong("placement", f"{spec.group} is placed on {decision.worker}, which is out")
             return
-        if not worker.target == worker.hosted == spec.version:
+        if not worker.has(spec.version):
             what = f"{spec.group} of version {spec.version} is placed on {worker.name}, "
             self._wrong("placement", what + f"which hosts {worker.hosted}, target {worker.target}")
         for one in decision.siblings:
@@ -241,7 +242,7 @@ class Checks:
         if request.moving is not None:
             self._wrong("move", f"{name} is moved while it moves to {request.moving[0]}")
         version = at.groups[request.group].spec.version
-        if to is None or to.draining or not to.hosted == to.target == version:
+        if to is None or to.draining or not to.has(version):
             self._wrong("move", f"{name} moves to {decision.to}, which does not host {version}")
         if decision.to_epoch == decision.epoch:
             self._wrong("move", f"{name} moves to where it is")
@@ -263,12 +264,24 @@ class Checks:
         if worker is None or worker.draining:
             self._wrong("assign", f"{decision.worker} is out and gets version {decision.version}")
             return
-        if worker.requests or worker.target != worker.hosted:
+        self._drops(decision, worker)
+        if (worker.requests and worker.most == 1) or worker.target != worker.hosted:
             what = f"has {len(worker.requests)} requests, target {worker.target}"
             self._wrong("assign", f"{worker.name} gets version {decision.version}, but it {what}")
         if at.digests.get(decision.version) != decision.digest:
             self._wrong("C1", f"{worker.name} gets other weights for version {decision.version}")
         worker.target = decision.version
+
+    def _drops(self, decision: Assign, worker: WorkerAccount) -> None:
+        """What it lets go of is there, and nobody there needs it; what it keeps has room."""
+        at, dropped = self._at, set(decision.drop)
+        used = {at.groups[at.requests[one].group].spec.version for one in worker.requests}
+        if not dropped <= worker.held or dropped & used:
+            what = f"drops {sorted(dropped)} of {sorted(worker.held)}, {sorted(used)} are in use"
+            self._wrong("assign", f"{worker.name} {what}")
+        worker.held -= dropped
+        if worker.most > 1 and len({*worker.held, decision.version}) > worker.most:
+            self._wrong("assign", f"{worker.name} gets more than {worker.most} versions")
 
     def _fence(self, decision: Fence) -> None:
         worker = self._at.living(decision.worker, decision.epoch)

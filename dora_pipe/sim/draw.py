@@ -7,7 +7,7 @@ between them they meet every combination. Everything is drawn in one fixed order
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -113,8 +113,11 @@ class Draw:
     """The faults stop after so long at the latest."""
 
 
-def draw(seed: int, *, steps: int = 10) -> Draw:
-    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``"""
+def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Draw:
+    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``
+
+    With `resident`, most workers host several versions at once; all else stays what it was.
+    """
     chance = Random(f"dora-pipe sim {seed}")
     slow = chance.choice(SLOW)
     config = _config(chance, seed, steps, crowded=slow > 1)
@@ -129,6 +132,8 @@ def draw(seed: int, *, steps: int = 10) -> Draw:
     first = max(first, 3) if slow > 1 else first
     rates = "clock-rate" in faults
     plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
+    if resident:
+        plans = _resident(seed, plans)
     return Draw(
         seed=seed,
         config=config,
@@ -197,6 +202,13 @@ def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
         load_ns=chance.choice((50, 200, 800)) * MS,
         rate=chance.choice((0.5, 0.8, 1.0, 1.25, 2.0)) if rates else 1.0,
     )
+
+
+def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+    """The same workers with room for several versions; half of the seeds mix them with others."""
+    chance = Random(f"dora-pipe sim resident {seed}")
+    rooms = chance.choice(((2, 3, 5), (1, 2, 4)))
+    return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
 
 
 def _delays(chance: Random) -> Delays:

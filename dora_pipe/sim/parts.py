@@ -25,6 +25,7 @@ from dora_pipe.consumers.status import Gauges
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
 from dora_pipe.consumers.work import TrainerWork
 from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.abilities import declares
 from dora_pipe.producers.effects import LoadWeights
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
@@ -36,7 +37,6 @@ from dora_pipe.producers.handover import Handover, MemoryHandover
 from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.producers.role import declares
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
     PromptCall,
@@ -79,6 +79,8 @@ class WorkerPlan:
     """Loading the weights of a version."""
     rate: float = 1.0
     """Of its monotonic clock."""
+    versions: int = 1
+    """How many its engine hosts at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,7 @@ class PlainParts:
         return SimulatedEngine(
             slots=plan.slots,
             context_tokens=plan.context_tokens,
+            versions_resident=plan.versions,
             lengths=self.lengths,
             now_ns=site.clock.wall_ns,
         )

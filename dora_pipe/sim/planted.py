@@ -31,9 +31,10 @@ from dora_pipe.orchestrator import (
     transitions,
 )
 from dora_pipe.orchestrator.leases import Leases
+from dora_pipe.orchestrator.queues import queue_key
 from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, State, Worker, queue_key
+from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.verdicts import COMPLETE, verdict_of
 from dora_pipe.producers.rows import seed_of
 from dora_pipe.schemas.identity import trajectory_seed

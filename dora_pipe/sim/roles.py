@@ -137,6 +137,7 @@ def _joined(world: World, role: Role, plan: WorkerPlan, parts: WorkerParts) -> W
         assets_digest=world.run_started.assets_digest,
         reward_digest="",
         package="0",
+        versions_resident=plan.versions,
     )
 
 
@@ -162,4 +163,5 @@ def _worker_setup(
             "train": sampling_params(config.sampling, parts.stop_ids),
             "eval": sampling_params(config.evaluation.sampling, parts.stop_ids),
         },
+        versions_resident=plan.versions,
     )

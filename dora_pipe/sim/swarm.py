@@ -54,6 +54,8 @@ class Played:
     """What a seed came to; `check` and `what` are empty if everything held."""
 
     seed: int
+    resident: bool = False
+    """Whether workers hosted several versions at once."""
     check: str = ""
     what: str = ""
     steps: int = 0
@@ -75,14 +77,22 @@ class Played:
     @property
     def line(self) -> str:
         """What was found, with the command that finds it again."""
-        return f"{self.check}: {self.what}; again: dora-pipe sim --seed {self.seed}"
+        return f"{self.check}: {self.what}; again: {self.again}"
+
+    @property
+    def again(self) -> str:
+        """The command that plays it again."""
+        return f"dora-pipe sim --seed {self.seed}" + (" --resident" if self.resident else "")
 
 
-def play(seed: int, *, steps: int = 10) -> Played:
-    """Play one seed, with at least so many steps, and at least `EVENTS_MIN` events."""
-    played = Swarm(draw(seed, steps=steps)).play()
+def play(seed: int, *, steps: int = 10, resident: bool = False) -> Played:
+    """Play one seed, with at least so many steps, and at least `EVENTS_MIN` events.
+
+    With `resident`, most workers host several versions at once.
+    """
+    played = Swarm(draw(seed, steps=steps, resident=resident)).play()
     if played.holds and played.events < EVENTS_MIN:
-        played = Swarm(draw(seed, steps=steps + MORE_STEPS)).play()
+        played = Swarm(draw(seed, steps=steps + MORE_STEPS, resident=resident)).play()
     return played
 
 
@@ -198,6 +208,7 @@ class Swarm:
         events = 0 if world is None else world.events
         return Played(
             seed=self.draw.seed,
+            resident=any(plan.versions > 1 for plan in self.draw.workers),
             check=check,
             what=what,
             steps=account.version,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.orchestrator.planner import may_still_admit
-from dora_pipe.orchestrator.state import Group, Request, Worker, queue_key
+from dora_pipe.orchestrator.queues import queue_key
+from dora_pipe.orchestrator.residents import holders
+from dora_pipe.orchestrator.state import Group, Request, Worker
 from dora_pipe.orchestrator.waits import blockers, waits
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import TrainerStatus, Wait, WorkerStatus
@@ -307,6 +309,7 @@ class Chain:
     def version(self, version: int) -> Node:
         """Who hosts a version, or gets it, and how full they are."""
         hosts = [one for one in self._state.workers.values() if one.target == version]
+        hosts += [one for one in holders(self._state, version) if one.target != version]
         hosts.sort(key=lambda one: one.name)
         if not hosts:
             text = f"version {version}: no worker hosts it, or loads it"

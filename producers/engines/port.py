@@ -1,8 +1,8 @@
 """The port of a generation engine: rows of a running batch, sampled by counter; decides nothing.
 
-An engine hosts one policy version at a time and has `slots` rows. It is driven from one thread by
-`step`, which does a bounded amount of work. Sampling is a function of (logits, seed, position),
-never of the batch or of what ran before.
+An engine hosts one policy version at a time, or with `lora` several, and has `slots` rows. It is
+driven from one thread by `step`, which does a bounded amount of work. Sampling is a function of
+(logits, seed, position), never of the batch or of what ran before.
 
 What an engine can is declared, and the contract suite asks for exactly that:
 
@@ -11,6 +11,8 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``prefill_exact``: going on by prefill gives the same bits as never having stopped.
 - ``kv_export``: a running request can be taken out with its KV cache, and goes on elsewhere with
   the bits it would have had.
+- ``lora``: versions are adapters on one base, of which `versions_resident` live beside each other:
+  each row of a batch under its own.
 - ``interruptible``: weights can change under running requests, which are then prefilled again.
 """
 
@@ -28,6 +30,7 @@ BATCH_INVARIANT = "batch_invariant"
 PREFILL_EXACT = "prefill_exact"
 KV_EXPORT = "kv_export"
 INTERRUPTIBLE = "interruptible"
+LORA = "lora"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,6 +98,9 @@ class EngineRequest:
     """Emit `TokensSampled` after every so many tokens; 0 only at the end."""
     kv: Kv | None = None
     """The KV cache of all `token_ids` but the last; None: they are prefilled."""
+    version: int = -1
+    """Which of the resident versions samples it, where there are several; -1: the one that was
+    loaded last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +171,15 @@ class Engine(Protocol):
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """Replace the weights by those in a safetensors file; only while no row is active.
 
+        With `lora`, whole weights are the base, and an adapter's file (`policies.adapters`) makes a
+        version resident beside those that are, whatever runs; ValueError when there is no room.
         Raises PolicyError when the bytes do not have this weights digest or do not fit the model;
         then the old weights stay.
         """
+        ...
+
+    def drop(self, version: int) -> None:
+        """Forget a resident version; no row runs under it. An engine with one version keeps it."""
         ...
 
     def add(self, request: EngineRequest) -> None:

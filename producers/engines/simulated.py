@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -83,11 +84,18 @@ class _Row:
     turn_ends: int
     """The count of sampled tokens at which the end token comes."""
     stops: StopText | None
+    version: int
     computed: bool = False
     """Its cache is complete: it came with one, or a step has prefilled it."""
     first_token_ns: int = 0
     new_tokens: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)
+
+
+@lru_cache(maxsize=1024)
+def _key(digest: str) -> int:
+    """What a policy's tokens depend on; 0 before there is one."""
+    return int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") if digest else 0
 
 
 def _seed(request: EngineRequest) -> int:
@@ -109,13 +117,13 @@ class SimulatedEngine:
     )
     device = "none"
     dtype = "none"
-    versions_resident = 1
 
     def __init__(
         self,
         *,
         slots: int,
         context_tokens: int,
+        versions_resident: int = 1,
         lengths: Lengths = long_tailed_length,
         decode: Decode | None = None,
         now_ns: Callable[[], int] = lambda: 0,
@@ -125,29 +133,40 @@ class SimulatedEngine:
         self._lengths = lengths
         self._decode = decode
         self._now_ns = now_ns
-        self._key = 0
-        self._digest = ""
+        self.versions_resident = versions_resident
+        self._latest = -1
+        self._digests: dict[int, str] = {}
+        """Of the resident versions."""
         self._rows: dict[str, _Row] = {}
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """Take `digest` for the weights; the file is not read. Raises as the port says."""
-        if self._rows:
+        if self._rows and self.versions_resident == 1:
             raise ValueError(f"{len(self._rows)} rows are active; weights change between requests")
         return self._load(version, digest)
+
+    def drop(self, version: int) -> None:
+        """See the port."""
+        assert version not in {row.version for row in self._rows.values()}, "rows run under it"
+        if self.versions_resident > 1:
+            self._digests.pop(version, None)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the file is not read."""
         loaded = self._load(version, digest)
         pending = [self._emit(row) for row in self._rows.values() if row.new_tokens]
         for row in self._rows.values():
-            row.computed = False
+            row.computed, row.version = False, version
         return [*pending, loaded]
 
     def _load(self, version: int, digest: str) -> WeightsLoaded:
         if version < 0 or not digest:
             raise PolicyError(f"version {version} with digest {digest!r} is no policy")
-        self._key = int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big")
-        self._digest = digest
+        if self.versions_resident == 1:
+            self._digests.clear()
+        elif version not in self._digests and len(self._digests) >= self.versions_resident:
+            raise ValueError(f"{self.versions_resident} versions are resident; drop one first")
+        self._digests[version], self._latest = digest, version
         return WeightsLoaded(version=version, digest=digest, load_ms=0.0)
 
     def add(self, request: EngineRequest) -> None:
@@ -155,6 +174,7 @@ class SimulatedEngine:
         check_request(
             request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
         )
+        version = self._version_of(request)
         misfit = self.kv_error(request)
         if misfit is not None:
             raise ValueError(f"{request.request}: its KV cache is of {misfit}")
@@ -166,6 +186,7 @@ class SimulatedEngine:
             sampled=request.sampled,
             turn_ends=self._turn_end(seed, request.sampled),
             stops=stop_text(request, self._decode),
+            version=version,
             computed=request.kv is not None,
         )
 
@@ -174,7 +195,8 @@ class SimulatedEngine:
         kv = request.kv
         if kv is None:
             return None
-        misfit = kv_mismatch(request, kv, layout=LAYOUT, weights=self._digest)
+        weights = self._digests.get(self._wanted(request), "")
+        misfit = kv_mismatch(request, kv, layout=LAYOUT, weights=weights)
         if misfit is not None:
             return misfit
         if set(kv.arrays) != {KV_ARRAY}:
@@ -193,9 +215,8 @@ class SimulatedEngine:
         if row is None:
             return None
         state = np.array([row.seed & _MASK, row.position], np.uint64)
-        kv = Kv(
-            tokens=row.position - 1, layout=LAYOUT, weights=self._digest, arrays={KV_ARRAY: state}
-        )
+        weights = self._digests.get(row.version, "")
+        kv = Kv(tokens=row.position - 1, layout=LAYOUT, weights=weights, arrays={KV_ARRAY: state})
         complete = row.computed and kv.tokens > 0
         return Exported(
             sampled=self._emit(row) if row.new_tokens else None, kv=kv if complete else None
@@ -237,6 +258,17 @@ class SimulatedEngine:
         """Forget every row."""
         self._rows.clear()
 
+    def _wanted(self, request: EngineRequest) -> int:
+        alone = self.versions_resident == 1 or request.version < 0
+        return self._latest if alone else request.version
+
+    def _version_of(self, request: EngineRequest) -> int:
+        """Raises ValueError where the wanted version is one of several and is not there."""
+        version = self._wanted(request)
+        if self.versions_resident > 1 and version not in self._digests:
+            raise ValueError(f"{request.request}: version {version} is not resident")
+        return version
+
     def _turn_end(self, seed: int, sampled: int) -> int:
         """The end of the turn that the token after `sampled` ones belongs to."""
         end, turn = 0, 0
@@ -265,7 +297,7 @@ class SimulatedEngine:
 
     def _sample(self, row: _Row) -> tuple[int, float]:
         """Token and log-prob, functions of (digest, seed, position)."""
-        drawn = mix64(mix64(self._key ^ row.seed) ^ row.position)
+        drawn = mix64(mix64(_key(self._digests.get(row.version, "")) ^ row.seed) ^ row.position)
         token = drawn % (VOCABULARY - 1)
         token += token >= END_TOKEN
         if row.sampled + 1 == row.turn_ends:

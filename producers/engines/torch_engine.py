@@ -26,9 +26,12 @@ from dora_pipe.errors import ConfigError, PolicyError, ResourceError
 from dora_pipe.producers.engines import torch_probe
 from dora_pipe.producers.engines.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
     COUNTER_SAMPLING,
     INTERRUPTIBLE,
     KV_EXPORT,
+    LORA,
+    PREFILL_EXACT,
     EngineEvent,
     EngineRequest,
     Exported,
@@ -40,6 +43,7 @@ from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_attention import Piece, Run, StepAttention, split_pieces
 from dora_pipe.producers.engines.torch_kv import KvCache
+from dora_pipe.producers.engines.torch_lora import Residents, is_invariant
 from dora_pipe.producers.engines.torch_model import ROWS_MIN, Weights, forward, fuse, rotations
 from dora_pipe.producers.engines.torch_sampling import Sampler
 from dora_pipe.producers.engines.torch_weights import (
@@ -70,7 +74,6 @@ class TorchEngine:
     name = "torch"
     device = "cpu"
     dtype = "float32"
-    versions_resident = 1
 
     def __init__(
         self,
@@ -83,14 +86,19 @@ class TorchEngine:
         declares: frozenset[str] = frozenset({COUNTER_SAMPLING}),
         decode: Decode | None = None,
         clock: Clock | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> None:
         self.version = str(torch.__version__)
         self.declares = declares
         self.slots = slots
         self.context_tokens = context_tokens
+        self.versions_resident = versions_resident
         self._model = model
         self._weights = weights
-        self._digest = digest
+        self._residents = Residents(
+            model, slots=slots, rank=lora_rank, most=versions_resident, base=digest
+        )
         self._layout = _layout(model)
         self._decode = decode
         self._clock = clock or SystemClock()
@@ -113,10 +121,14 @@ class TorchEngine:
         context_tokens: int,
         threads: int,
         decode: Decode | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> TorchEngine:
         """An engine for a model directory, with its weights if it holds any (else `load` some).
 
-        `decode` gives the text of tokens; without it requests with stop strings are refused.
+        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
+        that rank on one base. `decode` gives the text of tokens; without it requests with stop
+        strings are refused.
         Sets the number of torch's threads in this process. Raises PolicyError for a model that
         the engine does not take, ConfigError for sizes that cannot be, ResourceError.
         """
@@ -133,8 +145,10 @@ class TorchEngine:
                 slots=slots,
                 context_tokens=context_tokens,
                 digest=digest,
-                declares=_measured(model, weights),
+                declares=_measured(model, weights, lora_rank),
                 decode=decode,
+                lora_rank=lora_rank,
+                versions_resident=versions_resident,
             )
         except MemoryError as error:
             raise ResourceError(
@@ -144,12 +158,24 @@ class TorchEngine:
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """See the port."""
-        if self._slot_of:
+        whole = self._residents.is_whole(weights, digest)
+        if self._slot_of and (whole or self.versions_resident == 1):
             raise ValueError(f"{self.active} rows are active; weights change between requests")
+        if not whole:
+            started_ns = self._clock.now_ns()
+            self._residents.take(weights, version=version, digest=digest)
+            load_ms = (self._clock.now_ns() - started_ns) / 1e6
+            return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
         return self._load(weights, version=version, digest=digest)
+
+    def drop(self, version: int) -> None:
+        """See the port."""
+        self._residents.drop(version)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the next steps prefill all rows again, as many tokens each as ever."""
+        if INTERRUPTIBLE not in self.declares:
+            raise ValueError("versions of a LoRA policy live beside each other")
         loaded = self._load(weights, version=version, digest=digest)
         slots = self._table.by_arrival(self._slot_of.values())
         pending = [self._table.pending(slot) for slot in slots]
@@ -169,7 +195,8 @@ class TorchEngine:
                 f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version"
                 f" {version}"
             )
-        self._weights, self._digest = fresh, digest
+        self._weights = fresh
+        self._residents.settle(version, digest)
         load_ms = (self._clock.now_ns() - started_ns) / 1e6
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 
@@ -184,12 +211,14 @@ class TorchEngine:
             raise ValueError(
                 f"{request.request}: token ids beyond a vocabulary of {self._model.vocabulary}"
             )
+        version = self._residents.version_of(request)
         misfit = self.kv_error(request)
         if misfit is not None:
             raise ValueError(f"{request.request}: its KV cache is of {misfit}")
         stops, kv = stop_text(request, self._decode), request.kv
         slot = self._free.pop()
         self._slot_of[request.request] = slot
+        self._residents.seat(slot, version)
         self._table.enter(slot, request, stops, cached=kv.tokens if kv else 0)
         if kv is not None:
             self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
@@ -199,9 +228,10 @@ class TorchEngine:
     def kv_error(self, request: EngineRequest) -> str | None:
         """See the port."""
         kv = request.kv
-        if kv is None:
+        if kv is None or not self._residents.knows(request):
             return None
-        misfit = kv_mismatch(request, kv, layout=self._layout, weights=self._digest)
+        weights = self._residents.digest_of(self._residents.version_of(request))
+        misfit = kv_mismatch(request, kv, layout=self._layout, weights=weights)
         if misfit is not None:
             return misfit
         if set(kv.arrays) != {KV_ARRAY}:
@@ -220,9 +250,8 @@ class TorchEngine:
         pending, tokens, kv = self._table.pending(slot), int(self._table.length[slot]) - 1, None
         if tokens and self._table.cached[slot] == tokens:
             array = self._kv.copied(slot, tokens).numpy()
-            kv = Kv(
-                tokens=tokens, layout=self._layout, weights=self._digest, arrays={KV_ARRAY: array}
-            )
+            digest = self._residents.digest_in(slot)
+            kv = Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
         self._leave(slot)
         return Exported(sampled=pending, kv=kv)
 
@@ -311,6 +340,7 @@ class TorchEngine:
         table = self._table
         tokens = [table.last[order], *(table.prompts[r.slot][r.start : r.end] for r in runs)]
         places = [positions, *(np.arange(r.start, r.end) for r in runs)]
+        slots = [order, *(np.full(r.end - r.start, r.slot) for r in runs)]
         padding = np.zeros(max(0, ROWS_MIN - sum(map(len, places))), np.int64)
         return forward(
             self._weights,
@@ -318,6 +348,7 @@ class TorchEngine:
             self._turns[torch.from_numpy(np.concatenate([*places, padding]))],
             StepAttention(self._kv, positions, runs),
             len(order),
+            self._residents.rows_of(np.concatenate(slots)),
         )
 
 
@@ -333,7 +364,7 @@ def _read_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[
     return fuse(model, tensors), digest
 
 
-def _measured(model: CausalLM, weights: Weights | None) -> frozenset[str]:
+def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> frozenset[str]:
     """What an engine for this model may declare on this machine; see `torch_probe`."""
     if weights is None:
         one = replace(model, layers=1)
@@ -342,4 +373,8 @@ def _measured(model: CausalLM, weights: Weights | None) -> frozenset[str]:
     engine = TorchEngine(
         part.model, part, slots=torch_probe.SLOTS, context_tokens=torch_probe.CONTEXT_TOKENS
     )
-    return torch_probe.probe(weights, engine) | {KV_EXPORT, INTERRUPTIBLE}
+    found = torch_probe.probe(weights, engine)
+    if not lora_rank:
+        return found | {KV_EXPORT, INTERRUPTIBLE}
+    invariant = is_invariant(model, lora_rank)
+    return (found if invariant else found - {BATCH_INVARIANT, PREFILL_EXACT}) | {KV_EXPORT, LORA}

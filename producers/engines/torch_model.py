@@ -20,7 +20,7 @@ change attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -65,6 +65,15 @@ class Weights:
         return replace(self, model=replace(self.model, layers=layers), layers=self.layers[:layers])
 
 
+class Added(Protocol):
+    """What some rows get beside the model's own weights; see `torch_lora`."""
+
+    def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to the outputs `y` that layer `number` made of `x` by one of its fused matrices:
+        ``qkv``, ``out``, ``gate_up`` or ``down``."""
+        ...
+
+
 class Attention(Protocol):
     """The attention of one step: writes keys and values, then reads them."""
 
@@ -98,11 +107,12 @@ def forward(
     turns: torch.Tensor,
     attention: Attention,
     wanted: int,
+    added: Sequence[Added] = (),
 ) -> torch.Tensor:
     """Logits [max(wanted, ROWS_MIN), vocabulary] of the first token rows.
 
     `tokens` int64 [rows], `turns` complex64 [rows, 1, head_dim / 2] (rows of `rotations`); there
-    are at least ROWS_MIN rows.
+    are at least ROWS_MIN rows. `added` changes what it says of some of them.
     """
     model = weights.model
     rows, turned = len(tokens), (model.heads + model.kv_heads) * model.head_dim
@@ -110,17 +120,29 @@ def forward(
     attended = torch.zeros(rows, model.heads * model.head_dim)
     x = F.embedding(tokens, weights.embedding)
     for number, layer in enumerate(weights.layers):
-        qkv = F.linear(_norm(x, layer.attention_norm, model), layer.qkv, layer.qkv_bias)
+        normed = _norm(x, layer.attention_norm, model)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        for one in added:
+            one.add(number, "qkv", normed, qkv)
         qk = qkv[:, :turned].view(rows, model.heads + model.kv_heads, model.head_dim)
         if layer.qk_norm is not None:
             qk.mul_(torch.rsqrt(qk.square().mean(-1, keepdim=True) + model.norm_eps))
             qk.mul_(layer.qk_norm)
         torch.view_as_complex(qk.view(rows, -1, model.head_dim // 2, 2)).mul_(turns)
         attention(number, qkv, attended)
-        x = F.linear(attended, layer.out, layer.out_bias).add_(x)
-        gate_up = F.linear(_norm(x, layer.mlp_norm, model), layer.gate_up, layer.gate_up_bias)
+        projected = F.linear(attended, layer.out, layer.out_bias)
+        for one in added:
+            one.add(number, "out", attended, projected)
+        x = projected.add_(x)
+        normed = _norm(x, layer.mlp_norm, model)
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        for one in added:
+            one.add(number, "gate_up", normed, gate_up)
         gated = F.silu(gate_up[:, : model.intermediate]).mul_(gate_up[:, model.intermediate :])
-        x = F.linear(gated, layer.down, layer.down_bias).add_(x)
+        narrowed = F.linear(gated, layer.down, layer.down_bias)
+        for one in added:
+            one.add(number, "down", gated, narrowed)
+        x = narrowed.add_(x)
     last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
     return F.linear(last, weights.head)
 
@@ -135,7 +157,7 @@ def _layer(model: CausalLM, tensors: Mapping[str, torch.Tensor], number: int) ->
 
     def fused_qkv(kind: str) -> torch.Tensor:
         q, k, v = (get(f"self_attn.{which}_proj.{kind}") for which in "qkv")
-        return torch.cat([_interleaved(q, model.head_dim), _interleaved(k, model.head_dim), v])
+        return torch.cat([interleaved(q, model.head_dim), interleaved(k, model.head_dim), v])
 
     def fused_gate_up(kind: str) -> torch.Tensor:
         return torch.cat([get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")])
@@ -157,11 +179,11 @@ def _layer(model: CausalLM, tensors: Mapping[str, torch.Tensor], number: int) ->
 
 def _head_norms(model: CausalLM, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The norm weights of every query and key head: [heads + kv_heads, head_dim]."""
-    q, k = (_interleaved(get(f"self_attn.{which}_norm.weight"), model.head_dim) for which in "qk")
+    q, k = (interleaved(get(f"self_attn.{which}_norm.weight"), model.head_dim) for which in "qk")
     return torch.cat([q.expand(model.heads, -1), k.expand(model.kv_heads, -1)])
 
 
-def _interleaved(part: torch.Tensor, head_dim: int) -> torch.Tensor:
+def interleaved(part: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rows of each head reordered 0, half, 1, half + 1, ...: pairs that are turned together."""
     paired = part.view(-1, 2, head_dim // 2, *part.shape[1:]).transpose(1, 2)
     return paired.reshape(part.shape)

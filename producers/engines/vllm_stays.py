@@ -76,6 +76,9 @@ class Stays:
         self._let_go(row)
         return Exported(sampled=row.emit() if row.pending else None, kv=None)
 
+    def drop(self, version: int) -> None:
+        """See the port; there is one version, which stays."""
+
     def cancel(self, request: str) -> None:
         """See the port."""
         row = self._rows.get(request)

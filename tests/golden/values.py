@@ -367,3 +367,26 @@ ROUND_PINS = rounds.Round(
         ),
     ),
 )
+
+JOINED_SEVERAL = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), versions_resident=4
+)
+"""A worker that hosts several versions at once."""
+
+ROUND_DROPS = rounds.Round(
+    ordinal=2,
+    role_epoch=0,
+    now_ns=2,
+    control_next=2,
+    decisions=(
+        rounds.Assign(
+            reason="version 5 is there",
+            worker="w1",
+            epoch=9,
+            version=5,
+            digest=DIGEST,
+            drop=(2, 3),
+        ),
+    ),
+)
+"""It takes one more version, and lets go of two."""

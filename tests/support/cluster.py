@@ -33,13 +33,14 @@ from dora_pipe.consumers.work import TrainerWork
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.policies.store import PolicyStore
+from dora_pipe.producers.abilities import declares
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.handover import MemoryHandover
 from dora_pipe.producers.handover_port import HandoverPort
 from dora_pipe.producers.machine import WorkerMachine
 from dora_pipe.producers.ports import EnginePort, TaskPort
 from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.producers.role import declares, sampling_params
+from dora_pipe.producers.role import sampling_params
 from dora_pipe.producers.rows import WorkerSetup
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
 from dora_pipe.runtime import Meter, Runtime, StopAsked
@@ -325,8 +326,12 @@ class Cluster:
         writer = bus.writer()
         decisions_from = bus.end(TopicPartition(self.topics.decisions, 0))
         engine = self.parts.engine(self.assets, self.config, self.clock)
+        if self.config.lora.rank:
+            first = self.run_started.policy.digest
+            engine.load(self.store.weights(first), version=0, digest=first)
+            engine.drop(0)
         joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine, tasks)))
-        setup = self._setup(name, writer.append([joined])[0], decisions_from)
+        setup = self._setup(name, engine, writer.append([joined])[0], decisions_from)
         machine = WorkerMachine(setup, cost=meter.cost, kv_used=lambda: engine.kv_used_tokens)
         ports = [
             EnginePort(
@@ -364,9 +369,10 @@ class Cluster:
             assets_digest=self.run_started.assets_digest,
             reward_digest="",
             package="0",
+            versions_resident=engine.versions_resident,
         )
 
-    def _setup(self, name: str, epoch: int, decisions_from: int) -> WorkerSetup:
+    def _setup(self, name: str, engine: Engine, epoch: int, decisions_from: int) -> WorkerSetup:
         config, stops = self.config, self.parts.stop_ids(self.assets)
         return WorkerSetup(
             topics=self.topics,
@@ -387,4 +393,5 @@ class Cluster:
                 "train": sampling_params(config.sampling, stops),
                 "eval": sampling_params(config.evaluation.sampling, stops),
             },
+            versions_resident=engine.versions_resident,
         )

@@ -62,6 +62,8 @@ class SimulatedParts:
     """Without torch: tokens and lengths are hashes, weights too."""
 
     lengths: Lengths = long_tailed_length
+    versions: int = 1
+    """How many each worker hosts at once."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         assets = directory / "assets"
@@ -75,6 +77,7 @@ class SimulatedParts:
         return SimulatedEngine(
             slots=workers.slots,
             context_tokens=workers.context_tokens,
+            versions_resident=self.versions,
             lengths=self.lengths,
             now_ns=clock.wall_ns,
         )
@@ -108,6 +111,8 @@ class TorchParts:
             context_tokens=workers.context_tokens,
             threads=1,
             decode=Tokenizer(assets).full_text,
+            lora_rank=config.lora.rank,
+            versions_resident=workers.versions_resident if config.lora.rank else 1,
         )
 
     def texts(self, assets: Path) -> Texts:

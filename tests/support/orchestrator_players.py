@@ -34,9 +34,14 @@ class PlayWorker:
     What a closure does later is done only if `self.life` is still the one it was planned in.
     """
 
-    def __init__(self, world: World, name: str, slots: int, prefetch: int) -> None:
+    def __init__(
+        self, world: World, name: str, slots: int, prefetch: int, versions: int = 1
+    ) -> None:
         self.world, self.name = world, name
         self.slots, self.prefetch = slots, prefetch
+        self.versions = versions
+        """How many it hosts at once."""
+        self.held: set[int] = set()
         self.life = 0
         self.epoch = -1
         self.alive = False
@@ -53,6 +58,7 @@ class PlayWorker:
         self.life += 1
         self.alive, self.frozen, self.draining = True, False, False
         self.version = -1
+        self.held.clear()
         self.waiting.clear()
         self.running.clear()
         self.late.clear()
@@ -62,6 +68,7 @@ class PlayWorker:
                 slots=self.slots,
                 prefetch=self.prefetch,
                 moves=self.world.chances.moves,
+                versions=self.versions,
             )
         )
         self._heartbeat(self.life)
@@ -88,7 +95,12 @@ class PlayWorker:
         if (decision.worker, decision.epoch) != (self.name, self.epoch):
             return
         if isinstance(decision, Assign):
-            assert not self.running and not self.waiting, "assigned while it has requests"
+            requests = [*self.running.values(), *self.waiting]
+            assert not requests or self.versions > 1, "assigned while it has requests"
+            dropped = {one.spec.version for one in requests}.intersection(decision.drop)
+            assert not dropped, "drops what it has requests of"
+            assert self.held.issuperset(decision.drop), "drops what it does not have"
+            self.held.difference_update(decision.drop)
             life, load_s = self.life, self.world.chances.load_s
             self.world.after(load_s, lambda: self._loaded(life, decision))
         elif isinstance(decision, Place):
@@ -131,7 +143,7 @@ class PlayWorker:
         self._maybe_leave()
 
     def _place(self, place: PlacedRequest) -> None:
-        assert place.spec.version == self.version, "placed on a worker of another version"
+        assert place.spec.version in self.held, "placed on a worker of another version"
         assert len(self.running) + len(self.waiting) < self.slots + self.prefetch, "overfull"
         chance, chances = self.world.chance, self.world.chances
         self.waiting.append(place)
@@ -185,6 +197,8 @@ class PlayWorker:
             self.world.after(0.5, lambda: self._loaded(life, assign))
             return
         self.version = assign.version
+        self.held = {*self.held, self.version} if self.versions > 1 else {self.version}
+        assert len(self.held) <= self.versions, "more versions than it has room for"
         self.world.tell(records.ready(self.name, self.epoch, assign.version, assign.digest))
 
     def _crash(self, life: int) -> None:

@@ -98,6 +98,7 @@ def joined(
     assets: str = ASSETS,
     kv_tokens: int = 1024,
     moves: bool = False,
+    versions: int = 1,
 ) -> WorkerJoined:
     """A worker is there."""
     return WorkerJoined(
@@ -117,6 +118,7 @@ def joined(
         assets_digest=assets,
         reward_digest="",
         package="0",
+        versions_resident=versions,
     )
 
 

@@ -59,9 +59,20 @@ class Stage:
                 self.batch = one
         return found
 
-    def join(self, name: str, *, slots: int = 4, prefetch: int = 0, moves: bool = False) -> int:
+    def join(
+        self,
+        name: str,
+        *,
+        slots: int = 4,
+        prefetch: int = 0,
+        moves: bool = False,
+        versions: int = 1,
+    ) -> int:
         """A worker joins; its role epoch."""
-        return self.tell(records.joined(name, slots=slots, prefetch=prefetch, moves=moves))
+        joined = records.joined(
+            name, slots=slots, prefetch=prefetch, moves=moves, versions=versions
+        )
+        return self.tell(joined)
 
     def load(self) -> None:
         """Every worker that was assigned a version reports it ready."""
@@ -69,9 +80,17 @@ class Stage:
             if worker.loading:
                 self.tell(records.ready(worker.name, worker.epoch, worker.target))
 
-    def worker(self, name: str, *, slots: int = 4, prefetch: int = 0, moves: bool = False) -> int:
+    def worker(
+        self,
+        name: str,
+        *,
+        slots: int = 4,
+        prefetch: int = 0,
+        moves: bool = False,
+        versions: int = 1,
+    ) -> int:
         """A worker joins, is assigned a version and has loaded it; then everybody plans."""
-        epoch = self.join(name, slots=slots, prefetch=prefetch, moves=moves)
+        epoch = self.join(name, slots=slots, prefetch=prefetch, moves=moves, versions=versions)
         self.settle()
         return epoch
 

@@ -137,6 +137,8 @@ class World:
     seed: int
     config: Config
     workers: dict[str, tuple[int, int]]
+    versions: dict[str, int] = field(default_factory=dict)
+    """How many versions a worker hosts at once; one, if nothing is said."""
     chances: Chances = field(default_factory=Chances)
     rows: int = 50
     eval_rows: int = 3
@@ -160,7 +162,7 @@ class World:
         self.start_orchestrator()
         self.trainer = PlayTrainer(self)
         self.players = {
-            name: PlayWorker(self, name, slots, prefetch)
+            name: PlayWorker(self, name, slots, prefetch, self.versions.get(name, 1))
             for name, (slots, prefetch) in self.workers.items()
         }
         for player in self.players.values():

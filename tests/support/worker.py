@@ -196,6 +196,7 @@ class World:
         return SimulatedEngine(
             slots=setup.slots,
             context_tokens=setup.context_tokens,
+            versions_resident=setup.versions_resident,
             lengths=self.lengths,
             now_ns=self.clock.wall_ns,
         )
@@ -239,13 +240,14 @@ class World:
         self.rounds += 1
         self.writer.append([Append(topic=TOPICS.decisions, value=encode(record))])
 
-    def assign(self, worker: Worker, version: int) -> Assign:
+    def assign(self, worker: Worker, version: int, *drop: int) -> Assign:
         return Assign(
             reason="t",
             worker=worker.setup.worker,
             epoch=worker.setup.epoch,
             version=version,
             digest=self.digest(version),
+            drop=drop,
         )
 
     def place(

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from dora_pipe.orchestrator.fold import apply_decision, apply_observation
 from dora_pipe.orchestrator.hosting import orphans
 from dora_pipe.orchestrator.planner import decide, plan
+from dora_pipe.orchestrator.queues import queue_key
 from dora_pipe.orchestrator.recovery import read_rounds, recover
 from dora_pipe.orchestrator.rules_control import apply_control
 from dora_pipe.orchestrator.staleness import feasible
-from dora_pipe.orchestrator.state import State, queue_key
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import LeaseExpired
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.tidy import ROOT, module_imports
 
-PURE = ("effects", "machine", "requests", "rows", "sequence", "transitions")
+PURE = ("effects", "machine", "requests", "residents", "rows", "sequence", "transitions")
 FORBIDDEN = {"asyncio", "random", "secrets", "socket", "threading", "time", "uuid", "os"}
 
 

@@ -31,7 +31,9 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("control/step-committed-dropped", control.decode_control, values.COMMITTED_DROPPED),
     ("control/request-released-peer", control.decode_control, values.RELEASED_PEER),
     ("decisions/round", rounds.decode_round, values.ROUND),
+    ("control/worker-joined-several", control.decode_control, values.JOINED_SEVERAL),
     ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
+    ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
 ]
 
 
@@ -100,7 +102,13 @@ def test_golden_round_has_every_observation_and_decision() -> None:
 
 def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
     seen: dict[type[msgspec.Struct], set[str]] = {}
-    later = (values.COMMITTED_DROPPED, values.RELEASED_PEER, values.ROUND_PINS)
+    later = (
+        values.COMMITTED_DROPPED,
+        values.RELEASED_PEER,
+        values.JOINED_SEVERAL,
+        values.ROUND_PINS,
+        values.ROUND_DROPS,
+    )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
     trajectories = (

@@ -1,0 +1,297 @@
+"""Several versions in one engine: each row samples under its own, whatever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.errors import PolicyError
+from dora_pipe.policies.adapters import write_merged
+from dora_pipe.policies.model_dir import write_model_dir
+from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
+    LORA,
+    PREFILL_EXACT,
+    Engine,
+    EngineRequest,
+)
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.engines.torch_engine import TorchEngine
+from tests.support import models
+from tests.support.adapters import RANK, make_lora, publish, random_adapter
+from tests.support.engine_contract import Result, Subject, request, requests, run
+from tests.support.torch_engines import logprob_distance, make
+
+KINDS = ["simulated", "qwen2", "llama_gqa"]
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Several:
+    """An engine under test, and three policies: a base and two adapters on it."""
+
+    kind: str
+    directory: Path
+    policies: list[tuple[Path, str]]
+    open: Callable[..., Engine]
+
+    @property
+    def vocabulary(self) -> int:
+        return {
+            "qwen2": models.QWEN2_VOCABULARY,
+            "llama_gqa": models.LLAMA_VOCABULARY,
+        }.get(self.kind, 90)
+
+    def hosting(self, *versions: int, slots: int = 16, most: int = 3) -> Engine:
+        """An engine with these versions."""
+        engine = self.open(slots=slots, most=most)
+        if self.kind != "simulated":
+            engine.load(self.policies[0][0], version=0, digest=self.policies[0][1])
+            engine.drop(0)
+        for version in versions:
+            path, digest = self.policies[version]
+            engine.load(path, version=version, digest=digest)
+        return engine
+
+    def wanted(self, count: int = 24, *, max_tokens: int = 40) -> list[EngineRequest]:
+        """Requests of many lengths, spread over the three versions."""
+        subject = Subject(
+            name=self.kind,
+            open=self.open,
+            vocabulary=self.vocabulary,
+            policies=(self.policies[0], self.policies[1]),
+        )
+        plain = requests(subject, count, max_tokens=max_tokens)
+        return [replace(one, version=number % 3) for number, one in enumerate(plain)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Several:
+    kind = str(request.param)
+    folder = tmp_path_factory.mktemp(kind)
+    if kind == "simulated":
+        return Several(
+            kind=kind,
+            directory=folder,
+            policies=[(Path("none"), f"{number:064x}") for number in range(1, 4)],
+            open=lambda *, slots, most: SimulatedEngine(
+                slots=slots, context_tokens=256, versions_resident=most
+            ),
+        )
+    directory = make(kind, folder / "model")
+    lora = make_lora(directory, folder / "policies")
+    assets = lora.store.assets_path(lora.assets)
+    return Several(
+        kind=kind,
+        directory=directory,
+        policies=list(lora.policies),
+        open=lambda *, slots, most: TorchEngine.open(
+            assets,
+            slots=slots,
+            context_tokens=256,
+            threads=1,
+            lora_rank=RANK,
+            versions_resident=most,
+        ),
+    )
+
+
+def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
+    engine = several.hosting(0)
+    assert engine.versions_resident == 3
+    assert {BATCH_INVARIANT, PREFILL_EXACT} <= engine.declares
+    assert LORA in engine.declares or several.kind == "simulated"
+
+
+def test_rows_of_three_versions_have_the_bits_that_each_version_alone_gives(
+    several: Several,
+) -> None:
+    wanted = several.wanted()
+    together = run(several.hosting(0, 1, 2), wanted)
+    for version in range(3):
+        mine = [one for one in wanted if one.version == version]
+        alone = run(several.hosting(version, most=1), mine)
+        assert {one.request: together[one.request] for one in mine} == alone
+    one = wanted[4]
+    by_itself = run(several.hosting(one.version, slots=1), [one])
+    assert by_itself[one.request] == together[one.request]
+
+
+def test_versions_sample_differently(several: Several) -> None:
+    engine = several.hosting(0, 1, 2)
+    same = [
+        replace(request(f"r{version}", [5, 6, 7], max_tokens=30), version=version)
+        for version in range(3)
+    ]
+    results = run(engine, same)
+    tokens = {tuple(result.tokens) for result in results.values()}
+    logprobs = {tuple(result.logprobs) for result in results.values()}
+    assert len(logprobs) == 3
+    assert len(tokens) > 1
+
+
+def test_another_version_is_loaded_while_rows_run_and_changes_none_of_their_bits(
+    several: Several,
+) -> None:
+    first = [replace(one, version=one.version % 2) for one in several.wanted(8)]
+    wholes = run(several.hosting(0, 1), first)
+    engine = several.hosting(0, 1)
+    results: dict[str, Result] = {one.request: Result() for one in first}
+    for one in first:
+        engine.add(one)
+    for number in range(400):
+        if number == 3:
+            path, digest = several.policies[2]
+            assert engine.load(path, version=2, digest=digest).version == 2
+            engine.add(replace(request("late", [3, 4], max_tokens=9), version=2))
+            results["late"] = Result()
+        for event in engine.step():
+            collect(results, event)
+        if not engine.active:
+            break
+    late = results.pop("late")
+    assert results == wholes
+    alone = run(several.hosting(2), [replace(request("late", [3, 4], max_tokens=9), version=2)])
+    assert late == alone["late"]
+
+
+def collect(results: dict[str, Result], event: object) -> None:
+    from tests.support.engine_contract import take
+
+    take(results[event.request], event)  # type: ignore[attr-defined,arg-type]
+
+
+def test_kv_cache_goes_on_under_its_own_version_and_no_other(several: Several) -> None:
+    one = replace(request("r", [5, 6, 7, 8], max_tokens=40), version=1)
+    whole = run(several.hosting(1), [one])["r"]
+    engine = several.hosting(0, 1, 2)
+    engine.add(one)
+    tokens: list[int] = []
+    for _ in range(9):
+        engine.step()
+    found = engine.export("r")
+    assert found is not None
+    assert found.kv is not None
+    assert found.sampled is not None
+    assert found.kv.weights == several.policies[1][1]
+    tokens = [*one.token_ids, *found.sampled.token_ids]
+    rest = replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)
+    there = several.hosting(0, 1)
+    other = replace(rest, version=0)
+    assert there.kv_error(other) == "other weights"
+    assert there.kv_error(rest) is None
+    assert run(there, [rest])["r"] == whole.after(len(found.sampled.token_ids))
+
+
+def test_version_that_is_not_resident_is_refused_and_so_is_one_too_many(several: Several) -> None:
+    engine = several.hosting(0, 1, most=2)
+    with pytest.raises(ValueError, match="version 2 is not resident"):
+        engine.add(replace(request("r", [5]), version=2))
+    path, digest = several.policies[2]
+    with pytest.raises(ValueError, match="2 versions are resident"):
+        engine.load(path, version=2, digest=digest)
+    engine.drop(0)
+    engine.load(path, version=2, digest=digest)
+    with pytest.raises(ValueError, match="version 0 is not resident"):
+        engine.add(replace(request("r", [5]), version=0))
+    engine.load(*several.policies[2][:1], version=2, digest=digest)
+    engine.drop(1)
+    first, first_digest = several.policies[0]
+    engine.load(first, version=0, digest=first_digest)
+    assert run(engine, [replace(request("r", [5], max_tokens=5), version=0)])["r"].tokens
+
+
+def test_two_versions_may_have_the_same_weights(several: Several) -> None:
+    engine = several.hosting(1)
+    path, digest = several.policies[1]
+    engine.load(path, version=2, digest=digest)
+    engine.drop(1)
+    one = request("r", [5, 6], max_tokens=12)
+    assert run(engine, [replace(one, version=2)]) == run(
+        several.hosting(1), [replace(one, version=1)]
+    )
+
+
+class TestAdaptersOfTheTorchEngine:
+    """What only an engine with weights has."""
+
+    @pytest.fixture(autouse=True)
+    def only_torch(self, several: Several) -> None:
+        if several.kind == "simulated":
+            pytest.skip("it has no weights")
+
+    def test_log_probs_are_those_of_the_merged_model(
+        self, several: Several, tmp_path: Path
+    ) -> None:
+        base, digest = several.policies[0]
+        adapter = random_adapter(base, digest, seed=8, size=0.05)
+        store = make_lora(several.directory, tmp_path / "p", adapters=0).store
+        made = publish(store, adapter)
+        merged = tmp_path / "merged"
+        write_model_dir(merged, several.directory, lambda at: write_merged(base, adapter, at))
+        engine = several.hosting(0, 1)
+        engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
+        one = replace(request("r", [5, 6, 7], max_tokens=60), version=2)
+        result = run(engine, [one])["r"]
+        assert logprob_distance(merged, [5, 6, 7], result) < TOLERANCE
+        assert logprob_distance(several.directory, [5, 6, 7], result) > 100 * TOLERANCE
+
+    def test_version_zero_is_the_base_bit_for_bit(self, several: Several) -> None:
+        plain = TorchEngine.open(several.directory, slots=16, context_tokens=256, threads=1)
+        wanted = several.wanted(12)
+        base = [one for one in wanted if one.version == 0]
+        found = run(several.hosting(0, 1, 2), wanted)
+        assert {one.request: found[one.request] for one in base} == run(plain, base)
+
+    def test_adapter_on_other_weights_or_of_another_rank_or_model_is_refused(
+        self, several: Several, tmp_path: Path
+    ) -> None:
+        base, digest = several.policies[0]
+        engine = several.hosting(0)
+        before = run(engine, [replace(request("r", [5], max_tokens=9), version=0)])
+        store = make_lora(several.directory, tmp_path / "p", adapters=0).store
+        for adapter, match in (
+            (random_adapter(base, "ab" * 32, seed=1), "stands on weights abab"),
+            (random_adapter(base, digest, seed=1, rank=2), "rank 2, not 4"),
+            (random_adapter(base, digest, seed=1, layers=("embed_tokens",)), "no linear layer"),
+        ):
+            made = publish(store, adapter)
+            with pytest.raises(PolicyError, match=match):
+                engine.load(store.weights_path(made.digest), version=1, digest=made.digest)
+        after = run(engine, [replace(request("r", [5], max_tokens=9), version=0)])
+        assert after == before
+
+    def test_adapter_of_some_layers_leaves_the_others_alone(
+        self, several: Several, tmp_path: Path
+    ) -> None:
+        base, digest = several.policies[0]
+        store = make_lora(several.directory, tmp_path / "p", adapters=0).store
+        for layers in (("q_proj",), ("v_proj", "down_proj"), ("up_proj",)):
+            adapter = random_adapter(base, digest, seed=3, layers=layers)
+            made = publish(store, adapter)
+            engine = several.hosting(0)
+            engine.load(store.weights_path(made.digest), version=1, digest=made.digest)
+            one = request("r", [5, 6, 7], max_tokens=30)
+            found = run(engine, [replace(one, version=1), replace(one, request="b", version=0)])
+            assert found["r"].logprobs != found["b"].logprobs
+
+    def test_row_whose_adapter_is_not_finite_harms_none_of_another_version(
+        self, several: Several, tmp_path: Path
+    ) -> None:
+        base, digest = several.policies[0]
+        store = make_lora(several.directory, tmp_path / "p", adapters=0).store
+        broken = random_adapter(base, digest, seed=3, size=float("inf"))
+        made = publish(store, broken)
+        engine = several.hosting(0, 1)
+        engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
+        wanted = several.wanted(12)
+        found = run(engine, wanted)
+        good = run(several.hosting(0, 1, 2), wanted)
+        for one in wanted:
+            if one.version == 2:
+                assert found[one.request].reason == "error"
+            else:
+                assert found[one.request] == good[one.request]

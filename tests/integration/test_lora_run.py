@@ -1,0 +1,119 @@
+"""A LoRA run on torch, whole: versions beside each other, a clean audit, replays bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.regenerate import pick, regenerate
+from dora_pipe.history.replay import replay
+from dora_pipe.orchestrator.fold import fold_round
+from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.state import State
+from dora_pipe.policies.adapters import base_of, stands_on
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.role import sampling_params
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.rounds import Assign, Move
+from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import TorchParts
+from tests.support.models import make_qwen2
+
+STEPS = 6
+WIDE_LOGITS = 20.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A finished run in which a worker and the trainer were killed on the way."""
+    folder = tmp_path_factory.mktemp("lora")
+    parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))
+    config = make_config(
+        run__steps=STEPS,
+        run__name="lora",
+        sampling__max_tokens=48,
+        lora__rank=4,
+        lora__alpha=8.0,
+        trainer__learning_rate=1e-2,
+        workers__versions_resident=3,
+        timing__lease_s=0.5,
+    )
+    with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as running:
+        running.until(lambda: running.version >= 2)
+        running.kill("w1")
+        running.ticks(130)
+        running.start("w1")
+        running.until(lambda: running.version >= 4)
+        running.restart("trainer")
+        running.run()
+        yield running
+
+
+def test_audit_is_clean(cluster: Cluster) -> None:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.steps == STEPS
+
+
+def test_every_later_version_is_a_small_adapter_on_the_first(cluster: Cluster) -> None:
+    ledger = build_ledger(cluster.bus, cluster.topics)
+    first = cluster.run_started.policy
+    for step in range(STEPS):
+        policy = ledger.steps[step].fact.policy
+        assert stands_on(policy, first.digest)
+        assert policy.bytes < first.bytes / 2
+        assert base_of(cluster.store.weights_path(policy.digest)) == first.digest
+
+
+def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster) -> None:
+    state, most, versions_on_one = State(), 0, 0
+    assigned, moved = 0, 0
+    for at in read_rounds(cluster.bus, cluster.topics):
+        fold_round(state, at.round, at.folded())
+        assigned += sum(isinstance(one, Assign) for one in at.round.decisions)
+        moved += sum(isinstance(one, Move) for one in at.round.decisions)
+        for name, residence in state.residents.items():
+            most = max(most, len(residence.held))
+            here = state.workers[name].requests
+            specs = {state.groups[state.requests[one].group].spec.version for one in here}
+            versions_on_one = max(versions_on_one, len(specs))
+    assert 1 < most <= 3, most
+    assert versions_on_one > 1, "requests of two versions ran on one worker"
+    assert assigned >= STEPS
+    assert moved == 0
+
+
+def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
+    reference = cluster.store.weights_path(cluster.run_started.policy.digest)
+    lines = list(
+        replay(
+            cluster.bus,
+            cluster.topics,
+            cluster.store.root,
+            cluster.parts.trainer(cluster.assets, reference, cluster.config),
+            first=0,
+            last=STEPS,
+            clock=cluster.clock,
+        )
+    )
+    assert [line.replayed.step for line in lines] == list(range(STEPS))
+    assert all(line.replayed.equal for line in lines)
+    assert len({line.replayed.digest_replayed for line in lines}) == STEPS
+
+
+def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
+    ledger = build_ledger(cluster.bus, cluster.topics)
+    stop_ids = cluster.parts.stop_ids(cluster.assets)
+    params: dict[Purpose, SamplingParams] = {
+        "train": sampling_params(cluster.config.sampling, stop_ids),
+        "eval": sampling_params(cluster.config.evaluation.sampling, stop_ids),
+    }
+    wanted = pick(ledger, 25, 5)
+    engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
+    found = list(
+        regenerate(cluster.bus, cluster.topics, cluster.store.root, ledger, engine, wanted, params)
+    )
+    assert [one for one in found if not one.equal] == []
+    assert len({one.version for one in found}) > 1

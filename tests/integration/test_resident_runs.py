@@ -1,0 +1,140 @@
+"""A run whose workers host several versions at once, audited; and decisions that could not be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from dora_pipe.history.audit import audit, build_ledger
+from dora_pipe.history.entries import Moment
+from dora_pipe.history.ledger import Ledger
+from dora_pipe.orchestrator.recovery import fold_log, read_rounds
+from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Move, Place
+from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import SimulatedParts
+
+STEPS = 8
+AT = Moment(round=0, offset=0, now_ns=0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A finished run in which a worker was killed and the orchestrator started again."""
+    folder = tmp_path_factory.mktemp("residents")
+    config = make_config(run__steps=STEPS, run__name="residents", timing__lease_s=0.5)
+    parts = SimulatedParts(versions=3)
+    with Cluster(folder, config, parts=parts, workers=("w0", "w1")) as running:
+        running.until(lambda: running.version >= 2)
+        running.kill("w1")
+        running.ticks(130)
+        running.start("w1")
+        running.until(lambda: running.version >= 4)
+        running.restart("orchestrator")
+        running.run()
+        yield running
+
+
+def decisions(cluster: Cluster) -> list[AnyDecision]:
+    rounds = read_rounds(cluster.bus, cluster.topics)
+    return [decision for at in rounds for decision in at.round.decisions]
+
+
+def test_audit_is_clean_and_plans_can_be_made_again(cluster: Cluster) -> None:
+    report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.steps == STEPS
+    assert report.several_versions_seconds > 0
+
+
+def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: Cluster) -> None:
+    most = beside = 0
+    for folded in fold_log(cluster.bus, cluster.topics):
+        state = folded.state
+        for name, residence in state.residents.items():
+            most = max(most, len(residence.held))
+            here = state.workers[name].requests
+            beside = max(
+                beside,
+                len({state.groups[state.requests[one].group].spec.version for one in here}),
+            )
+    assert 2 <= most <= 3
+    assert beside >= 2
+    assert not [one for one in decisions(cluster) if isinstance(one, Move)]
+
+
+def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
+    """What the audit says of a decision at the end of the run."""
+    ledger.stopped = None
+    before = len(ledger.findings.violations)
+    ledger.legality.decision(decision, AT)
+    return [one.line for one in ledger.findings.violations[before:]]
+
+
+@pytest.fixture
+def ledger(cluster: Cluster) -> Ledger:
+    found = build_ledger(cluster.bus, cluster.topics)
+    for worker in found.accounts.workers.values():
+        worker.departure = ""
+    return found
+
+
+def last(cluster: Cluster, kind: type[msgspec.Struct]) -> AnyDecision:
+    return [one for one in decisions(cluster) if isinstance(one, kind)][-1]
+
+
+def test_placement_on_a_worker_that_does_not_have_the_version_is_named(
+    cluster: Cluster, ledger: Ledger
+) -> None:
+    place = last(cluster, Place)
+    assert isinstance(place, Place)
+    ledger.accounts.workers[place.epoch].held = {place.spec.version}
+    assert not [one for one in wrong(ledger, place) if "another version" in one]
+    ledger.accounts.workers[place.epoch].held = {place.spec.version - 1}
+    assert [one for one in wrong(ledger, place) if "another version" in one]
+
+
+def test_assignment_of_more_than_fits_and_drop_of_what_is_not_there_are_named(
+    cluster: Cluster, ledger: Ledger
+) -> None:
+    assign = last(cluster, Assign)
+    assert isinstance(assign, Assign)
+    worker = ledger.accounts.workers[assign.epoch]
+    worker.held = {1, 2}
+    fits = msgspec.structs.replace(assign, drop=())
+    assert wrong(ledger, fits) == []
+    worker.held = {1, 2, 3}
+    (line,) = wrong(ledger, fits)
+    assert "other versions than it has room for" in line
+    assert wrong(ledger, msgspec.structs.replace(assign, drop=(1,))) == []
+    (line,) = wrong(ledger, msgspec.structs.replace(assign, drop=(0,)))
+    assert "other versions than it has room for" in line
+
+
+def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
+    cluster: Cluster, ledger: Ledger
+) -> None:
+    bound = next(
+        request.bound
+        for group in ledger.accounts.groups.values()
+        for request in group.requests.values()
+        if request.bound is not None
+    )
+    fact = TrajectoriesLogged(
+        at_ns=0,
+        worker=bound.fact.worker,
+        epoch=bound.fact.epoch,
+        version=bound.fact.version,
+        digest=bound.fact.digest,
+        trajectories=(
+            LoggedEntry(**{one: getattr(bound.fact, one) for one in LoggedEntry.__struct_fields__}),
+        ),
+    )
+    ledger.accounts.open[bound.fact.group] = ledger.accounts.groups[bound.fact.group]
+    ledger._check_hosted(fact)
+    assert not ledger.findings.violations
+    ledger.accounts.workers[bound.fact.epoch].hosted.clear()
+    ledger._check_hosted(fact)
+    assert "never hosted version" in ledger.findings.violations[-1].line

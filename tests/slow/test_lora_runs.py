@@ -1,0 +1,72 @@
+"""LoRA by the command line, in processes: run, stop, audit, replay, export, go on from it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.policies.adapters import CONFIG, FOLDER
+from dora_pipe.schemas.control import StepCommitted, WorkerJoined, WorkerReady
+from tests.support.user_run import WAIT_S, assert_clean, call, facts, furnish, start, steps, until
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+LORA = ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2"]
+
+
+def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) -> None:
+    place = furnish(tmp_path)
+    running = start(place, "run", "config.toml", *LORA, "-o", "run.steps=8")
+    until(lambda: b"step    2 " in (place / "said").read_bytes())
+    running.send_signal(signal.SIGINT)
+    assert running.wait(WAIT_S) == 130
+    resumed = call(place, "run", "config.toml", *LORA, "-o", "run.steps=8", "--resume")
+    assert resumed == 0, (place / "said").read_text()
+    assert steps(place, "tiny") == list(range(8))
+    assert_clean(place, "tiny")
+    found = list(facts(place, "tiny"))
+    assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
+    ready = {one.version for one in found if isinstance(one, WorkerReady)}
+    assert len(ready) > 4
+    sizes = {one.policy.bytes for one in found if isinstance(one, StepCommitted)}
+    assert len(sizes) == 1, "every adapter is as large as the others"
+    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
+    assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
+
+    assert call(place, "export", "tiny", "--policy", "8", "trained") == 0
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(place / "model")
+    trained: Any = AutoModelForCausalLM.from_pretrained(place / "trained")
+    differing = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, tensor in base.state_dict().items()
+        if not tensor.equal(trained.state_dict()[name])
+    }
+    assert differing == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    assert json.loads((place / "trained" / FOLDER / CONFIG).read_text())["r"] == 4
+
+    went_on = call(place, "run", "config.toml", "-o", "run.name=next", "--from", "tiny@8")
+    assert went_on == 0, (place / "said").read_text()
+    assert_clean(place, "next")
+
+
+def test_adapter_and_an_engine_that_has_none_is_refused_in_one_line(tmp_path: Path) -> None:
+    place = furnish(tmp_path)
+    assert call(place, "run", "config.toml", *LORA, "-o", "workers.engine=vllm") != 0
+    said = (place / "said").read_text()
+    assert "lora.rank: adapters are hosted by workers.engine = torch, not by vllm" in said

@@ -1,0 +1,79 @@
+"""Adapters for tests: random ones that change what a tiny model says, and policies made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dora_pipe.policies.adapters import Adapter, a_name, b_name, marks
+from dora_pipe.policies.digest import read_entries
+from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.policy import Manifest
+
+RANK = 4
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """A model directory in a store, with adapters on it: `policies` are (file, digest), the first
+    of them the base."""
+
+    store: PolicyStore
+    assets: str
+    policies: Sequence[tuple[Path, str]]
+
+
+def random_adapter(
+    base: Path,
+    digest: str,
+    *,
+    seed: int,
+    rank: int = RANK,
+    layers: Sequence[str] = LAYERS,
+    size: float = 0.2,
+) -> Adapter:
+    """An adapter of all named layers of a safetensors file of whole weights."""
+    chance = np.random.default_rng(seed)
+
+    def drawn(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return (chance.standard_normal(shape) * size).astype(np.float32)
+
+    pairs = {}
+    for entry in read_entries(base):
+        layer = entry.name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in layers and len(entry.shape) == 2:
+            out, in_ = entry.shape
+            pairs[layer] = (drawn(rank, in_), drawn(out, rank))
+    return Adapter(base=digest, scale=2.0, pairs=pairs)
+
+
+def sources_of(adapter: Adapter) -> list[Source]:
+    """What an adapter's file in a store holds."""
+    found = marks(adapter.base, adapter.scale)
+    for layer, pair in adapter.pairs.items():
+        for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
+            data = matrix.astype("<f4").tobytes
+            found.append(Source(name=name, dtype="F32", shape=matrix.shape, data=data))
+    return found
+
+
+def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
+    """Put an adapter into a store."""
+    return store.publish_weights(lambda path: write_tensors(path, sources_of(adapter)))
+
+
+def make_lora(directory: Path, root: Path, *, adapters: int = 2) -> Lora:
+    """A model directory in a store, with so many random adapters on it."""
+    store = PolicyStore(root)
+    manifest, assets = store.import_model(directory)
+    base = store.weights_path(manifest.digest)
+    policies = [(base, manifest.digest)]
+    for seed in range(adapters):
+        made = publish(store, random_adapter(base, manifest.digest, seed=seed))
+        policies.append((store.weights_path(made.digest), made.digest))
+    return Lora(store=store, assets=assets, policies=policies)

@@ -1,0 +1,67 @@
+"""What [lora] asks of the other sections, and what a resumed run may change of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config.checks import problems_of
+from dora_pipe.config.load import changed_keys
+from dora_pipe.config.model import Config
+
+PLAIN: dict[str, Any] = {
+    "run": {"name": "r", "steps": 1},
+    "model": {"path": "m"},
+    "task": {"kind": "arithmetic"},
+}
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    return msgspec.convert(PLAIN | sections, Config)
+
+
+def problems(**sections: dict[str, Any]) -> list[str]:
+    return [one.text for one in problems_of(config(**sections))]
+
+
+def test_no_adapter_is_the_default() -> None:
+    assert config().lora.rank == 0
+    assert problems() == []
+
+
+def test_adapter_of_every_linear_layer_fits() -> None:
+    assert problems(lora={"rank": 8}) == []
+    assert problems(lora={"rank": 8, "targets": ["q_proj", "v_proj"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        (
+            {"lora": {"rank": 4, "targets": ["lm_head"]}},
+            "lora.targets: `lm_head` is none of q_proj",
+        ),
+        ({"lora": {"rank": 4, "targets": []}}, "lora.targets: there are none of q_proj"),
+        ({"lora": {"rank": 4}, "trainer": {"kind": "deepspeed"}}, "trainer.kind = torch"),
+        ({"lora": {"rank": 4}, "staleness": {"interruptible": True}}, "nothing is interrupted"),
+        (
+            {"lora": {"rank": 4}, "workers": {"engine": "vllm"}},
+            "workers.engine = torch, not by vllm",
+        ),
+        (
+            {"lora": {"rank": 4}, "workers": {"engines": ["torch", "vllm-server"]}},
+            "not by vllm-server",
+        ),
+    ],
+)
+def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted: str) -> None:
+    (found,) = problems(**sections)
+    assert wanted in found
+
+
+def test_resumed_run_has_the_same_adapter_and_as_much_room_as_it_likes() -> None:
+    first = config(lora={"rank": 4})
+    other = config(lora={"rank": 8}, workers={"versions_resident": 9})
+    assert changed_keys(first, other) == ({"lora.rank"}, set(), {"workers.versions_resident"})

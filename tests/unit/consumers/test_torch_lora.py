@@ -1,0 +1,216 @@
+"""The adapter's trainer: what is trained, what is not, and that equal inputs give equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.trainers.torch_lora import LoraModel, LoraOptions
+from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+from dora_pipe.errors import PolicyError
+from dora_pipe.policies.adapters import base_of, read_adapter, stands_on
+from dora_pipe.policies.store import PolicyStore
+from dora_pipe.schemas.policy import Manifest
+from tests.support.adapters import publish, random_adapter
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.models import make_llama_gqa, make_qwen2
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OPTIONS = LoraOptions(rank=4, alpha=8.0, targets=ALL)
+
+
+class Policy:
+    """A model directory, in the store, with trainers of an adapter on it."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
+        self.store = PolicyStore(root / "policies")
+        self.manifest, self.assets = self.store.import_model(self.directory)
+        self.base = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, options: LoraOptions | None = OPTIONS, **more: Any) -> TorchTrainer:
+        made = TorchTrainer(
+            self.store.assets_path(self.assets),
+            reference=self.base,
+            options=TorchOptions(lora=options, **more),
+        )
+        made.load(self.base, digest=self.manifest.digest, optimizer=None)
+        return made
+
+    def saved(self, trainer: TorchTrainer) -> Manifest:
+        return self.store.publish_weights(trainer.save_weights)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp(str(request.param)), str(request.param))
+
+
+ROWS = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
+
+
+def test_before_its_first_update_a_policy_is_its_base(policy: Policy) -> None:
+    trainer = policy.trainer()
+    assert trainer.manifest() == policy.manifest
+    whole = policy.trainer(None)
+    assert trainer.score(ROWS) == whole.score(ROWS)
+
+
+def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> None:
+    trainer = policy.trainer()
+    result = trainer.train(make_batch(seed=1), SETTINGS)
+    assert result.figures["grad_norm"] > 0
+    manifest = policy.saved(trainer)
+    assert stands_on(manifest, policy.manifest.digest)
+    assert manifest.bytes < policy.manifest.bytes
+    adapter = read_adapter(policy.store.weights_path(manifest.digest), digest=manifest.digest)
+    assert (adapter.rank, adapter.scale) == (4, 2.0)
+    assert {layer.rpartition(".")[2] for layer in adapter.pairs} == set(ALL)
+    assert all(abs(b).max() > 0 for _, b in adapter.pairs.values())
+    network: Any = trainer._model.network
+    plain: Any = AutoModelForCausalLM.from_pretrained(policy.directory)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(network.state_dict()[name], tensor), name
+
+
+def test_two_steps_are_equal_bytes_and_a_checkpoint_goes_on_with_them(
+    policy: Policy, tmp_path: Path
+) -> None:
+    batches = [make_batch(seed=step, step=step) for step in range(3)]
+    whole = policy.trainer()
+    digests = []
+    for batch in batches:
+        whole.train(batch, SETTINGS)
+        digests.append(whole.manifest().digest)
+    again = policy.trainer()
+    again.train(batches[0], SETTINGS)
+    assert again.manifest().digest == digests[0]
+    again.save_optimizer(tmp_path / "optimizer")
+    manifest = policy.saved(again)
+    other = policy.trainer()
+    weights = policy.store.weights_path(manifest.digest)
+    other.load(weights, digest=manifest.digest, optimizer=tmp_path / "optimizer")
+    assert other.manifest() == manifest
+    for batch, digest in zip(batches[1:], digests[1:], strict=True):
+        other.train(batch, SETTINGS)
+        assert other.manifest().digest == digest
+    assert len(set(digests)) == 3
+
+
+def test_adapter_that_is_loaded_forgets_the_one_before(policy: Policy) -> None:
+    trainer = policy.trainer()
+    before = trainer.score(ROWS)
+    trainer.train(make_batch(seed=1), SETTINGS)
+    assert trainer.score(ROWS) != before
+    trainer.load(policy.base, digest=policy.manifest.digest, optimizer=None)
+    assert trainer.score(ROWS) == before
+    assert trainer.manifest() == policy.manifest
+
+
+def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Path) -> None:
+    made = publish(
+        policy.store, random_adapter(policy.base, policy.manifest.digest, seed=5, size=0.1)
+    )
+    path = policy.store.weights_path(made.digest)
+    trainer = policy.trainer()
+    trainer.load(path, digest=made.digest, optimizer=None)
+    policy.store.export_policy(made.digest, policy.assets, tmp_path / "out")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (ids, mask), mine in zip(ROWS, trainer.score(ROWS), strict=True):
+        logits = torch.log_softmax(merged(torch.tensor([ids])).logits[0].detach().double(), -1)
+        wanted = [float(logits[at - 1, ids[at]]) for at in range(1, len(ids)) if mask[at]]
+        assert mine == pytest.approx(wanted, abs=1e-4)
+
+
+def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
+    """d loss / d B = scale * (d loss / d W) A^T, and for A likewise."""
+    made = publish(
+        policy.store, random_adapter(policy.base, policy.manifest.digest, seed=6, size=0.1)
+    )
+    path = policy.store.weights_path(made.digest)
+    model = LoraModel(
+        policy.store.assets_path(policy.assets), base=policy.base, options=OPTIONS, device="cpu"
+    )
+    model.load(path)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    model.network(input_ids=ids).logits.square().mean().backward()
+    merged = TorchTrainer(
+        policy.store.assets_path(policy.assets), reference=policy.base
+    )._model.network
+    state = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+    for layer, (a, b) in model._pairs.items():
+        state[f"{layer}.weight"] = state[f"{layer}.weight"] + OPTIONS.scale * (b @ a).detach()
+    merged.load_state_dict(state)
+    merged(input_ids=ids).logits.square().mean().backward()
+    weights = dict(merged.named_parameters())
+    for layer, (a, b) in model._pairs.items():
+        whole = weights[f"{layer}.weight"].grad
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.allclose(b.grad, OPTIONS.scale * whole @ a.T, atol=1e-6, rtol=1e-3), layer
+        assert torch.allclose(a.grad, OPTIONS.scale * b.T @ whole, atol=1e-6, rtol=1e-3), layer
+
+
+def test_adapter_of_another_base_or_of_other_layers_is_refused(
+    policy: Policy, tmp_path: Path
+) -> None:
+    trainer = policy.trainer()
+    other = publish(policy.store, random_adapter(policy.base, "ab" * 32, seed=1))
+    with pytest.raises(PolicyError, match="stands on weights abab"):
+        trainer.load(policy.store.weights_path(other.digest), digest=other.digest, optimizer=None)
+    odd = random_adapter(policy.base, policy.manifest.digest, seed=1, layers=("q_proj",))
+    some = publish(policy.store, odd)
+    with pytest.raises(PolicyError, match="on one side only"):
+        trainer.load(policy.store.weights_path(some.digest), digest=some.digest, optimizer=None)
+    wide = random_adapter(policy.base, policy.manifest.digest, seed=1, rank=8)
+    with pytest.raises(PolicyError, match="is another"):
+        made = publish(policy.store, wide)
+        trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
+
+
+def test_layers_that_the_model_does_not_have_are_refused(policy: Policy) -> None:
+    with pytest.raises(PolicyError, match="has no layer nothing"):
+        policy.trainer(LoraOptions(rank=2, alpha=2.0, targets=("nothing",)))
+
+
+def test_beginning_depends_on_base_and_layer_alone(policy: Policy) -> None:
+    first, second = policy.trainer(), policy.trainer(threads=1)
+    few = policy.trainer(LoraOptions(rank=4, alpha=8.0, targets=("v_proj",)))
+    pairs = [one._model._pairs for one in (first, second, few)]  # type: ignore[attr-defined]
+    for name, (a, b) in pairs[2].items():
+        assert torch.equal(a, pairs[0][name][0])
+        assert torch.equal(a, pairs[1][name][0])
+        assert not b.any()
+    matrices = [a for a, _ in pairs[0].values()]
+    assert len({float(a[0, 0]) for a in matrices}) == len(matrices)
+
+
+def test_numerics_name_the_adapter_only_where_there_is_one(policy: Policy) -> None:
+    assert policy.trainer().numerics()["lora"] == "rank 4, scale 2"
+    assert "lora" not in policy.trainer(None).numerics()
+
+
+def test_configuration_makes_such_a_trainer(policy: Policy) -> None:
+    import msgspec
+
+    from dora_pipe.consumers.trainers.make import make_trainer
+
+    plain = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]},
+    }
+    trainer = make_trainer(
+        assets=policy.store.assets_path(policy.assets),
+        reference=policy.base,
+        config=msgspec.convert(plain, Config),
+    )
+    assert trainer.numerics()["lora"] == "rank 2, scale 2"
+    trainer.load(policy.base, digest=policy.manifest.digest, optimizer=None)
+    assert base_of(policy.base) is None

@@ -25,9 +25,13 @@ def hosting(world: World, *versions: int, **changes: Any) -> Worker:
     """A worker that has these versions."""
     worker = world.start(versions[0], **(ALL | changes))
     for version in versions[1:]:
-        world.decide(world.assign(worker, version))
-        world.until(worker, lambda version=version: worker.machine.hosted.version == version)
+        loaded(world, worker, version)
     return worker
+
+
+def loaded(world: World, worker: Worker, version: int) -> None:
+    world.decide(world.assign(worker, version))
+    world.until(worker, lambda: worker.machine.hosted.version == version)
 
 
 def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
@@ -75,8 +79,7 @@ def test_a_trajectory_has_one_segment_although_versions_came_while_it_ran() -> N
     world.decide(world.place(worker, 0))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
     for version in (1, 2):
-        world.decide(world.assign(worker, version))
-        world.until(worker, lambda version=version: worker.machine.hosted.version == version)
+        loaded(world, worker, version)
     world.until_idle(worker)
     (one,) = logged(world).values()
     trajectory = world.trajectory(one)

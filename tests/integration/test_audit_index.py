@@ -19,6 +19,7 @@ from dora_pipe.history.report import AuditReport, plain
 from dora_pipe.history.story import tell
 from dora_pipe.schemas.topics import Topics
 from tests.support.cluster import Cluster, make_config
+from tests.support.cluster_parts import SimulatedParts
 from tests.support.recorded_run import RecordedRun, recorded_in
 
 
@@ -70,9 +71,13 @@ def test_audit_that_puts_everything_away_says_what_one_in_memory_says(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_every_look_at_a_living_run_goes_on_from_the_last_and_says_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("versions", [1, 3])
+def test_every_look_at_a_living_run_goes_on_from_the_last_and_says_the_same(
+    tmp_path: Path, versions: int
+) -> None:
     path, goings_on = tmp_path / "audit.sqlite", 0
-    with Cluster(tmp_path / "run", make_config(run__steps=10), on_disk=False) as cluster:
+    config, parts = make_config(run__steps=10), SimulatedParts(versions=versions)
+    with Cluster(tmp_path / "run", config, parts=parts, on_disk=False) as cluster:
         while cluster.roles:
             cluster.ticks(61)
             found, opened = _look(path, cluster.bus, cluster.topics, cluster.store.root)

@@ -3,6 +3,7 @@ widths, live and as a file; nothing in the console, nothing from elsewhere, read
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -273,7 +274,9 @@ def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_pat
             page.leave()
 
 
-def test_run_of_a_hundred_thousand_trajectories(page: Page, tmp_path: Path) -> None:
+def test_run_of_a_hundred_thousand_trajectories(
+    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = LogPlan(trajectories=MANY, tokens=8, run="many")
     with closing(SqliteBus(tmp_path / "log.sqlite")) as bus:
         assert write_log(bus, plan).trajectories >= MANY
@@ -297,6 +300,8 @@ def test_run_of_a_hundred_thousand_trajectories(page: Page, tmp_path: Path) -> N
     page.open(path.as_uri())
     page.until("document.querySelectorAll('figure svg').length > 8")
     figures = f"first page {first_s:.2f} s, export {export_s:.1f} s, {done.bytes / 1e6:.1f} MB"
+    with capsys.disabled():
+        sys.stdout.write(f"\n100 000 trajectories: {figures}\n")
     assert first_s < FIRST_PAGE_S, figures
     assert export_s < EXPORT_S, figures
     assert done.bytes < EXPORT_BYTES, figures

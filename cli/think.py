@@ -12,10 +12,12 @@ import typer
 
 from dora_pipe.cli.output import emit_rows, say
 from dora_pipe.cli.roles import need_engines
+from dora_pipe.errors import UsageError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 VLLM_ROWS = (1, 16, 64)
+RESIDENT_ROWS = (1, 16, 64)
 RECORD_BYTES = (2_000, 65_536, 1_048_576)
 ARCHIVED_BYTES = (1_000, 4_000, 64_000)
 TOKENS = (30, 256, 2_048, 16_384)
@@ -26,11 +28,22 @@ PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 def engine(
     rows: Annotated[list[int] | None, typer.Option(help="Rows of the running batch.")] = None,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
+    resident: Annotated[
+        list[int] | None,
+        typer.Option(help="With so many LoRA versions resident, beside merged weights."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
     engine, vLLM's for vLLM."""
     need_engines([engine])
+    if resident:
+        from dora_pipe.bench.engine_lora import bench_resident
+
+        if engine != "torch":
+            raise UsageError("--resident: adapters are hosted by the torch engine alone")
+        _emit(bench_resident(rows or RESIDENT_ROWS, resident), as_json=as_json)
+        return
     if engine == "vllm":
         from dora_pipe.bench.engine_vllm import bench_vllm
 

@@ -84,10 +84,15 @@ def bench_engine(
     rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
 ) -> list[EngineFigure]:
     """A figure for each number of rows. Needs torch and transformers. Raises UsageError."""
+    check_rows(rows)
+    return [_figure(count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
+
+
+def check_rows(rows: Sequence[int]) -> None:
+    """Raise UsageError for a number of rows that no bench takes."""
     for count in rows:
         if not 1 <= count <= ROWS_MAX:
             raise UsageError(f"{count} rows is not between 1 and {ROWS_MAX}")
-    return [_figure(count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
 
 
 def demo_requests(count: int, seed: int = _SEED) -> list[EngineRequest]:
@@ -123,7 +128,7 @@ def run_requests(engine: Any, requests: Sequence[EngineRequest], rows: int) -> i
 
 def _figure(rows: int, count: int) -> EngineFigure:
     requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
-    engine = _engine(rows)
+    engine = make_engine(rows)
     run_requests(engine, warm_up, rows)
     own = Spent()
     with measured(own):
@@ -153,7 +158,8 @@ def measured(spent: Spent) -> Iterator[None]:
     spent.wall_s, spent.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
 
 
-def _engine(rows: int) -> Any:
+def make_engine(rows: int, **more: Any) -> Any:
+    """The own engine with random weights of `MODEL`; `more` goes to it. Needs torch."""
     import torch
 
     from dora_pipe.producers.engines.torch_engine import TorchEngine
@@ -162,7 +168,7 @@ def _engine(rows: int) -> Any:
 
     torch.set_num_threads(1)
     weights = fuse(MODEL, random_tensors(MODEL, _SEED))
-    return TorchEngine(MODEL, weights, slots=rows, context_tokens=CONTEXT_TOKENS)
+    return TorchEngine(MODEL, weights, slots=rows, context_tokens=CONTEXT_TOKENS, **more)
 
 
 def demo_config(**more: Any) -> Any:

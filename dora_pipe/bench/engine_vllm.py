@@ -17,16 +17,15 @@ from dora_pipe.bench.engine import (
     CONTEXT_TOKENS,
     REQUESTS_MIN,
     REQUESTS_PER_ROW,
-    ROWS_MAX,
     WARM_UP_REQUESTS,
     EngineFigure,
     Spent,
+    check_rows,
     demo_config,
     demo_requests,
     measured,
     run_requests,
 )
-from dora_pipe.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest
 
 TURNS: Final = 7
@@ -37,9 +36,7 @@ def bench_vllm(
     folder: Path, rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
 ) -> list[EngineFigure]:
     """A figure for each number of rows. Needs vLLM. Raises ConfigError, UsageError."""
-    for count in rows:
-        if not 1 <= count <= ROWS_MAX:
-            raise UsageError(f"{count} rows is not between 1 and {ROWS_MAX}")
+    check_rows(rows)
     from dora_pipe.producers.engines import vllm_core
 
     vllm_core.prepare(threads=1)

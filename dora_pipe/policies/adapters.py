@@ -43,6 +43,8 @@ FOLDER: Final = "adapter"
 an adapter's config for an adapter."""
 
 _BASE_BYTES: Final = 32
+_ALPHA_DIGITS: Final = 9
+"""Decimals that are tried; float32 has no more."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -62,6 +64,14 @@ class Adapter:
         """Of every pair."""
         return next((len(a) for a, _ in self.pairs.values()), 0)
 
+    @property
+    def alpha(self) -> float:
+        """The shortest number that divided by the rank is the scale: 16, where float32's 16/6
+        times 6 would be 16.0000005."""
+        whole = self.scale * self.rank
+        found = (round(whole, digits) for digits in range(_ALPHA_DIGITS))
+        return next((a for a in found if np.float32(a / self.rank) == self.scale), whole)
+
 
 def a_name(layer: str) -> str:
     """Name of a layer's A in a file."""
@@ -80,6 +90,11 @@ def marks(base: str, scale: float) -> list[Source]:
         Source(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
         Source(name=SCALE, dtype="F32", shape=(1,), data=lambda: factor),
     ]
+
+
+def adapter_sources(adapter: Adapter) -> list[Source]:
+    """What the file of an adapter in a store holds."""
+    return [*_peft_sources(adapter), *marks(adapter.base, adapter.scale)]
 
 
 def base_of(path: Path) -> str | None:
@@ -154,7 +169,11 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
 
 
 def write_peft(directory: Path, adapter: Adapter) -> None:
-    """The adapter as a directory that peft and vLLM load. Raises OSError."""
+    """The adapter as a directory that peft and vLLM load. Raises OSError.
+
+    It names no base model: whoever loads it has one in hand, and a path of this machine says
+    nothing elsewhere.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory / WEIGHTS, _peft_sources(adapter))
     config = {
@@ -162,7 +181,7 @@ def write_peft(directory: Path, adapter: Adapter) -> None:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": adapter.rank,
-        "lora_alpha": adapter.scale * adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "target_modules": sorted({layer.rpartition(".")[2] for layer in adapter.pairs}),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.policies.adapters import Adapter, a_name, b_name, marks
+from dora_pipe.policies.adapters import Adapter, adapter_sources
 from dora_pipe.policies.digest import read_entries
-from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.policies.safetensors_file import write_tensors
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
 
@@ -52,19 +52,9 @@ def random_adapter(
     return Adapter(base=digest, scale=2.0, pairs=pairs)
 
 
-def sources_of(adapter: Adapter) -> list[Source]:
-    """What an adapter's file in a store holds."""
-    found = marks(adapter.base, adapter.scale)
-    for layer, pair in adapter.pairs.items():
-        for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
-            data = matrix.astype("<f4").tobytes
-            found.append(Source(name=name, dtype="F32", shape=matrix.shape, data=data))
-    return found
-
-
 def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
     """Put an adapter into a store."""
-    return store.publish_weights(lambda path: write_tensors(path, sources_of(adapter)))
+    return store.publish_weights(lambda path: write_tensors(path, adapter_sources(adapter)))
 
 
 def make_lora(directory: Path, root: Path, *, adapters: int = 2) -> Lora:

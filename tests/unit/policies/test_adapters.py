@@ -16,15 +16,17 @@ from dora_pipe.policies.adapters import (
     SCALE,
     WEIGHTS,
     Adapter,
+    adapter_sources,
     base_of,
     read_adapter,
     stands_on,
     write_merged,
+    write_peft,
 )
 from dora_pipe.policies.digest import mapped, read_entries, read_manifest
 from dora_pipe.policies.safetensors_file import Source, write_tensors
 from dora_pipe.policies.store import PolicyStore
-from tests.support.adapters import publish, random_adapter, sources_of
+from tests.support.adapters import publish, random_adapter
 
 SHAPES = {
     "model.embed_tokens.weight": (20, 8),
@@ -113,6 +115,53 @@ def test_exported_policy_has_merged_weights_and_the_adapter_beside_them(
     assert not names & {BASE, SCALE}
 
 
+def test_exported_adapter_has_the_names_shapes_and_keys_that_peft_reads(
+    store: PolicyStore, tmp_path: Path
+) -> None:
+    adapter = adapter_on(store, base_weights(store))
+    out = tmp_path / "adapter"
+    write_peft(out, adapter)
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    shapes = {one.name: one.shape for one in read_entries(out / "adapter_model.safetensors")}
+    assert shapes == {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8),
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (8, 4),
+        "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (4, 12),
+        "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight": (8, 4),
+    }
+    found = tensors(out / "adapter_model.safetensors")
+    for layer, (a, b) in adapter.pairs.items():
+        assert np.array_equal(found[f"base_model.model.{layer}.lora_A.weight"], a)
+        assert np.array_equal(found[f"base_model.model.{layer}.lora_B.weight"], b)
+    data = (out / "adapter_model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt"}
+    assert json.loads((out / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["down_proj", "q_proj"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("alpha", "rank"), [(16.0, 6), (16.0, 16), (32.0, 12), (1.0, 3), (0.1, 7), (22.5, 64)]
+)
+def test_alpha_comes_back_as_the_number_that_was_configured(alpha: float, rank: int) -> None:
+    scale = float(np.float32(alpha / rank))
+    pairs = {"x": (np.zeros((rank, 2), np.float32), np.zeros((2, rank), np.float32))}
+    assert Adapter(base="", scale=scale, pairs=pairs).alpha == alpha
+
+
 def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path: Path) -> None:
     base = base_weights(store)
     adapter = adapter_on(store, base)
@@ -138,7 +187,7 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
 def test_file_that_is_not_quite_an_adapter_is_refused(
     store: PolicyStore, tmp_path: Path, dropped: str, changed: Source | None, match: str
 ) -> None:
-    sources = {one.name: one for one in sources_of(adapter_on(store, base_weights(store)))}
+    sources = {one.name: one for one in adapter_sources(adapter_on(store, base_weights(store)))}
     if dropped:
         del sources[next(name for name in sources if dropped in name)]
     if changed is not None:

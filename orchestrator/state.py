@@ -187,7 +187,9 @@ class Worker:
     @property
     def open(self) -> bool:
         """Whether a request may be placed on it."""
-        return self.usable and self.target == self.hosted and not self.pressed and self.room > 0
+        if self.target != self.hosted or self.pressed or self.silent or self.drain != "no":
+            return False
+        return len(self.requests) + self.arriving < self.slots + self.prefetch
 
     @property
     def settled(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import attrgetter
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.schemas.control import TakenGroup
@@ -37,11 +38,13 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
     lines: list[str] = []
-    for group in sorted(groups, key=lambda group: group.group):
+    for group in sorted(groups, key=attrgetter("group")):
         lines.append(f"{group.group}\t{group.version}\t{group.deadline}\n")
-        for one in sorted(group.trajectories, key=lambda one: one.trajectory):
-            where = f"{one.partition}\t{one.offset}\t{one.sha256}"
-            lines.append(f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t{where}\n")
+        lines += [
+            f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t"
+            f"{one.partition}\t{one.offset}\t{one.sha256}\n"
+            for one in sorted(group.trajectories, key=attrgetter("trajectory"))
+        ]
     return hashlib.sha256(_BATCH_DIGEST_HEAD + "".join(lines).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, Protocol
 from uuid import uuid4
@@ -39,6 +40,7 @@ CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
 that is too large there is a mistake, and refused."""
 
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
+_NAME: Final = itemgetter(0)
 
 POLL_BYTES: Final = 32 * 1024 * 1024
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -286,9 +288,9 @@ def claimed_bytes(record: Record) -> int:
 
 def lost_claim(record: Record) -> str:
     """Why a record's claimed value could not be put back; empty where nothing is lost."""
-    headers = dict(record.headers)
-    if CLAIM_LOST not in headers:
+    if CLAIM_LOST not in map(_NAME, record.headers):
         return ""
+    headers = dict(record.headers)
     digest = headers.get(CLAIM, b"?").decode(errors="replace")
     return f"claim {digest}: {headers[CLAIM_LOST].decode(errors='replace')}"
 

@@ -33,6 +33,7 @@ from dora_pipe.bus.checks import (
 )
 from dora_pipe.bus.kafka_bounds import Fetched, Flight
 from dora_pipe.bus.kafka_client import (
+    ANSWER_BYTES,
     CONNECT_LIMIT_S,
     DELIVERY_LIMIT_S,
     FETCH_BYTES,
@@ -233,8 +234,8 @@ class KafkaReader:
                 auto_offset_reset="none",
                 allow_auto_create_topics=False,
                 metrics_enabled=False,
-                fetch_max_bytes=FETCH_BYTES,
-                max_partition_fetch_bytes=FETCH_BYTES // max(1, len(positions)),
+                fetch_max_bytes=ANSWER_BYTES,
+                max_partition_fetch_bytes=ANSWER_BYTES // max(1, len(positions)),
                 retry_backoff_ms=RETRY_MS,
             )
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])

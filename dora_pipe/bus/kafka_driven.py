@@ -154,8 +154,8 @@ def _receive(transport: Any) -> tuple[bytes, Exception | None]:
             return b"", _hung_up()
         while data := sock.recv(RECEIVE_BYTES):
             came.append(data)
-            if len(data) < RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
-                break  # TLS may hold more than its socket shows
+            if not isinstance(sock, ssl.SSLSocket):
+                break  # the rest goes into its place; TLS may hold more than its socket shows
         else:
             return b"", _hung_up()
     except _NOTHING_NOW:

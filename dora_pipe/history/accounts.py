@@ -80,7 +80,8 @@ class Accounts:
 
     def request(self, trajectory: str) -> RequestEntry | None:
         """A dispatched sibling; None if it was never dispatched."""
-        group = self.groups.get(group_of(trajectory))
+        name = group_of(trajectory)
+        group = self.open.get(name) or self.groups.get(name)
         return None if group is None else group.requests.get(trajectory)
 
     def summed(self) -> Sums:
@@ -151,7 +152,8 @@ class Accounts:
 
     def placed(self, decision: PlacedRequest, at: Moment) -> None:
         """A new attempt at a request."""
-        group = self.groups.get(decision.spec.group)
+        name = decision.spec.group
+        group = self.open.get(name) or self.groups.get(name)
         entry = None if group is None else group.requests.get(decision.trajectory)
         if entry is None:
             return
@@ -169,15 +171,17 @@ class Accounts:
     def log(self, fact: TrajectoryLogged, at: Moment) -> None:
         """A record lies in the log: which standing it has."""
         name = group_of(fact.trajectory)
-        group, worker = self.groups.get(name), self.workers.get(fact.epoch)
+        present = self.open.get(name)
+        group = self.groups.get(name) if present is None else present
+        worker = self.workers.get(fact.epoch)
         entry = None if group is None else group.requests.get(fact.trajectory)
         if group is None or entry is None or worker is None:
             what = "was never dispatched" if entry is None else f"epoch {fact.epoch} never joined"
             self._wrong(at, f"logs {fact.trajectory}, but {what}")
             return
-        standing = self._standing(fact, entry, worker, name in self.open)
+        standing = self._standing(fact, entry, worker, present is not None)
         logged = Logged(fact=fact, standing=standing, at=at)
-        place = logged.place
+        place = fact.partition, fact.offset
         known = self.logged.get(place)
         if known is not None:
             # A writer that was not told whether an append landed appends the same bytes again.
@@ -189,7 +193,7 @@ class Accounts:
         group.records.append(logged)
         if group.fate is not None:
             self.ended[name] = None
-        if logged.standing == "bound":
+        if standing == "bound":
             entry.bound = logged
             self.sibling_ended(group)
 
@@ -202,7 +206,7 @@ class Accounts:
         if over or not is_open:
             return "superseded"
         present = entry.placements[-1]
-        same = (present.attempt, present.epoch) == (fact.attempt, fact.epoch)
+        same = present.attempt == fact.attempt and present.epoch == fact.epoch
         return "bound" if same else "superseded"
 
     def moved(self, decision: Move) -> None:

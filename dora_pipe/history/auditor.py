@@ -20,6 +20,7 @@ from dora_pipe.history.check_policies import PolicyCheck
 from dora_pipe.history.check_records import RecordCheck
 from dora_pipe.history.check_steps import check_steps
 from dora_pipe.history.entries import Logged
+from dora_pipe.history.evidence import Place
 from dora_pipe.history.findings import Findings
 from dora_pipe.history.gathering import Gathering, OwnReader, Source
 from dora_pipe.history.ledger import Ledger
@@ -157,7 +158,7 @@ class Auditor:
             books.findings.add("control", self._topics.control, "there is no `run started`")
         books.gathering.read_all()
         self._settle()
-        self._judge(list(books.ledger.accounts.unread.values()))
+        self._judge(dict(books.ledger.accounts.unread))
         self._judge_unnamed()
         books.policies.finish()
         if self._store is None:
@@ -222,8 +223,8 @@ class Auditor:
         books = self.books
         ledger, accounts = books.ledger, books.ledger.accounts
         ended = accounts.settle()
-        unread = [one for group in ended for one in group.records if one.place in accounts.unread]
-        self._judge(unread)
+        named = ((one.place, one) for group in ended for one in group.records)
+        self._judge({place: one for place, one in named if place in accounts.unread})
         steps, ledger.unread_steps = ledger.unread_steps, []
         versions, ledger.unread_versions = ledger.unread_versions, []
         check_steps(ledger, books.records.seen, steps)
@@ -232,19 +233,18 @@ class Auditor:
         accounts.put_away(ended + accounts.settle())
         ledger.put_away(VERSIONS_KEPT)
 
-    def _judge(self, unread: list[Logged]) -> None:
+    def _judge(self, unread: dict[Place, Logged]) -> None:
         """Hold these against their records, reading as far as that takes."""
         books, unread_places = self.books, self.books.ledger.accounts.unread
         furthest: dict[int, int] = {}
-        for one in unread:
-            partition, offset = one.place
+        for partition, offset in unread:
             furthest[partition] = max(offset, furthest.get(partition, -1))
         for partition, offset in furthest.items():
             books.gathering.read_to(partition, offset)
         gone: dict[int, list[Logged]] = {}
-        for one in unread:
-            del unread_places[one.place]
-            evidence = books.gathering.take(one.place)
+        for place, one in unread.items():
+            del unread_places[place]
+            evidence = books.gathering.take(place)
             if evidence is not None:
                 books.records.judge(evidence, one)
             else:

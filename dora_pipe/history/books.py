@@ -118,12 +118,12 @@ def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
     size, ended = group.spec.size, 0
     valid: list[float] = []
     for entry in group.requests.values():
-        if entry.bound is not None:
+        if (bound := entry.bound) is not None:
             ended += 1
-            if entry.bound.fact.reward is not None:
-                valid.append(entry.bound.fact.reward)
-        else:
-            ended += entry.failed
+            if (reward := bound.fact.reward) is not None:
+                valid.append(reward)
+        elif entry.failed:
+            ended += 1
     if size - (ended - len(valid)) < min(rules.min_valid_siblings, size):
         return "doomed"
     if ended < size:

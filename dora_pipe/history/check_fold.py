@@ -74,7 +74,7 @@ class FoldCheck:
 
     def rewire(self) -> None:
         """Go on from the present state, also after this was frozen."""
-        self._anchor = copy.deepcopy(self.state) if self._plans else None
+        self._anchor = _copied(self.state) if self._plans and self.state else None
         self._since: list[tuple[Round, Control]] = []
         self._since_bytes = 0
 
@@ -160,6 +160,14 @@ class FoldCheck:
             state.chain = round_.chain
         self.state = state
         self.rewire()
+
+
+def _copied(state: State) -> State:
+    """A state that goes its own way; what never changes, most of it, both of them have."""
+    groups = state.groups.values()
+    results = (one for group in groups for one in group.results if one is not None)
+    unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
+    return copy.deepcopy(state, {id(one): one for one in unchanging})
 
 
 def _first_difference(

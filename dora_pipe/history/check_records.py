@@ -170,19 +170,18 @@ class RecordCheck:
             for name in one.disagree:
                 message = f"its header and its value disagree about {name}"
                 self._findings.add(_check_of(name), who, message)
-            versions = set(one.content.versions)
+            versions = {run.version for run in one.content.sampled}
             self._value(one.content, versions, logged, group)
             pure = versions <= {one.content.version}
         self.seen.one_version += pure and self._findings.total == before
 
     def _bytes(self, one: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
-        where = f"its bytes at {one.where}"
         if one.sha256 != fact.sha256:
             self.seen.other_bytes[one.place] = one.sha256
-            message = f"{where} are not those that were logged (sha256)"
+            message = f"its bytes at {one.where} are not those that were logged (sha256)"
             self._wrong(fact.trajectory, message, fact.sha256, one.sha256)
         if one.sha256 != headers.sha256:
-            message = f"{where} are not those its headers name (sha256)"
+            message = f"its bytes at {one.where} are not those its headers name (sha256)"
             self._wrong(fact.trajectory, message, headers.sha256, one.sha256)
         self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
 
@@ -225,9 +224,11 @@ class RecordCheck:
         if published is None:
             message = f"is of version {headers.version}, which nobody published"
             self._findings.add("C1", who, message)
-        else:
+            return
+        self._findings.looked["C1"] += 1
+        if headers.digest != published.digest:
             message = f"was sampled from other weights than version {headers.version}"
-            self._findings.same("C1", who, message, expected=published.digest, found=headers.digest)
+            self._findings.add("C1", who, message, expected=published.digest, found=headers.digest)
 
     def _value(
         self, content: Content, versions: set[int], logged: Logged, group: GroupEntry

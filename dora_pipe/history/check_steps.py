@@ -9,7 +9,7 @@ import msgspec
 
 from dora_pipe.errors import SchemaError
 from dora_pipe.history.check_records import Seen
-from dora_pipe.history.entries import GroupEntry, Logged, StepEntry
+from dora_pipe.history.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.history.evidence import Place
 from dora_pipe.history.ledger import Ledger
 from dora_pipe.schemas.batch import batch_digest, staleness_of
@@ -116,7 +116,7 @@ class _Look:
             found=(taken.version, taken.deadline),
         )
         for one in taken.trajectories:
-            self._trained(one, step)
+            self._trained(one, step, group.requests)
         self._whole(group, taken, step)
 
     def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
@@ -126,9 +126,11 @@ class _Look:
         message = f"step {step} does not hold exactly its logged siblings, in order"
         self._findings.same("C2", taken.group, message, expected=bound, found=trained)
 
-    def _trained(self, one: TakenTrajectory, step: int) -> None:
-        entry, findings = self._ledger.accounts.request(one.trajectory), self._findings
-        who = one.trajectory
+    def _trained(
+        self, one: TakenTrajectory, step: int, siblings: Mapping[str, RequestEntry]
+    ) -> None:
+        who, findings = one.trajectory, self._findings
+        entry = siblings.get(who) or self._ledger.accounts.request(who)
         findings.looked["C2"] += 1
         if entry is None:
             findings.add("C2", who, f"is trained by step {step} but was never dispatched")
@@ -154,16 +156,17 @@ class _Look:
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
         """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
-        found = tuple(self._found(one) for one in group.trajectories)
+        entry = self._ledger.accounts.groups.get(group.group)  # Its records are there from now on.
+        siblings = {} if entry is None else entry.requests
+        found = tuple([self._found(one, siblings) for one in group.trajectories])
         if all(map(is_, found, group.trajectories)):
             return group
         return msgspec.structs.replace(group, trajectories=found)
 
-    def _found(self, one: TakenTrajectory) -> TakenTrajectory:
+    def _found(self, one: TakenTrajectory, siblings: Mapping[str, RequestEntry]) -> TakenTrajectory:
         """What the log has at its place; itself where that is the same."""
         place = (one.partition, one.offset)
-        # Its group's records are there from now on.
-        entry = self._ledger.accounts.request(one.trajectory)
+        entry = siblings.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
         bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
         if sha256 is None and bound is not None and _is_named(bound, one):
             return one

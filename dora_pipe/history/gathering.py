@@ -163,7 +163,7 @@ class Gathering:
 
     def _keep(self, one: Evidence) -> None:
         if one.offset < self._ends[one.partition]:
-            self._waiting[one.place] = one
+            self._waiting[one.partition, one.offset] = one
             self.last[one.partition] = one.offset, one.sha256
 
     def _overflow(self) -> None:

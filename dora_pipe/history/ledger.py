@@ -322,7 +322,9 @@ class Ledger:
             case Dispatch():
                 accounts.dispatched(decision, at)
             case Place():
-                for placed in decision.requests():
+                requests = decision.requests()
+                self.legality.placed(requests, at)
+                for placed in requests:
                     accounts.placed(placed, at)
             case Move():
                 accounts.moved(decision)

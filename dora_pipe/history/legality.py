@@ -34,7 +34,6 @@ from dora_pipe.schemas.rounds import (
     Fence,
     GroupSpec,
     Move,
-    Place,
     PlacedRequest,
     Round,
     StopRun,
@@ -128,22 +127,19 @@ class Legality:
                 self._books.give_back(group.spec)
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Check one decision; called before it is booked."""
+        """Check one decision; called before it is booked. What `place` says, `placed` checks."""
         where = f"round {at.round}"
         if self._ledger.stopped is not None:
             self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
         match decision:
             case Dispatch():
                 self._dispatch(decision, at)
-            case Place():
-                for placed in decision.requests():
-                    self._place(placed, where)
             case Move():
                 self._move(decision, where)
             case Assign():
                 self._assign(decision, where)
             case Cancel() | Drain() | Fence():
-                self._worker(decision.worker, decision.epoch, _kind(decision), where)
+                self._worker(decision.worker, decision.epoch, where, _kind(decision))
             case TakeBatch():
                 self._take(decision, where)
             case End():
@@ -151,17 +147,25 @@ class Legality:
             case StopRun():
                 self._stop(where)
 
+    def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
+        """Check the requests of a placement; called before they are booked."""
+        where = f"round {at.round}"
+        for one in requests:
+            self._place(one, where)
+
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
 
-    def _worker(self, name: str, epoch: int, verb: str, where: str) -> WorkerEntry | None:
+    def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
         """The worker a decision speaks to; it must have joined and must not be out."""
         worker = self._ledger.accounts.workers.get(epoch)
         if worker is None or worker.joined.worker != name:
-            self._wrong(where, f"{verb} speaks to {name} under epoch {epoch}, which never joined")
+            said = " ".join(verb)
+            self._wrong(where, f"{said} speaks to {name} under epoch {epoch}, which never joined")
             return None
         if worker.departure:
-            self._wrong(where, f"{verb} speaks to {name} of epoch {epoch}, which {worker.out}")
+            said = " ".join(verb)
+            self._wrong(where, f"{said} speaks to {name} of epoch {epoch}, which {worker.out}")
         return worker
 
     def _dispatch(self, decision: Dispatch, at: Moment) -> None:
@@ -178,7 +182,8 @@ class Legality:
         self._books.add(spec)
 
     def _place(self, decision: PlacedRequest, where: str) -> None:
-        who, group = decision.trajectory, self._ledger.accounts.groups.get(decision.spec.group)
+        who, name, accounts = decision.trajectory, decision.spec.group, self._ledger.accounts
+        group = accounts.open.get(name) or accounts.groups.get(name)
         entry = None if group is None else group.requests.get(who)
         if group is None or entry is None:
             self._wrong(who, f"is placed in {where} but was never dispatched")
@@ -195,7 +200,7 @@ class Legality:
             self._wrong(who, f"is placed in {where} although it has ended")
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
-        worker = self._worker(decision.worker, decision.epoch, f"place {who}", where)
+        worker = self._worker(decision.worker, decision.epoch, where, "place", who)
         if worker is not None and not self._hosts(worker, group.spec):
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
@@ -214,8 +219,8 @@ class Legality:
         if present != (decision.attempt, decision.epoch) or entry.bound or entry.failed:
             found = f"attempt {decision.attempt} on epoch {decision.epoch}"
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
-        self._worker(decision.worker, decision.epoch, f"move {who}", where)
-        to = self._worker(decision.to, decision.to_epoch, f"move {who}", where)
+        self._worker(decision.worker, decision.epoch, where, "move", who)
+        to = self._worker(decision.to, decision.to_epoch, where, "move", who)
         if to is not None and not _has(to, group.spec.version):
             message = f"moves in {where} to {decision.to}, assigned to another version"
             self._wrong(who, message, group.spec.version, to.target)
@@ -228,7 +233,7 @@ class Legality:
         return _has(worker, spec.version)
 
     def _assign(self, decision: Assign, where: str) -> None:
-        self._worker(decision.worker, decision.epoch, "assign", where)
+        self._worker(decision.worker, decision.epoch, where, "assign")
         version = self._ledger.versions.get(decision.version)
         if version is None:
             found = f"version {decision.version}"

@@ -23,9 +23,11 @@ def check_spec(spec: GroupSpec, ordinal: int, ledger: Ledger, config: Config) ->
     assert started is not None
     findings, who = ledger.findings, spec.group
     wanted = _expected(spec, started, config, ordinal)
+    findings.looked["decisions"] += len(wanted)
     for name, expected in wanted.items():
-        message = f"is dispatched with a wrong {name.replace('_', ' ')}"
-        findings.same("decisions", who, message, expected=expected, found=getattr(spec, name))
+        if (found := getattr(spec, name)) != expected:
+            message = f"is dispatched with a wrong {name.replace('_', ' ')}"
+            findings.add("decisions", who, message, expected=expected, found=found)
     newest = ledger.version
     message = "is not dispatched under the newest version"
     findings.same("decisions", who, message, expected=newest, found=spec.version)

@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka_client import ANSWER_BYTES
 from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
 from tests.support.kafka_broker import KafkaBroker
 
@@ -71,6 +72,25 @@ def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
     assert bus.writer().append(given) == list(range(40)), "and an append above the bounds lands"
     found = read(bus, at, 40, timeout_s=0.0)
     assert [one.value for one in found] == [one.value for one in given]
+
+
+def test_a_record_larger_than_an_answer_that_is_asked_for_comes_by_itself(bus: KafkaBus) -> None:
+    """Of every partition, with small ones before and behind it."""
+    topic, large = f"driven-{uuid4().hex[:8]}", ANSWER_BYTES + 1_000_000
+    bus.create([TopicSpec(name=topic, partitions=2)])
+    sizes = (10, large, 20)
+    for partition in range(2):
+        values = (bytes(size) for size in sizes)
+        given = [Append(topic=topic, partition=partition, value=value) for value in values]
+        assert bus.writer().append(given) == [0, 1, 2]
+    reader = bus.reader({TopicPartition(topic, one): 0 for one in range(2)})
+    found: dict[int, list[int]] = {0: [], 1: []}
+    deadline_s = time.monotonic() + 60
+    while sum(map(len, found.values())) < 2 * len(sizes):
+        for one in reader.poll(timeout_s=1):
+            found[one.partition].append(len(one.value))
+        assert time.monotonic() < deadline_s
+    assert found == {0: list(sizes), 1: list(sizes)}
 
 
 def test_a_reader_that_reads_on_misses_nothing_and_one_that_seeks_repeats(

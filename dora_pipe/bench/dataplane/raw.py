@@ -15,7 +15,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
 
 from dora_pipe.bus.kafka_bounds import FLIGHT_BYTES_MAX, FLIGHT_RECORDS_MAX
-from dora_pipe.bus.kafka_client import BATCH_BYTES, FETCH_BYTES, LINGER_MS, RECORD_BYTES_MAX
+from dora_pipe.bus.kafka_client import ANSWER_BYTES, BATCH_BYTES, LINGER_MS, RECORD_BYTES_MAX
 from dora_pipe.bus.port import Append, TopicPartition
 
 WAIT_S: Final = 30.0
@@ -82,8 +82,8 @@ class RawReader:
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="none",
-            fetch_max_bytes=FETCH_BYTES,
-            max_partition_fetch_bytes=FETCH_BYTES // len(partitions),
+            fetch_max_bytes=ANSWER_BYTES,
+            max_partition_fetch_bytes=ANSWER_BYTES // len(partitions),
         )
         assigned = [KafkaPartition(one.topic, one.partition) for one in partitions]
         self._consumer.assign(assigned)

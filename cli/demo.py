@@ -78,7 +78,9 @@ def demo(
     say(f"done in {time.monotonic() - began_s:.0f} s; look around: dora-pipe show {name} ID")
     first, last = killer.rewards[0], killer.rewards[-1]
     if last < REWARD_MIN:
-        raise RunFailed(f"evaluation reward {first:.3f} -> {last:.3f}: it did not learn", code=1)
+        raise RunFailed(
+            f"evaluation reward {first:.3f} -> {last:.3f}: the demo asks for {REWARD_MIN}", code=1
+        )
 
 
 class _Killer:

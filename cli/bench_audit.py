@@ -21,7 +21,9 @@ def audit(
     bus: Annotated[
         list[str] | None, typer.Option(help="A log to measure beside SQLite: kafka://HOST:PORT.")
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
     trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
     memory: Annotated[

@@ -20,7 +20,9 @@ STORE_MB_S = (0, 200)
 
 def moves(
     model: Annotated[list[str] | None, typer.Option(help="demo or llama-25m.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Lengths of sequences.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Lengths of sequences; may be repeated.")
+    ] = None,
     run: Annotated[
         str, typer.Option(help="Say what moving cost this run instead, from its log.")
     ] = "",
@@ -28,10 +30,14 @@ def moves(
     weights: Annotated[
         bool, typer.Option("--weights", help="Bring weights to many workers instead.")
     ] = False,
-    workers: Annotated[list[int] | None, typer.Option(min=1, help="With --weights.")] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="With --weights; may be repeated.")
+    ] = None,
     store_mb_s: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="With --weights: a store of this speed; 0: this disk."),
+        typer.Option(
+            min=0, help="With --weights: a store of this speed; 0: this disk; may be repeated."
+        ),
     ] = None,
     megabytes: Annotated[int, typer.Option(min=1, help="With --weights.")] = 100,
     as_json: JsonOption = False,

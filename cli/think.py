@@ -26,11 +26,15 @@ PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 
 
 def engine(
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of the running batch.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     resident: Annotated[
         list[int] | None,
-        typer.Option(help="With so many LoRA versions resident, beside merged weights."),
+        typer.Option(
+            help="With so many LoRA versions resident, beside merged weights; may be repeated."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,7 +78,9 @@ def dataplane(
     bus: Annotated[
         str, typer.Option(help="kafka://HOST:PORT[,..]; without it SQLite and a pipe alone.")
     ] = "",
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
     as_json: JsonOption = False,
@@ -112,7 +118,9 @@ def archive(
 
 
 def codec(
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per trajectory.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time and size of an encoded trajectory, beside pickle and raw arrays."""
@@ -122,7 +130,9 @@ def codec(
 
 
 def plan(
-    workers: Annotated[list[int] | None, typer.Option(help="Sizes to measure.")] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Sizes to measure; may be repeated.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cost of one round of the planner by the number of workers, and how it grows."""
@@ -137,7 +147,8 @@ def plan(
 
 def restart(
     trajectories: Annotated[
-        list[int] | None, typer.Option(help="Lengths of the logs to start at the end of.")
+        list[int] | None,
+        typer.Option(help="Lengths of the logs to start at the end of; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

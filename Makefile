@@ -138,7 +138,11 @@ test-objectives: setup ## The objectives against trl's and verl's (300 MB beside
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 RUN ?= runs/demo
-.PHONY: axe ui-shots
+DEBIAN := chromium kcat prometheus
+.PHONY: axe debian-tools ui-shots
+
+debian-tools: ## Debian's chromium, kcat and prometheus, without which their tests are skipped (root)
+	@apt-get install --yes --no-install-recommends $(DEBIAN)
 
 axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (npm)
 	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null

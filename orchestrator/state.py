@@ -187,9 +187,7 @@ class Worker:
     @property
     def open(self) -> bool:
         """Whether a request may be placed on it."""
-        if self.target != self.hosted or self.pressed or self.silent or self.drain != "no":
-            return False
-        return len(self.requests) + self.arriving < self.slots + self.prefetch
+        return self.target == self.hosted and not self.pressed and self.usable and self.room > 0
 
     @property
     def settled(self) -> bool:

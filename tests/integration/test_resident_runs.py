@@ -70,6 +70,8 @@ def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
     ledger.stopped = None
     before = len(ledger.findings.violations)
     ledger.legality.decision(decision, AT)
+    if isinstance(decision, Place):
+        ledger.legality.placed(decision.requests(), AT)
     return [one.line for one in ledger.findings.violations[before:]]
 
 

@@ -50,7 +50,8 @@ def test_head_that_is_tied_to_the_embedding_follows_the_weights(
     from dora_pipe.policies.store import PolicyStore
     from tests.support.torch_engines import logprob_distance
 
-    store, engine = PolicyStore(tmp_path / "policies"), None
+    store = PolicyStore(tmp_path / "policies")
+    engine: Any = None
     for seed in (0, 1):
         model = tmp_path / f"model{seed}"
         if kind == "qwen2":

@@ -272,7 +272,7 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
     if workers.engine != "torch":
         from dora_pipe.cli.roles_vllm import open_vllm
 
-        return open_vllm(assets, workers, decode)
+        return open_vllm(assets, config, decode)
     from dora_pipe.producers.engines.torch_engine import TorchEngine
 
     return TorchEngine.open(

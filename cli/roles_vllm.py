@@ -8,15 +8,16 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config.model import Workers
+from dora_pipe.config.model import Config
 from dora_pipe.errors import ConfigError
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.role import Decode
 
 
-def open_vllm(assets: Path, workers: Workers, decode: Decode) -> Engine:
+def open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
     """vLLM for a model directory. Raises ConfigError for a server's address without a key."""
+    workers, rank = config.workers, config.lora.rank
     keys = msgspec.structs.asdict(workers.vllm)
     addresses = keys.pop("addresses")
     common: dict[str, Any] = {
@@ -29,7 +30,8 @@ def open_vllm(assets: Path, workers: Workers, decode: Decode) -> Engine:
     if workers.engine == "vllm":
         from dora_pipe.producers.engines.vllm_engine import VllmEngine
 
-        return VllmEngine.open(assets, **common)
+        resident = workers.versions_resident if rank else 1
+        return VllmEngine.open(assets, **common, lora_rank=rank, versions_resident=resident)
     from dora_pipe.producers.engines.vllm_http import Address
     from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm_server import VllmServerEngine

@@ -45,7 +45,7 @@ def engine(
         from dora_pipe.bench.engine_lora import bench_resident
 
         if engine != "torch":
-            raise UsageError("--resident: adapters are hosted by the torch engine alone")
+            raise UsageError("--resident: measured with the torch engine alone")
         _emit(bench_resident(rows or RESIDENT_ROWS, resident), as_json=as_json)
         return
     if engine == "vllm":

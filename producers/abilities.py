@@ -37,5 +37,5 @@ def check_engine(engine: Engine, config: Config) -> None:
     if config.lora.rank and LORA not in engine.declares:
         raise ConfigError(
             f"the run trains a LoRA adapter, and engine {engine.name} cannot host one",
-            hint="workers.engine = torch, or start a run with lora.rank = 0",
+            hint="workers.engine = torch or vllm, or start a run with lora.rank = 0",
         )

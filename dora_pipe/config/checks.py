@@ -23,6 +23,10 @@ ROUND_DECISIONS_MAX: Final = 1000
 """The planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX`, a floor
 above); the groups of one evaluation are dispatched together all the same."""
 
+VLLM_RANK_MAX: Final = 512
+"""Of the adapters that vLLM has room for."""
+_LORA_ENGINES: Final = ("torch", "vllm")
+
 _ROUND_BYTES: Final = 4096
 """Of a round around its decisions: observations, settings, pins, digest and chain."""
 
@@ -222,9 +226,13 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield f"lora.rank: an adapter is trained by trainer.kind = torch, not {config.trainer.kind}"
     if config.staleness.interruptible:
         yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
-    other = [one for one in (workers.engines or (workers.engine,)) if one != "torch"]
+    engines = workers.engines or (workers.engine,)
+    other = [one for one in engines if one not in _LORA_ENGINES]
     if other:
-        yield f"lora.rank: adapters are hosted by workers.engine = torch, not by {other[0]}"
+        hosts = " or ".join(_LORA_ENGINES)
+        yield f"lora.rank: adapters are hosted by workers.engine = {hosts}, not by {other[0]}"
+    if "vllm" in engines and lora.rank > VLLM_RANK_MAX:
+        yield f"lora.rank: vLLM hosts adapters of ranks up to {VLLM_RANK_MAX}, not {lora.rank}"
 
 
 def _check_bus(config: Config) -> Iterator[str]:

@@ -110,10 +110,12 @@ def open_core(
     slots: int,
     context_tokens: int,
     backend: str,
+    more: Mapping[str, Any] | None = None,
 ) -> Any:
     """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
 
-    Raises PolicyError for a model that vLLM does not take, ResourceError without memory for it.
+    `more` is what it is told beside that. Raises PolicyError for a model that vLLM does not take,
+    ResourceError without memory for it.
     """
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -122,6 +124,7 @@ def open_core(
     transfer = WeightTransferConfig(backend=backend)
     wanted = EngineArgs(
         **arguments(model_dir, settings, slots=slots, context_tokens=context_tokens),
+        **(more or {}),
         disable_log_stats=True,
         weight_transfer_config=transfer,
     )
@@ -218,6 +221,9 @@ def sampler_class() -> type[Any]:
             self.drawn: dict[str, float] = {}
             """By vLLM's request id, log-probs of the last step's tokens in the distribution that
             they were drawn from; of no meaning for greedy requests."""
+            self.under: dict[str, int] = {}
+            """By vLLM's request id, its id of the adapter that the last step computed with; 0
+            without one."""
 
         def ask(self, wanted: bool) -> None:
             """Whether the next step shall tell `drawn`: a softmax over the vocabulary more."""
@@ -237,9 +243,12 @@ def sampler_class() -> type[Any]:
             return sampled, None
 
         def note(self, chosen: Any) -> None:
-            """The log-probs of the drawn tokens, a row each; None where nobody asked."""
+            """The log-probs of the drawn tokens, a row each, None where nobody asked; and by which
+            adapters they were computed."""
             told = () if chosen is None else chosen.tolist()
-            self.drawn = dict(zip(self._runner.input_batch.req_ids, told, strict=False))
+            batch = self._runner.input_batch
+            self.drawn = dict(zip(batch.req_ids, told, strict=False))
+            self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
 
     return PositionSampler
 

@@ -6,8 +6,11 @@ change under it is aborted and given again with all its tokens, so that it goes 
 request with that prefix would. vLLM has no door for the KV cache of a running request here, so
 `export` gives none, and what moves is prefilled again under the same version.
 
-vLLM says of every step by which of its weights it sampled. That is compared with what was loaded: a
-difference is an InvariantBroken.
+With `lora_rank`, versions are adapters on one base, several of them resident (`vllm_lora`), and a
+request is given to vLLM with the adapter of its version.
+
+vLLM says of every step by which of its weights it sampled, and its sampler by which adapters. That
+is compared with what was loaded and asked for: a difference is an InvariantBroken.
 """
 
 from __future__ import annotations
@@ -17,8 +20,15 @@ from typing import Any
 
 from dora_pipe.clock import Clock
 from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError
-from dora_pipe.producers.engines import vllm_core, vllm_weights
-from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoaded
+from dora_pipe.producers.engines import vllm_core, vllm_lora, vllm_weights
+from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    LORA,
+    EngineEvent,
+    EngineRequest,
+    StopReason,
+    WeightsLoaded,
+)
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_weights import check_fit, read_tensors, weight_files
 from dora_pipe.producers.engines.vllm_core import VllmSettings
@@ -49,6 +59,8 @@ class VllmEngine(Stays):
         context_tokens: int,
         decode: Decode | None = None,
         clock: Clock | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> None:
         vllm_weights.register()
         self.version = vllm_core.version()
@@ -60,6 +72,15 @@ class VllmEngine(Stays):
             slots=slots,
             context_tokens=context_tokens,
             backend=vllm_weights.BACKEND,
+            more=vllm_lora.arguments(lora_rank, versions_resident),
+        )
+        self.versions_resident = versions_resident
+        if lora_rank:
+            self.declares = frozenset({COUNTER_SAMPLING, LORA})
+            if vllm_core.device_name() == "cpu":
+                vllm_lora.zero_new_blocks(self._core)
+        self._residents = vllm_lora.Residents(
+            self._core, self._shapes, rank=lora_rank, most=versions_resident
         )
         self.device = vllm_core.device_name()
         self._sampler = vllm_core.install_sampler(self._core)
@@ -72,7 +93,8 @@ class VllmEngine(Stays):
             decode=decode,
             clock=clock,
         )
-        self._warm_up(str(self._core.get_weight_version()))
+        with self._residents.without():
+            self._warm_up(str(self._core.get_weight_version()))
 
     @classmethod
     def open(
@@ -84,8 +106,13 @@ class VllmEngine(Stays):
         threads: int,
         settings: VllmSettings | None = None,
         decode: Decode | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> VllmEngine:
         """An engine for a model directory, with its weights if it holds any (else `load` some).
+
+        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
+        that rank on one base.
 
         Raises ConfigError where vLLM is not installed or for sizes that cannot be, PolicyError for
         a model that vLLM does not take, ResourceError.
@@ -99,11 +126,14 @@ class VllmEngine(Stays):
             slots=slots,
             context_tokens=context_tokens,
             decode=decode,
+            lora_rank=lora_rank,
+            versions_resident=versions_resident,
         )
         files = weight_files(model_dir)
         if files:
             tensors, digest = read_tensors(files)
             engine._transfer(tensors, model_dir, f"0:{digest[:16]}")
+            engine._residents.rest_on(digest)
         return engine
 
     @property
@@ -115,11 +145,29 @@ class VllmEngine(Stays):
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """See the port."""
-        self._check_idle()
-        return self._load(self._read(weights, version, digest), weights, version, digest)
+        whole = self._residents.is_whole(weights, digest)
+        if whole or self._residents.replaces(version, digest):
+            self._check_idle()
+        if whole:
+            return self._load(self._read(weights, version, digest), weights, version, digest)
+        started_ns = self._clock.now_ns()
+        self._residents.take(weights, version=version, digest=digest)
+        load_ms = (self._clock.now_ns() - started_ns) / 1e6
+        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
+
+    def drop(self, version: int) -> None:
+        """See the port."""
+        self._residents.drop(version)
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        self._residents.of(request)
+        super().add(request)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; vLLM gets every running request again, as a prompt."""
+        if LORA in self.declares:
+            raise ValueError("versions of a LoRA policy live beside each other")
         tensors = self._read(weights, version, digest)
         check_fit(self._shapes, self._tied, tensors, weights)
         pending = self._pending()
@@ -186,16 +234,25 @@ class VllmEngine(Stays):
                 f"{row.request.request}: vLLM sampled from weights {found!r}, loaded are"
                 f" {self._label!r}"
             )
+        under = self._sampler.under.get(row.stay)
+        if under != row.adapter:
+            raise InvariantBroken(
+                f"{row.request.request}: vLLM sampled under adapter {under}, asked for was"
+                f" {row.adapter}"
+            )
 
     def _give(self, row: Row) -> None:
         """Begin a stay in vLLM."""
         self._stays += 1
         row.stay, row.cached = f"{row.request.request}/{self._stays}", 0
+        version = self._residents.of(row.request)
+        row.adapter = version.number
         self._of_stay[row.stay] = row
         request = self._core.input_processor.process_inputs(
             row.stay,
             {"prompt_token_ids": row.sequence},
             self._params(row),
+            lora_request=version.adapter,
             supported_tasks=self._tasks,
         )
         self._core.engine_core.add_request(request)
@@ -246,6 +303,7 @@ class VllmEngine(Stays):
     ) -> WeightsLoaded:
         started_ns = self._clock.now_ns()
         self._transfer(tensors, weights, f"{version}:{digest[:16]}")
+        self._residents.settle(weights, version=version, digest=digest)
         load_ms = (self._clock.now_ns() - started_ns) / 1e6
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 

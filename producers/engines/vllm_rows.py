@@ -43,6 +43,8 @@ class Row:
     arrival: int
     stay: str = ""
     """The id that vLLM was given for the present stay."""
+    adapter: int = 0
+    """vLLM's id of the adapter that the stay is under; 0 without one."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)

@@ -76,11 +76,29 @@ def _local_class() -> type[Any]:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            pack_tied(self.model)
 
         def shutdown(self) -> None:
             """Nothing is held."""
 
     return Local
+
+
+def pack_tied(model: Any) -> None:
+    """Let modules that share their weights pack them again.
+
+    On a CPU, vLLM 0.32 computes with a packed copy, which it makes when a module's weights were
+    loaded. None are loaded for a head that is tied to the embedding: it would go on with the copy
+    of those before.
+    """
+    sharing: dict[int, list[Any]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and hasattr(module, "cpu_linear"):
+            sharing.setdefault(id(weight), []).append(module)
+    for modules in sharing.values():
+        for module in modules if len(modules) > 1 else ():
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _held_class(local: Any) -> type[Any]:

@@ -43,6 +43,31 @@ def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
         assert distance < LOGPROB_DISTANCE_MAX, one
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_head_that_is_tied_to_the_embedding_follows_the_weights(
+    vllm: Subject, tmp_path: Path, kind: str
+) -> None:
+    from dora_pipe.policies.store import PolicyStore
+    from tests.support.torch_engines import logprob_distance
+
+    store = PolicyStore(tmp_path / "policies")
+    engine: Any = None
+    for seed in (0, 1):
+        model = tmp_path / f"model{seed}"
+        if kind == "qwen2":
+            models.make_qwen2(model, seed, scale=2.0, tie_word_embeddings=True)
+        else:
+            models.make_llama_gqa(model, seed, scale=2.0, hidden_size=192)
+        manifest, assets = store.import_model(model)
+        if engine is None:
+            engine = open_vllm(store.assets_path(assets), slots=2, context_tokens=128)
+        engine.load(store.weights_path(manifest.digest), version=seed, digest=manifest.digest)
+        one = request("r", [5, 6, 7], max_tokens=40)
+        distance = logprob_distance(model, one.token_ids, run(engine, [one])["r"])
+        assert distance < LOGPROB_DISTANCE_MAX
+    engine.close()
+
+
 def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
     from tests.support.torch_engines import greedy_tokens
 

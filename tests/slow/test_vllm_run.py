@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 
 from dora_pipe.cli.rundir import opened
 from dora_pipe.history.audit import audit
+from dora_pipe.schemas.control import WorkerJoined, WorkerReady
 from tests.support.models import make_llama_gqa
-from tests.support.user_run import assert_clean, start, steps, until
+from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import furnished, joined
 
 pytestmark = pytest.mark.slow
+
+NUMERICS_MAX = 1e-4
+"""Nats between the trainer's log-probs and vLLM's of the same weights."""
 
 WAIT_S = 600.0
 """Importing vLLM takes a quarter of a minute of CPU, in a process of each engine."""
@@ -60,6 +65,24 @@ def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path
     assert joined(place) == {"w0": "vllm"}
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
+
+
+def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> None:
+    words = ("-o", "workers.count=1", "-o", "workers.engine=vllm", "-o", "run.steps=6")
+    lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "groups.size=8")
+    assert call(place, "run", "config.toml", *words, *lora) == 0, (place / "said").read_text()
+    assert joined(place) == {"w0": "vllm"}
+    assert steps(place, "tiny") == list(range(6))
+    assert_clean(place, "tiny")
+    found = list(facts(place, "tiny"))
+    assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
+    assert len({one.version for one in found if isinstance(one, WorkerReady)}) > 4
+    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
+    (place / "said").unlink()
+    assert call(place, "mismatch", "tiny", "--json") == 0
+    lines = (place / "said").read_text().splitlines()
+    (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
+    assert measured["causes"]["numerics"]["largest"] < NUMERICS_MAX
 
 
 def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:

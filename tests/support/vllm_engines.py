@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,4 +60,33 @@ def vllm_subject(folder: Path, **changes: Any) -> Iterator[Subject]:
     policies = (first, second)
     yield Subject(name="vllm", open=open_engine, vocabulary=vocabulary, policies=policies)
     for engine in opened:
+        engine.close()
+
+
+@contextmanager
+def vllm_opener(directory: Path, *, lora_rank: int) -> Iterator[Callable[..., Engine]]:
+    """Opens engines for adapters: one for each size, which is given again without any version.
+
+    An engine takes seconds to open, and engines live until the end (see `vllm_subject`).
+    """
+    opened: dict[tuple[int, int], Engine] = {}
+
+    def open_engine(*, slots: int, most: int) -> Engine:
+        sizes = (slots, most)
+        if sizes not in opened:
+            opened[sizes] = open_vllm(
+                directory,
+                slots=slots,
+                context_tokens=256,
+                lora_rank=lora_rank,
+                versions_resident=most,
+            )
+        engine = opened[sizes]
+        assert not engine.active
+        for version in range(10):
+            engine.drop(version)
+        return engine
+
+    yield open_engine
+    for engine in opened.values():
         engine.close()

@@ -58,7 +58,7 @@ def test_address_without_a_key_is_one_line_with_a_hint(
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     config = _config(engine="vllm-server", vllm={"addresses": ["http://127.0.0.1:9"]})
     with pytest.raises(ConfigError, match="no key for vLLM's server") as raised:
-        open_vllm(tmp_path, config.workers, lambda tokens: "")
+        open_vllm(tmp_path, config, lambda tokens: "")
     assert raised.value.hint is not None and "VLLM_API_KEY" in raised.value.hint
 
 
@@ -69,7 +69,7 @@ def test_worker_opens_the_server_at_its_address(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
     config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
-    engine = open_vllm(tmp_path, config.workers, lambda tokens: "")
+    engine = open_vllm(tmp_path, config, lambda tokens: "")
     assert (engine.name, engine.slots, engine.context_tokens) == ("vllm-server", 4, 512)
     engine.close()
     server.close()

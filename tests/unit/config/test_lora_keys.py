@@ -34,6 +34,8 @@ def test_no_adapter_is_the_default() -> None:
 def test_adapter_of_every_linear_layer_fits() -> None:
     assert problems(lora={"rank": 8}) == []
     assert problems(lora={"rank": 8, "targets": ["q_proj", "v_proj"]}) == []
+    assert problems(lora={"rank": 513}) == []
+    assert problems(lora={"rank": 512}, workers={"engine": "vllm"}) == []
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,16 @@ def test_adapter_of_every_linear_layer_fits() -> None:
         ({"lora": {"rank": 4}, "trainer": {"kind": "deepspeed"}}, "trainer.kind = torch"),
         ({"lora": {"rank": 4}, "staleness": {"interruptible": True}}, "nothing is interrupted"),
         (
-            {"lora": {"rank": 4}, "workers": {"engine": "vllm"}},
-            "workers.engine = torch, not by vllm",
+            {"lora": {"rank": 4}, "workers": {"engine": "vllm-server"}},
+            "workers.engine = torch or vllm, not by vllm-server",
         ),
         (
             {"lora": {"rank": 4}, "workers": {"engines": ["torch", "vllm-server"]}},
             "not by vllm-server",
+        ),
+        (
+            {"lora": {"rank": 513}, "workers": {"engines": ["torch", "vllm"]}},
+            "lora.rank: vLLM hosts adapters of ranks up to 512, not 513",
         ),
     ],
 )

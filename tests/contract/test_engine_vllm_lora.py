@@ -1,0 +1,204 @@
+"""What only vLLM can get wrong with several versions of a LoRA policy (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.errors import InvariantBroken, PolicyError
+from dora_pipe.policies.adapters import read_adapter, write_merged
+from dora_pipe.policies.model_dir import write_model_dir
+from dora_pipe.producers.engines.port import EngineRequest
+from tests.support.adapters import RANK, make_lora
+from tests.support.engine_contract import Result, request, run
+from tests.support.torch_engines import logprob_distance, make
+from tests.support.vllm_engines import need_vllm, vllm_opener
+
+DISTANCE_MAX = 1e-4
+"""Of log-probs from those of transformers on the merged weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """A base and three adapters; `merged` are model directories, of version 0 the base's."""
+
+    policies: list[tuple[Path, str]]
+    merged: list[Path]
+    open: Callable[..., Any]
+
+    def hosting(self, *versions: int, most: int = 3) -> Any:
+        """An engine with these versions."""
+        engine = self.open(slots=8, most=most)
+        self.load(engine, 0)
+        engine.drop(0)
+        for version in versions:
+            self.load(engine, version)
+        return engine
+
+    def load(self, engine: Any, version: int, *, policy: int | None = None) -> None:
+        """Make a policy resident as a version."""
+        path, digest = self.policies[version if policy is None else policy]
+        engine.load(path, version=version, digest=digest)
+
+    def assert_is(self, policy: int, one: EngineRequest, result: Result) -> None:
+        """The result is of this policy, and of no other."""
+        for other, directory in enumerate(self.merged):
+            distance = logprob_distance(directory, one.token_ids, result)
+            assert (distance < DISTANCE_MAX) == (other == policy), (other, distance)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
+    need_vllm()
+    folder = tmp_path_factory.mktemp("vllm_lora")
+    directory = make("qwen2", folder / "model")
+    made = make_lora(directory, folder / "policies", adapters=3)
+    base, merged = made.policies[0][0], [directory]
+    for number, (path, digest) in enumerate(made.policies[1:]):
+        adapter = read_adapter(path, digest=digest)
+        merged.append(folder / f"merged{number}")
+        write_model_dir(merged[-1], directory, lambda at, a=adapter: write_merged(base, a, at))  # type: ignore[misc]
+    assets = made.store.assets_path(made.assets)
+    with vllm_opener(assets, lora_rank=RANK) as open_engine:
+        yield Lora(policies=list(made.policies), merged=merged, open=open_engine)
+
+
+def under(version: int, *, tokens: tuple[int, ...] = (5, 6, 7), length: int = 24) -> EngineRequest:
+    return replace(request(f"r{version}", tokens, max_tokens=length), version=version)
+
+
+def test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them(lora: Lora) -> None:
+    engine = lora.hosting(1, 2, 3)  # every place of vLLM's has an adapter
+    run(engine, [under(version) for version in (1, 2, 3)])
+    for gone in (3, 2, 1):
+        engine.drop(gone)
+        lora.load(engine, 0)
+        wanted = [under(version) for version in range(4) if version != gone]
+        results = run(engine, wanted)
+        for one in wanted:
+            lora.assert_is(one.version, one, results[one.request])
+        engine.drop(0)
+        lora.load(engine, gone)
+
+
+def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(
+    lora: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tuple(5 + token % 90 for token in range(150))
+    engine = lora.hosting(0, 1, 2)
+    get_output, cached = engine._core.engine_core.get_output, list[int]()
+
+    def noting() -> Any:
+        answer = get_output()
+        found = [output.prefill_stats for output in answer.outputs]
+        cached.extend(one.num_cached_tokens for one in found if one is not None)
+        return answer
+
+    monkeypatch.setattr(engine._core.engine_core, "get_output", noting)
+    wanted = [under(version, tokens=prompt) for version in (0, 1, 2)]
+    for _ in range(2):
+        for one in wanted:
+            lora.assert_is(one.version, one, run(engine, [one])[one.request])
+    assert cached == [0, 0, 0, 128, 128, 128], "the second time, each has its own version's"
+    engine.drop(2)
+    lora.load(engine, 2, policy=3)
+    lora.assert_is(3, wanted[2], run(engine, [wanted[2]])["r2"])
+    assert cached[6:] == [0]
+
+
+def test_adapter_that_was_loaded_lies_nowhere_and_one_that_was_dropped_is_forgotten(
+    lora: Lora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = lora.hosting(0, 1, 2)
+    assert list(tmp_path.iterdir()) == []
+    assert len(engine._core.list_loras()) == 3
+    engine.drop(1)
+    engine.drop(0)
+    assert len(engine._core.list_loras()) == 1
+    one = under(2)
+    lora.assert_is(2, one, run(engine, [one])[one.request])
+
+
+def test_version_number_may_come_back_with_other_weights_while_nothing_runs(lora: Lora) -> None:
+    engine = lora.hosting(0, 1, 2)
+    one = under(1, length=60)
+    engine.add(one)
+    engine.step()
+    with pytest.raises(ValueError, match="rows are active"):
+        lora.load(engine, 1, policy=3)
+    engine.cancel(one.request)
+    run(engine, [one])
+    lora.load(engine, 1, policy=3)
+    lora.assert_is(3, one, run(engine, [one])[one.request])
+    assert len(engine._core.list_loras()) == 3
+
+
+def test_engine_with_room_for_one_replaces_it_when_it_is_idle(lora: Lora) -> None:
+    engine = lora.hosting(1, most=1)
+    engine.add(under(1))
+    with pytest.raises(ValueError, match="rows are active"):
+        lora.load(engine, 2)
+    engine.cancel("r1")
+    lora.load(engine, 2)
+    assert len(engine._core.list_loras()) == 1
+    one = under(2)
+    lora.assert_is(2, one, run(engine, [one])[one.request])
+    with pytest.raises(ValueError, match="version 1 is not resident"):
+        engine.add(under(1))
+
+
+def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
+    lora: Lora, tmp_path: Path
+) -> None:
+    other = make_lora(make("qwen2", tmp_path / "m", seed=1), tmp_path / "p", adapters=1)
+    engine = lora.hosting(0, 1)
+    engine.add(under(1))
+    path, digest = other.policies[0]
+    with pytest.raises(ValueError, match="rows are active"):
+        engine.load(path, version=0, digest=digest)
+    engine.cancel("r1")
+    engine.load(path, version=0, digest=digest)
+    with pytest.raises(ValueError, match="version 1 is not resident"):
+        engine.add(under(1))
+    with pytest.raises(PolicyError, match="stands on weights"):
+        lora.load(engine, 1)
+    one = under(0)
+    assert logprob_distance(tmp_path / "m", one.token_ids, run(engine, [one])["r0"]) < DISTANCE_MAX
+    engine.drop(0)
+
+
+def test_adapter_that_vllm_refuses_is_one_line_and_changes_nothing(
+    lora: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dora_pipe.producers.engines import vllm_lora
+
+    engine = lora.hosting(1, most=1)
+    monkeypatch.setattr(vllm_lora, "write_peft", lambda folder, adapter: None)
+    with pytest.raises(PolicyError, match="vLLM cannot load this adapter"):
+        lora.load(engine, 2)
+    one = under(1)
+    lora.assert_is(1, one, run(engine, [one])[one.request])
+
+
+def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> None:
+    engine = lora.hosting(0, 1)
+    engine.add(under(1))
+    (row,) = engine._rows.values()
+    row.adapter = engine._residents.of(under(0)).number
+    with pytest.raises(InvariantBroken, match="asked for was"):
+        while engine.active:
+            engine.step()
+    engine.cancel("r1")
+
+
+def test_weights_do_not_change_under_running_rows(lora: Lora) -> None:
+    engine = lora.hosting(0, 1)
+    path, digest = lora.policies[2]
+    with pytest.raises(ValueError, match="beside each other"):
+        engine.reload_keeping(path, version=2, digest=digest)

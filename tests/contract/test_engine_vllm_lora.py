@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
     for number, (path, digest) in enumerate(made.policies[1:]):
         adapter = read_adapter(path, digest=digest)
         merged.append(folder / f"merged{number}")
-        write_model_dir(merged[-1], directory, lambda at, a=adapter: write_merged(base, a, at))  # type: ignore[misc]
+        write_model_dir(merged[-1], directory, partial(write_merged, base, adapter))
     assets = made.store.assets_path(made.assets)
     with vllm_opener(assets, lora_rank=RANK) as open_engine:
         yield Lora(policies=list(made.policies), merged=merged, open=open_engine)

@@ -22,7 +22,7 @@ from dora_pipe import __version__
 from dora_pipe.cli.output import complain
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.clock import SystemClock
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.errors import ConfigError, DoraError, InvariantBroken, LogTruncated, UsageError
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
@@ -282,5 +282,5 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
         threads=workers.threads,
         decode=decode,
         lora_rank=config.lora.rank,
-        versions_resident=workers.versions_resident if config.lora.rank else 1,
+        versions_resident=versions_resident(config),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.errors import ConfigError
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.vllm_core import VllmSettings
@@ -17,7 +17,7 @@ from dora_pipe.producers.role import Decode
 
 def open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
     """vLLM for a model directory. Raises ConfigError for a server's address without a key."""
-    workers, rank = config.workers, config.lora.rank
+    workers = config.workers
     keys = msgspec.structs.asdict(workers.vllm)
     addresses = keys.pop("addresses")
     common: dict[str, Any] = {
@@ -30,8 +30,10 @@ def open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
     if workers.engine == "vllm":
         from dora_pipe.producers.engines.vllm_engine import VllmEngine
 
-        resident = workers.versions_resident if rank else 1
-        return VllmEngine.open(assets, **common, lora_rank=rank, versions_resident=resident)
+        resident = versions_resident(config)
+        return VllmEngine.open(
+            assets, **common, lora_rank=config.lora.rank, versions_resident=resident
+        )
     from dora_pipe.producers.engines.vllm_http import Address
     from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm_server import VllmServerEngine

@@ -114,3 +114,8 @@ def in_flight_batches(staleness: Staleness) -> float:
     if staleness.in_flight_batches is not None:
         return staleness.in_flight_batches
     return min(2.0, staleness.max_staleness + 1.0)
+
+
+def versions_resident(config: Config) -> int:
+    """Versions that one engine hosts at once, in force: several only where they are adapters."""
+    return config.workers.versions_resident if config.lora.rank else 1

@@ -144,6 +144,17 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
     return Adapter(base=base, scale=scale, pairs=pairs)
 
 
+def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter:
+    """As `read_adapter`, and of this rank, on weights of digest `base`. Raises PolicyError."""
+    adapter = read_adapter(path, digest=digest)
+    if adapter.base != base:
+        wanted = base[:16] or "any"
+        raise PolicyError(f"{path} stands on weights {adapter.base[:16]}, not on {wanted}")
+    if adapter.rank != rank:
+        raise PolicyError(f"{path} has rank {adapter.rank}, not {rank}")
+    return adapter
+
+
 def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
     """Whole weights: those of the base with the adapter added. Raises PolicyError, OSError.
 

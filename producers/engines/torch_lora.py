@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import Adapter, base_of, read_adapter
+from dora_pipe.policies.adapters import Adapter, base_of, read_adapter_on
 from dora_pipe.producers.engines.causal_lm import CausalLM
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
@@ -118,13 +118,7 @@ class Residents:
         if digest == self.base:
             self._enter(version, Version(digest=digest))
             return
-        adapter = read_adapter(path, digest=digest)
-        if adapter.base != self.base:
-            raise PolicyError(
-                f"{path} stands on weights {adapter.base[:16]}, not on {self.base[:16] or 'any'}"
-            )
-        if adapter.rank != self._rank:
-            raise PolicyError(f"{path} has rank {adapter.rank}, not {self._rank}")
+        adapter = read_adapter_on(path, digest=digest, base=self.base, rank=self._rank)
         self._enter(version, Version(digest=digest, layers=fused(self._model, adapter, path)))
 
     def drop(self, version: int) -> None:

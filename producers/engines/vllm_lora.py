@@ -23,7 +23,7 @@ import numpy as np
 
 from dora_pipe.config.training_sections import LINEAR_LAYERS
 from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import Adapter, base_of, read_adapter, write_peft
+from dora_pipe.policies.adapters import Adapter, base_of, read_adapter_on, write_peft
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.vllm_core import REFUSALS
 
@@ -173,13 +173,7 @@ class Residents:
     def _fitting(self, path: Path, digest: str) -> Adapter:
         """The adapter in a file. Raises PolicyError for one that vLLM must not be given: it leaves
         out what it has no layer for."""
-        adapter = read_adapter(path, digest=digest)
-        if adapter.base != self._base:
-            raise PolicyError(
-                f"{path} stands on weights {adapter.base[:16]}, not on {self._base[:16] or 'any'}"
-            )
-        if adapter.rank != self._rank:
-            raise PolicyError(f"{path} has rank {adapter.rank}, not {self._rank}")
+        adapter = read_adapter_on(path, digest=digest, base=self._base, rank=self._rank)
         for layer, (a, b) in adapter.pairs.items():
             shape = self._shapes.get(f"{layer}.weight", ())
             if layer.rpartition(".")[2] not in LINEAR_LAYERS or len(shape) != 2:

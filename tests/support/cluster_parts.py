@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dora_pipe.clock import Clock
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.consumers.ports import InlinePort
 from dora_pipe.consumers.trainers.make import make_trainer
 from dora_pipe.consumers.trainers.port import Trainer
@@ -112,7 +112,7 @@ class TorchParts:
             threads=1,
             decode=Tokenizer(assets).full_text,
             lora_rank=config.lora.rank,
-            versions_resident=workers.versions_resident if config.lora.rank else 1,
+            versions_resident=versions_resident(config),
         )
 
     def texts(self, assets: Path) -> Texts:

@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 
 from dora_pipe.errors import InvariantBroken
 from dora_pipe.orchestrator.fold import apply_decision
-from dora_pipe.orchestrator.planner import decide, plan
+from dora_pipe.orchestrator.planner import plan
 from dora_pipe.orchestrator.recovery import recover
-from dora_pipe.orchestrator.rules_control import apply_control
 from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import Assign, Move, Place
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.orchestrator_world import World
-from tests.unit.orchestrator.test_world import FAULTY_S, check_index, finish, shake, swarm
+from tests.unit.orchestrator.test_world import (
+    FAULTY_S,
+    check_index,
+    check_nothing_is_left,
+    finish,
+    swarm,
+)
 
 
 def stage_of(**changes: Any) -> Stage:
@@ -291,22 +296,7 @@ def test_a_plan_leaves_nothing_to_plan(seed: int, seconds: float, shock: int) ->
     if state.done:
         return
     assert plan(state) == (), "the machine has just planned"
-    shake(state, random.Random(shock))
-    for _ in range(4):
-        before = copy.deepcopy(state)
-        decisions = decide(state)
-        assert decide(state) == []
-        state.trigger = "looked at once more"
-        assert decide(state) == []
-        check_residents(state)
-        for one in decisions:
-            apply_decision(before, one)
-        before.trigger = ""
-        assert before.digest() == state.digest()
-        for worker in list(state.workers.values()):
-            if worker.loading:
-                ready = records.ready(worker.name, worker.epoch, worker.target, worker.digest)
-                apply_control(state, 10**9, ready)
+    check_nothing_is_left(state, random.Random(shock), check_residents)
 
 
 def test_run_with_such_workers_alone_moves_nothing_and_is_done_sooner() -> None:

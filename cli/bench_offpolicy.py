@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -236,8 +236,25 @@ def _print(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
         emit_rows([], rows, as_json=True)
         return
     typer.echo(setting)
+    typer.echo("reward after the last step, mean of the seeds (lowest to highest), by eta:")
+    emit_table(*_grid(summaries, lambda one: one.last))
+    typer.echo("the same over the course, from the first evaluation to the last:")
+    emit_table(*_grid(summaries, lambda one: one.area))
+    typer.echo("all of it:")
     emit_table(list(rows[0]), [list(row.values()) for row in rows])
     typer.echo(_verdict(summaries))
+
+
+def _grid(
+    summaries: Sequence[Summary], figure: Callable[[Summary], Spread]
+) -> tuple[list[str], list[list[Any]]]:
+    """A line for each objective, a column for each staleness."""
+    etas = sorted({one.eta for one in summaries})
+    lines: dict[str, dict[int, str]] = {}
+    for one in summaries:
+        lines.setdefault(one.objective, {})[one.eta] = _spread(figure(one))
+    rows = [[name, *(line.get(eta) for eta in etas)] for name, line in lines.items()]
+    return ["objective", *(str(eta) for eta in etas)], rows
 
 
 def _row(one: Summary) -> dict[str, Any]:
@@ -268,6 +285,13 @@ def _verdict(summaries: Sequence[Summary]) -> str:
     ]
     if not beside:
         return f"nothing can be said: no cell has two seeds to compare with {BASE} at eta 0"
-    hurt = [f"{one.objective} at eta {one.eta}" for one in beside if one.hurt]
-    below = f"below {BASE} at eta 0 with every seed"
-    return f"{below}: {', '.join(hurt) or 'none'} (of {len(beside)} with at least two seeds)"
+    hurt: dict[str, list[str]] = {}
+    for one in beside:
+        if one.hurt:
+            hurt.setdefault(one.objective, []).append(str(one.eta))
+    said = "; ".join(f"{name} at {', '.join(etas)}" for name, etas in hurt.items())
+    count = sum(map(len, hurt.values()))
+    return (
+        f"below {BASE} at eta 0 with every seed ({count} of {len(beside)} with at least two): "
+        f"{said or 'none'}"
+    )

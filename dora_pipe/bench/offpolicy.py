@@ -24,14 +24,15 @@ from dora_pipe.errors import UsageError
 Batch = TypeVar("Batch")
 
 BASE: Final = "grpo"
-"""The objective that is measured at every staleness, and what the others are compared with."""
+"""The objective that the others are compared with."""
 
 ETAS: Final = (0, 1, 2, 4, 8)
-ETAS_OF_ALL: Final = (8, 4, 0)
-"""Of every other objective, in the order of what they are for."""
+ETAS_BY_WEIGHT: Final = (8, 4, 0, 2, 1)
+"""In the order of what the other objectives are for."""
 
 SEEDS: Final = 3
-SEEDS_OF_ALL: Final = 2
+SEEDS_FIRST: Final = 2
+"""With so many the whole study is measured before another seed begins."""
 
 _MEAN: Final = {"objective.loss": "sequence-mean"}
 _DECOUPLED: Final = {"objective.kind": "decoupled-ppo", **_MEAN}
@@ -174,25 +175,25 @@ def planned(etas: Sequence[int], objectives: Sequence[str], seeds: int | None) -
     if etas or objectives:
         return [
             Cell(objective=name, eta=eta, seed=seed)
-            for seed in range(seeds or SEEDS_OF_ALL)
+            for seed in range(seeds or SEEDS_FIRST)
             for name in objectives or (BASE,)
             for eta in etas or ETAS
         ]
-    others = [name for name in OBJECTIVES if name != BASE]
-    few = range(seeds or SEEDS_OF_ALL)
-    base = [Cell(objective=BASE, eta=eta, seed=seed) for seed in few for eta in ETAS]
-    rest = [
+    numbers = range(seeds or SEEDS)
+    return [*_whole(numbers[:SEEDS_FIRST]), *_whole(numbers[SEEDS_FIRST:])]
+
+
+def _whole(seeds: Sequence[int]) -> list[Cell]:
+    """Every objective at every staleness: the base first, then all others eta by eta."""
+    base = [Cell(objective=BASE, eta=eta, seed=seed) for seed in seeds for eta in ETAS]
+    others = [
         Cell(objective=name, eta=eta, seed=seed)
-        for eta in ETAS_OF_ALL
-        for seed in few
-        for name in others
+        for eta in ETAS_BY_WEIGHT
+        for seed in seeds
+        for name in OBJECTIVES
+        if name != BASE
     ]
-    more = range(seeds or SEEDS)[len(few) :]
-    return [
-        *base,
-        *rest,
-        *(Cell(objective=BASE, eta=eta, seed=seed) for seed in more for eta in ETAS),
-    ]
+    return [*base, *others]
 
 
 def area_of(rewards: Sequence[tuple[int, float]]) -> float:

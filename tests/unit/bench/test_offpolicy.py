@@ -11,6 +11,7 @@ from dora_pipe.bench.offpolicy import (
     ETAS,
     OBJECTIVES,
     SEEDS,
+    SEEDS_FIRST,
     Cell,
     StaleQueue,
     area_of,
@@ -80,14 +81,18 @@ def test_every_kind_of_objective_is_studied_and_each_can_be_trained() -> None:
     assert len(set(made.values())) == len(OBJECTIVES), "two names for the same objective"
 
 
-def test_the_whole_study_has_the_base_everywhere_and_the_others_where_it_matters() -> None:
+def test_the_whole_study_has_every_objective_at_every_staleness_with_every_seed() -> None:
     cells = planned([], [], None)
     assert len(set(cells)) == len(cells)
-    base = [cell for cell in cells if cell.objective == BASE]
-    assert {(cell.eta, cell.seed) for cell in base} == {(e, s) for e in ETAS for s in range(SEEDS)}
-    for name in OBJECTIVES:
-        assert {cell.eta for cell in cells if cell.objective == name} >= {0, 4, 8}
+    assert set(cells) == {
+        Cell(objective=name, eta=eta, seed=seed)
+        for name in OBJECTIVES
+        for eta in ETAS
+        for seed in range(SEEDS)
+    }
     assert cells[0] == Cell(objective=BASE, eta=0, seed=0), "what is compared with comes first"
+    seeds = [cell.seed < SEEDS_FIRST for cell in cells]
+    assert seeds == sorted(seeds, reverse=True), "a study that is stopped has whole seeds"
 
 
 def test_a_part_of_the_study_is_the_product_of_what_is_named() -> None:

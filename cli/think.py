@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,6 @@ import typer
 
 from dora_pipe.cli.output import emit_rows, say
 from dora_pipe.cli.roles import need_engines
-from dora_pipe.errors import UsageError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
@@ -29,7 +29,7 @@ def engine(
     rows: Annotated[
         list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = "torch",
     resident: Annotated[
         list[int] | None,
         typer.Option(
@@ -39,24 +39,41 @@ def engine(
     as_json: JsonOption = False,
 ) -> None:
     """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
-    engine, vLLM's for vLLM."""
+    engine, vLLM's for vLLM; and of vLLM as a server, beside vLLM in process."""
     need_engines([engine])
-    if resident:
-        from dora_pipe.bench.engine_lora import bench_resident
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        if resident:
+            found = _resident(engine, Path(folder), rows or RESIDENT_ROWS, resident)
+        else:
+            found = _beside_generate(engine, Path(folder), rows)
+        _emit(found, as_json=as_json)
 
-        if engine != "torch":
-            raise UsageError("--resident: measured with the torch engine alone")
-        _emit(bench_resident(rows or RESIDENT_ROWS, resident), as_json=as_json)
-        return
+
+def _resident(engine: str, folder: Path, rows: Sequence[int], resident: Sequence[int]) -> list[Any]:
+    from dora_pipe.bench.engine_lora import TorchHosts, bench_resident
+
+    if engine == "torch":
+        return [*bench_resident(rows, resident, hosts=TorchHosts())]
+    from dora_pipe.bench.engine_vllm_hosts import ServerHosts, VllmHosts
+
+    if engine == "vllm":
+        return [*bench_resident(rows, resident, hosts=VllmHosts(folder))]
+    with closing(ServerHosts(folder, slots=max(rows))) as hosts:
+        return [*bench_resident(rows, resident, hosts=hosts)]
+
+
+def _beside_generate(engine: str, folder: Path, rows: Sequence[int] | None) -> list[Any]:
     if engine == "vllm":
         from dora_pipe.bench.engine_vllm import bench_vllm
 
-        with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-            _emit(bench_vllm(Path(folder), rows or VLLM_ROWS), as_json=as_json)
-        return
+        return [*bench_vllm(folder, rows or VLLM_ROWS)]
+    if engine == "vllm-server":
+        from dora_pipe.bench.engine_server import bench_server
+
+        return [*bench_server(folder, rows or VLLM_ROWS)]
     from dora_pipe.bench.engine import bench_engine
 
-    _emit(bench_engine(rows or (1, 16, 64, 256)), as_json=as_json)
+    return [*bench_engine(rows or (1, 16, 64, 256))]
 
 
 def bus(

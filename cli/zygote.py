@@ -26,6 +26,9 @@ from dora_pipe.errors import ResourceError
 PR_SET_PDEATHSIG: Final = 1
 READ_BYTES: Final = 65536
 
+CUDA_BY_NVML: Final = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""An import that asks torch for a GPU must not start CUDA: no role could use it after the fork."""
+
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     """Fork a role under this name."""
@@ -114,6 +117,7 @@ def _serve(
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.environ.setdefault(*CUDA_BY_NVML)
         for module in preload:
             importlib.import_module(module)
         _fork_roles(role, requests, reports)

@@ -2,19 +2,19 @@
 
 `slow` tests run when the command line asks for them (`make test-full`); those that are `pure` too
 run two at a time there, so they only compute: no broker, no limit in seconds, no measurement of
-their own process. A `gpu` test is skipped where there is no accelerator; a `kafka` test is skipped
-with one line where Java or Maven is missing, except with CI=true, where that is a failure.
+their own process. A `gpu` test is skipped where there is no GPU, and with DORA_PIPE_DEVICE=cuda
+every test is (`support.device`); a `kafka` test is skipped with one line where Java or Maven is
+missing, except with CI=true, where that is a failure.
 """
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.device import NO_GPU, has_gpu, need_device
 from tests.support.kafka_broker import KafkaBroker, missing_tools
 from tests.support.kafka_secure import Certificates, secure_broker
 
@@ -39,8 +39,9 @@ def _log_levels_stay() -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse or skip what this machine cannot run, each with its reason."""
-    if item.get_closest_marker("gpu") and not _has_accelerator():
-        pytest.skip("no accelerator on this machine")
+    need_device()
+    if item.get_closest_marker("gpu") and not has_gpu():
+        pytest.skip(NO_GPU)
     if item.get_closest_marker("kafka"):
         require_broker_tools()
 
@@ -54,11 +55,6 @@ def require_broker_tools() -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(line, pytrace=False)
     pytest.skip(line)
-
-
-def _has_accelerator() -> bool:
-    # Asking torch would cost seconds in every worker; the driver's tool is enough to know.
-    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dora_pipe.consumers.trainers.deepspeed_package import package
+from dora_pipe.consumers.trainers.torch_lora import LoraOptions, Pairs
 from dora_pipe.consumers.trainers.torch_model import Passage, build, head_is_all, score, untied
 from dora_pipe.consumers.trainers.torch_optimizer import MOMENTS
 
@@ -39,6 +40,8 @@ class EngineOptions:
     weight_decay: float = 0.0
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
+    lora: LoraOptions | None = None
+    """What is trained, if not all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +62,15 @@ class _Shard:
 
 
 class _Scored(torch.nn.Module):
-    """The network with its log-probs inside, because ZeRO hooks itself into `forward`."""
+    """The network with its log-probs inside, because ZeRO hooks itself into `forward`.
 
-    def __init__(self, network: Any, *, lean: bool) -> None:
+    The adapter stands beside the network: ZeRO takes what it finds in modules.
+    """
+
+    def __init__(self, network: Any, pairs: Pairs | None, *, lean: bool) -> None:
         super().__init__()
         self.network = network
+        self.pairs = pairs
         self.lean = lean
 
     def forward(self, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
@@ -77,10 +84,12 @@ class Engine:
         self.options = options
         network = build(assets)
         buffers = {id(module): dict(module._buffers) for module in network.modules()}
-        module = _Scored(network, lean=head_is_all(network, "cpu"))
-        stored = untied(network)
+        lean = head_is_all(network, "cpu")
+        self.pairs = None if options.lora is None else Pairs(network, options.lora)
+        module = _Scored(network, self.pairs, lean=lean)
+        stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
-        """Of what is stored, sorted: parameters and persistent buffers."""
+        """Of what is stored, sorted: parameters and persistent buffers, or the adapter's."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
         self._adamw = torch.optim.AdamW(
             parameters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay
@@ -94,13 +103,20 @@ class Engine:
             for name, buffer in buffers[id(one)].items():
                 if buffer is not None:
                     one._buffers[name] = buffer.to(options.device)
-        self._stored = untied(network)
+        self._stored = _stored(network, self.pairs)
+        self._base: dict[str, Any] = {} if self.pairs is None else untied(network)
+        """What the adapter stands on: it is loaded, and is neither trained nor read."""
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._shards = {name: self._shard(one) for name, one in self.parameters()}
         self.forget()
 
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Of what the adapter stands on, sorted."""
+        return tuple(self._base)
+
     def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Name and parameter, sorted."""
+        """Name and parameter, sorted; those that are trained."""
         for name, tensor in self._stored.items():
             if isinstance(tensor, torch.nn.Parameter):
                 yield name, tensor
@@ -111,6 +127,12 @@ class Engine:
         """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3."""
         found: Tensor = self._engine(passage.ids, passage.places, passage.targets)
         return found
+
+    def base_logprobs(self, passage: Passage) -> Tensor:
+        """As `logprobs`, without the adapter: those of version 0; likewise collective."""
+        assert self.pairs is not None, "whole weights have no base"
+        with torch.no_grad(), self.pairs.off():
+            return self.logprobs(passage)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a rank's part of the loss; collective. `last`: an update follows.
@@ -162,31 +184,38 @@ class Engine:
 
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
         """Take a whole tensor; the rank keeps its shard of it. The shape must be right."""
-        tensor, shard = self._stored[name], self._shards.get(name)
+        tensor, shard = self._tensor(name), self._shards.get(name)
         with torch.no_grad():
             if shard is None:
-                tensor.copy_(value)
+                self._write_whole(tensor, value)
                 return
-            flat = value.detach().reshape(-1)
-            missing = shard.start + shard.elements - len(flat)
-            if missing > 0:  # ZeRO 3 pads, so that every rank has as much
-                flat = torch.nn.functional.pad(flat, (0, missing))
-            part = flat[shard.start : shard.start + shard.elements]
+            part = _part(value, shard.start, shard.elements)
             shard.of(self._within(shard, moment)).copy_(part)
             if moment is not None:
                 return
             if self.options.zero_stage < 3:
                 tensor.data.copy_(value)
             else:
-                tensor.ds_tensor.data.copy_(part)  # type: ignore[attr-defined]
+                tensor.ds_tensor.data.copy_(part)
+
+    def _write_whole(self, tensor: Any, value: Tensor) -> None:
+        """What no optimizer changes: buffers, and all that is frozen."""
+        held = getattr(tensor, "ds_tensor", None)
+        if held is None:
+            tensor.copy_(value)
+        else:
+            held.data.copy_(_part(value, self._rank * held.numel(), held.numel()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return _shape(self._stored[name])
+        return _shape(self._tensor(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is read: parameters as float32, buffers as they are."""
-        return torch.float32 if name in self._shards else self._stored[name].dtype
+        """As it crosses: what is trained as float32, the rest as it is held."""
+        return torch.float32 if name in self._shards else self._tensor(name).dtype
+
+    def _tensor(self, name: str) -> Any:
+        return self._stored[name] if name in self._stored else self._base[name]
 
     @property
     def moments(self) -> list[tuple[Moment, str]]:
@@ -238,6 +267,20 @@ class Engine:
             start=whole.start,
             elements=part.numel,
         )
+
+
+def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:
+    """What is published, by its name in a file, sorted."""
+    return untied(network) if pairs is None else dict(sorted(pairs.named()))
+
+
+def _part(value: Tensor, start: int, elements: int) -> Tensor:
+    """A rank's shard of a whole tensor."""
+    flat = value.detach().reshape(-1)
+    missing = start + elements - len(flat)
+    if missing > 0:  # ZeRO 3 pads, so that every rank has as much
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat[start : start + elements]
 
 
 def _added(part: Tensor, shard: _Shard, tensor: Tensor) -> Tensor:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from dora_pipe.consumers.trainers.deepspeed_orders import AnyOrder, End, Load, Open, Read, Train
+from dora_pipe.consumers.trainers.deepspeed_orders import (
+    AnyOrder,
+    End,
+    Load,
+    LoadBase,
+    Open,
+    Read,
+    Train,
+)
 from dora_pipe.consumers.trainers.deepspeed_package import prepare
 from dora_pipe.errors import DoraError
 from dora_pipe.policies.log_place import LogPlace
@@ -82,7 +90,9 @@ class Follower:
             self._ranks[order.trainer] = Rank(self._team, order, self._store)
             return
         rank = self._ranks[order.trainer]
-        if isinstance(order, Load):
+        if isinstance(order, LoadBase):
+            rank.load_base()
+        elif isinstance(order, Load):
             rank.load(order)
         elif isinstance(order, Read):
             for _ in rank.read(moments=order.moments):

@@ -6,6 +6,8 @@ rank reads its own from the log. (Weights do, when they are loaded and published
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from dora_pipe.consumers.objectives.terms import RowFigures
@@ -28,20 +30,24 @@ class Open(Order, frozen=True, kw_only=True, tag="open"):
     assets: str
     reference: str
     log: LogPlace | None
-    options: dict[str, Plain | tuple[float, float]]
+    options: dict[str, Any]
     """Of `EngineOptions`, without the device."""
     threads: int
 
 
+class LoadBase(Order, frozen=True, kw_only=True, tag="load-base"):
+    """Take what an adapter stands on, which rank 0 sends tensor by tensor."""
+
+
 class Load(Order, frozen=True, kw_only=True, tag="load"):
-    """Take weights, which rank 0 sends tensor by tensor, and with `moments` AdamW's."""
+    """Take what is trained, which rank 0 sends tensor by tensor, and with `moments` AdamW's."""
 
     moments: bool
     updates: int
 
 
 class Read(Order, frozen=True, kw_only=True, tag="read"):
-    """Help to read every tensor of the weights, or of `moments`, in the order of their names."""
+    """Help to read all that is trained, or all `moments` of it, in the order of their names."""
 
     moments: bool
 
@@ -74,7 +80,7 @@ class End(Order, frozen=True, kw_only=True, tag="end"):
     """The trainer is over."""
 
 
-AnyOrder = Open | Load | Read | Train | End
+AnyOrder = Open | LoadBase | Load | Read | Train | End
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

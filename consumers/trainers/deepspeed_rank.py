@@ -94,8 +94,17 @@ class Rank:
 
     # Weights
 
+    def load_base(self, given: Callable[[str], Tensor] | None = None) -> None:
+        """Take what the adapter stands on; `given` as of `load`."""
+        engine = self.engine
+        for name in engine.base_names:
+            engine.write(name, self._shared(name, name, engine.dtype(name), given))
+
     def load(self, order: Load, given: Callable[[str], Tensor] | None = None) -> None:
-        """Take weights and moments; `given` gives rank 0's tensors by their names in a file."""
+        """Take what is trained, and moments.
+
+        `given` gives rank 0's tensors by their names in a file.
+        """
         engine = self.engine
         with torch.no_grad():
             for name in engine.names:
@@ -121,7 +130,7 @@ class Rank:
         return self._team.share(value).to(self._device)
 
     def read(self, *, moments: bool) -> Iterator[Tensor]:
-        """Every tensor of the weights or of the moments, whole, one at a time; collective."""
+        """Every tensor of what is trained or of the moments, whole, one at a time; collective."""
         with self._team.together():
             if moments:
                 for moment, name in self.engine.moments:
@@ -220,6 +229,7 @@ class Rank:
 
     def _loss(self, one: _Pass, step: StepSettings, update: _Update) -> Tensor:
         """The loss of one pass; what its rows did goes into `update`."""
+        base = self._base_logprobs(one, step)
         logprobs = self.engine.logprobs(one.passage)
         if one.idle:
             return logprobs.sum() * 0.0
@@ -229,13 +239,19 @@ class Rank:
             advantages=one.advantages,
             weights=one.weights,
             proximal=one.proximal,
-            reference=self._reference_logprobs,
+            reference=self._reference_logprobs if base is None else lambda _: base,
             step=step,
         )
         update.loss += float(loss.detach())
         update.padded_tokens += one.padded_tokens
         update.rows.append(figures)
         return loss
+
+    def _base_logprobs(self, one: _Pass, step: StepSettings) -> Tensor | None:
+        """An adapter's reference is its base; idle or not, the ranks ask for it together."""
+        if self.engine.pairs is None or not needs(step).reference:
+            return None
+        return self.engine.base_logprobs(one.passage)
 
     def _reference_logprobs(self, passage: Passage) -> Tensor:
         if self._reference is None:

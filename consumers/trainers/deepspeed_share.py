@@ -1,4 +1,5 @@
-"""Which rank does which passes of an update; a function of the batch and the number of ranks.
+"""Which rank does which passes of an update, and how that is ordered; a function of the batch and
+the number of ranks.
 
 Ranks meet after every pass (ZeRO 2 and 3 add gradients up there, ZeRO 3 gathers weights), so the
 slowest pass of a round costs all of them its time: passes of about equal size go into one round.
@@ -8,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from dora_pipe.consumers.packing import MicroBatch
+from dora_pipe.consumers.trainers.deepspeed_orders import PassOrder, RowOrder
+from dora_pipe.consumers.trainers.port import LoggedAt, TrainBatch
 from dora_pipe.consumers.trainers.step import Pass
+
+_NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 
 
 def shares(passes: Sequence[Pass], *, ranks: int, rounds_min: int = 1) -> list[list[Pass]]:
@@ -61,3 +67,26 @@ def _part(one: Pass, start: int, end: int) -> Pass:
     width = max(len(item.trajectory.token_ids) for item in items)
     micro = MicroBatch(rows=one.micro.rows[start:end], width=width)
     return replace(one, items=items, weights=one.weights[start:end], micro=micro)
+
+
+def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
+    """Where each trajectory of a batch lies."""
+    found: dict[str, LoggedAt] = {}
+    for group in batch.groups:
+        assert len(group.places) == len(group.trajectories), "several ranks need a log"
+        named = [one.trajectory for one in group.trajectories]
+        found |= zip(named, group.places, strict=True)
+    return found
+
+
+def pass_order(one: Pass, places: dict[str, LoggedAt]) -> PassOrder:
+    """A pass as rank 0 orders it; without places where rank 0 does it itself."""
+    rows = [
+        RowOrder(
+            at=places.get(item.trajectory.trajectory, _NOWHERE),
+            advantage=item.advantage or 0.0,
+            weight=weight,
+        )
+        for item, weight in zip(one.items, one.weights, strict=True)
+    ]
+    return PassOrder(rows=rows, width=one.micro.width)

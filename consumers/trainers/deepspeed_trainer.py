@@ -12,6 +12,7 @@ import math
 import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,18 +27,17 @@ from dora_pipe.consumers.packing import minibatches
 from dora_pipe.consumers.trainers.deepspeed_engine import Engine, EngineOptions
 from dora_pipe.consumers.trainers.deepspeed_orders import (
     Load,
+    LoadBase,
     Open,
-    PassOrder,
     Read,
     Ready,
-    RowOrder,
     StepReply,
     Train,
 )
 from dora_pipe.consumers.trainers.deepspeed_rank import Rank, engine_options
-from dora_pipe.consumers.trainers.deepspeed_share import shares
+from dora_pipe.consumers.trainers.deepspeed_share import pass_order, places_of, shares
 from dora_pipe.consumers.trainers.deepspeed_team import the_team
-from dora_pipe.consumers.trainers.port import LoggedAt, Settings, StepResult, TrainBatch
+from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.trainers.settings import MICRO_BATCH_TOKENS, step_settings
 from dora_pipe.consumers.trainers.step import (
     Pass,
@@ -47,13 +47,19 @@ from dora_pipe.consumers.trainers.step import (
     items_of,
     passes_of,
 )
-from dora_pipe.consumers.trainers.torch_device import compute_clock, device_class
+from dora_pipe.consumers.trainers.torch_device import capability, compute_clock, device_class
+from dora_pipe.consumers.trainers.torch_lora import Standing
 from dora_pipe.consumers.trainers.torch_model import DTYPES, NAMES, read_tensor, tensor_source
 from dora_pipe.consumers.trainers.torch_optimizer import STEPS
 from dora_pipe.errors import InvariantBroken, NonFinite, PolicyError, ResourceError
 from dora_pipe.policies.digest import Entry, mapped, read_entries, read_manifest
 from dora_pipe.policies.log_place import LogPlace
-from dora_pipe.policies.safetensors_file import Source, manifest_in_memory, write_tensors
+from dora_pipe.policies.safetensors_file import (
+    Source,
+    file_sources,
+    manifest_in_memory,
+    write_tensors,
+)
 from dora_pipe.schemas.policy import Manifest
 
 VERSION: Final = "1"
@@ -106,6 +112,8 @@ class DeepspeedTrainer:
         self._options = options or DeepspeedOptions()
         self._team = the_team(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
+        lora = self._options.engine.lora
+        self._standing = Standing(reference, lora) if lora else None
         order = Open(
             trainer=self._number,
             retired=_retired(),
@@ -128,23 +136,20 @@ class DeepspeedTrainer:
         found = read_manifest(weights).digest
         if found != digest:
             raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
-        entries = self._fitting(weights)
         moments: dict[str, Entry] = {}
         updates = 0
         if optimizer is not None:
             moments = self._state(optimizer)
             with mapped(optimizer) as data:
                 updates = int(read_tensor(data, moments.pop(STEPS)))
-        order = Load(
-            trainer=self._number, retired=_retired(), moments=bool(moments), updates=updates
-        )
-        self._team.send(order)
-        with mapped(weights) as data, mapped(optimizer or weights) as state:
+        with self._trained(weights) as trained, mapped(optimizer or weights) as state:
+            order = Load(
+                trainer=self._number, retired=_retired(), moments=bool(moments), updates=updates
+            )
+            self._team.send(order)
 
             def given(name: str) -> Tensor:
-                if name in entries:
-                    return read_tensor(data, entries[name])
-                return read_tensor(state, moments[name])
+                return read_tensor(state, moments[name]) if name in moments else trained(name)
 
             self._rank.load(order, given)
 
@@ -165,17 +170,19 @@ class DeepspeedTrainer:
             for passes in updates
             if passes
         ]
-        places = _places(batch) if options.ranks > 1 else {}
+        places = places_of(batch) if options.ranks > 1 else {}
         order = Train(
             trainer=self._number,
             retired=_retired(),
             settings=dict(logged),
             updates=[
-                [[_order(one, places) for one in own] for own in shared_] for shared_ in shared
+                [[pass_order(one, places) for one in own] for own in shared_] for shared_ in shared
             ],
         )
         replies = self._ordered(order, [one for by_rank in shared for one in by_rank[0]])
         sums = _sums(shared, replies)
+        if self._standing is not None and sums.updates:
+            self._standing.updated = True
         flat = [item for group in items for item in group]
         return StepResult(
             figures=figures_of(flat, sums),
@@ -210,14 +217,14 @@ class DeepspeedTrainer:
     def numerics(self) -> dict[str, str]:
         """What the bits of a step depend on beside its inputs."""
         options, engine = self._options, self._options.engine
-        return {
+        return (engine.lora.numerics if engine.lora else {}) | {
             "trainer": f"{self.name} {self.version}",
             "deepspeed": version("deepspeed"),
             "torch": str(torch.__version__),
             "transformers": str(transformers.__version__),
             "python": platform.python_version(),
             "device": device_class(self._team.device),
-            "capability": torch.backends.cpu.get_cpu_capability(),
+            "capability": capability(self._team.device),
             "world_size": str(options.ranks),
             "backend": self._team.backend,
             "zero_stage": str(engine.zero_stage),
@@ -230,11 +237,30 @@ class DeepspeedTrainer:
 
     # Files
 
-    def _fitting(self, weights: Path) -> dict[str, Entry]:
+    @contextmanager
+    def _trained(self, weights: Path) -> Iterator[Callable[[str], Tensor]]:
+        """What is trained of a file, by name; the ranks have the base then. Raises PolicyError."""
+        if self._standing is not None:
+            assert self._engine.pairs is not None
+            layers = self._engine.pairs.layers
+            yield self._standing.take(weights, layers=layers, have=self._have_base).__getitem__
+            return
+        entries = self._fitting(weights, self._engine.names)
+        with mapped(weights) as data:
+            yield lambda name: read_tensor(data, entries[name])
+
+    def _have_base(self, weights: Path) -> None:
+        """Give every rank what the adapter stands on. Raises PolicyError."""
+        entries = self._fitting(weights, self._engine.base_names)
+        self._team.send(LoadBase(trainer=self._number, retired=_retired()))
+        with mapped(weights) as data:
+            self._rank.load_base(lambda name: read_tensor(data, entries[name]))
+
+    def _fitting(self, weights: Path, names: Sequence[str]) -> dict[str, Entry]:
         """The tensors of a file that has what the model has. Raises PolicyError."""
         engine = self._engine
         entries = {entry.name: entry for entry in read_entries(weights)}
-        odd = sorted(entries.keys() ^ set(engine.names))
+        odd = sorted(entries.keys() ^ set(names))
         if odd:
             raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
         for name, entry in entries.items():
@@ -255,7 +281,14 @@ class DeepspeedTrainer:
         return entries
 
     def _weights(self, use: Callable[[list[Source]], Manifest]) -> Manifest:
-        return self._whole(use, [(name, name) for name in self._engine.names], moments=False)
+        names, standing = [(name, name) for name in self._engine.names], self._standing
+        if standing is None:
+            return self._whole(use, names, moments=False)
+        if standing.updated:
+            marks = standing.marks()
+            return self._whole(lambda sources: use([*sources, *marks]), names, moments=False)
+        with file_sources(standing.base) as sources:
+            return use(sources)
 
     def _whole(
         self,
@@ -324,31 +357,6 @@ def _next(following: Iterator[Tensor]) -> Callable[[], memoryview]:
         return memoryview(tensor_source("", next(following)).data())
 
     return data
-
-
-def _places(batch: TrainBatch) -> dict[str, LoggedAt]:
-    """Where each trajectory of a batch lies."""
-    found: dict[str, LoggedAt] = {}
-    for group in batch.groups:
-        assert len(group.places) == len(group.trajectories), "several ranks need a log"
-        named = [one.trajectory for one in group.trajectories]
-        found |= zip(named, group.places, strict=True)
-    return found
-
-
-_NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
-
-
-def _order(one: Pass, places: dict[str, LoggedAt]) -> PassOrder:
-    rows = [
-        RowOrder(
-            at=places.get(item.trajectory.trajectory, _NOWHERE),
-            advantage=item.advantage or 0.0,
-            weight=weight,
-        )
-        for item, weight in zip(one.items, one.weights, strict=True)
-    ]
-    return PassOrder(rows=rows, width=one.micro.width)
 
 
 def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepReply]) -> Sums:

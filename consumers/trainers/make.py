@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.model import Trainer as Section
 from dora_pipe.consumers.trainers.deepspeed_package import NAME, absent, prepare
 from dora_pipe.consumers.trainers.port import Trainer
@@ -17,6 +17,7 @@ from dora_pipe.policies.log_place import LogPlace
 from dora_pipe.policies.store import PolicyStore
 
 if TYPE_CHECKING:
+    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
     from dora_pipe.consumers.trainers.torch_trainer import TorchTrainer
 
 
@@ -34,7 +35,7 @@ def make_trainer(
     try:
         device = device_of(config.trainer)
         if config.trainer.kind == "deepspeed":
-            return _deepspeed(assets, reference, config.trainer, log, device)
+            return _deepspeed(assets, reference, config, log, device)
         return _torch(assets, reference, config, device)
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -100,27 +101,35 @@ def end_ranks() -> None:
 
 
 def _torch(assets: Path, reference: Path, config: Config, device: str) -> TorchTrainer:
-    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
     from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 
-    section, lora = config.trainer, config.lora
+    section = config.trainer
     if device != "cpu":
         prepare(device)
-    adapter = LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     options = TorchOptions(
         betas=section.betas,
         weight_decay=section.weight_decay,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
-        lora=adapter if lora.rank else None,
+        lora=_adapter(config.lora),
     )
     return TorchTrainer(assets, reference=reference, options=options)
 
 
+def _adapter(lora: Lora) -> LoraOptions | None:
+    """What is trained, if not all weights."""
+    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
+
+    if not lora.rank:
+        return None
+    return LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
 def _deepspeed(
-    assets: Path, reference: Path, section: Section, log: LogPlace | None, device: str
+    assets: Path, reference: Path, config: Config, log: LogPlace | None, device: str
 ) -> Trainer:
+    section = config.trainer
     prepare(device)
     from dora_pipe.consumers.trainers.deepspeed_engine import EngineOptions
     from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedOptions, DeepspeedTrainer
@@ -131,6 +140,7 @@ def _deepspeed(
         dtype=section.dtype,
         betas=section.betas,
         weight_decay=section.weight_decay,
+        lora=_adapter(config.lora),
     )
     options = DeepspeedOptions(
         engine=engine,

@@ -19,6 +19,15 @@ def device_class(device: str) -> str:
     return f"cpu {_processor()}"
 
 
+def capability(device: str) -> str:
+    """Which instructions and libraries it computes with."""
+    if device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability(device)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -31,26 +40,36 @@ def _processor() -> str:
 def compute_clock(device: str, threads: int) -> Callable[[], float]:
     """A clock in seconds that counts what a step computes and as little else as can be."""
     if device.startswith("cuda"):
-        return time.perf_counter
+        return lambda: _settled(device)
     return time.thread_time if threads == 1 else time.process_time
+
+
+def _settled(device: str) -> float:
+    """The time when a GPU has done what it was told: it computes behind the program's back."""
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @contextmanager
 def deterministic(threads: int) -> Iterator[None]:
-    """One fixed number of threads and deterministic kernels, and back to what was before."""
+    """One fixed number of threads, deterministic kernels, float32 that is not rounded in products,
+    and back to what was before."""
     filling: Any = torch.utils.deterministic  # a module that is an object in disguise
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         filling.fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
     )
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # Filling every fresh buffer only helps to find reads of uninitialised memory; it is slow.
     filling.fill_uninitialized_memory = False
+    torch.set_float32_matmul_precision("highest")  # an environment may have it otherwise on GPUs
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1])
         filling.fill_uninitialized_memory = before[2]
+        torch.set_float32_matmul_precision(before[3])

@@ -29,7 +29,12 @@ from dora_pipe.consumers.trainers.step import (
     items_of,
     passes_of,
 )
-from dora_pipe.consumers.trainers.torch_device import compute_clock, deterministic, device_class
+from dora_pipe.consumers.trainers.torch_device import (
+    capability,
+    compute_clock,
+    deterministic,
+    device_class,
+)
 from dora_pipe.consumers.trainers.torch_lora import LoraModel, LoraOptions
 from dora_pipe.consumers.trainers.torch_model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.trainers.torch_optimizer import Optimizer
@@ -153,14 +158,13 @@ class TorchTrainer:
         """What the bits of a step depend on beside its inputs."""
         options = self._options
         lora = options.lora
-        adapter = {"lora": f"rank {lora.rank}, scale {lora.scale:g}"} if lora else {}
-        return adapter | {
+        return (lora.numerics if lora else {}) | {
             "trainer": f"{self.name} {self.version}",
             "torch": str(torch.__version__),
             "transformers": str(transformers.__version__),
             "python": platform.python_version(),
             "device": device_class(options.device),
-            "capability": torch.backends.cpu.get_cpu_capability(),
+            "capability": capability(options.device),
             "world_size": "1",
             "threads": str(options.threads),
             "micro_batch_tokens": str(options.micro_batch_tokens),
@@ -224,6 +228,8 @@ class TorchTrainer:
         return passage_of(rows, width=one.micro.width, device=self._options.device)
 
     def _reference_logprobs(self, passage: Passage) -> Tensor:
+        if isinstance(self._model, LoraModel):
+            return self._model.base_logprobs(passage)
         if self._reference is None:
             self._reference = TorchModel(self._assets, device=self._options.device)
             self._reference.load(self._reference_path)

@@ -25,7 +25,6 @@ above); the groups of one evaluation are dispatched together all the same."""
 
 VLLM_RANK_MAX: Final = 512
 """Of the adapters that vLLM has room for."""
-_LORA_ENGINES: Final = ("torch", "vllm")
 
 _ROUND_BYTES: Final = 4096
 """Of a round around its decisions: observations, settings, pins, digest and chain."""
@@ -222,16 +221,10 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
     if not lora.rank:
         return
-    if config.trainer.kind != "torch":
-        yield f"lora.rank: an adapter is trained by trainer.kind = torch, not {config.trainer.kind}"
     if config.staleness.interruptible:
         yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
     engines = workers.engines or (workers.engine,)
-    other = [one for one in engines if one not in _LORA_ENGINES]
-    if other:
-        hosts = " or ".join(_LORA_ENGINES)
-        yield f"lora.rank: adapters are hosted by workers.engine = {hosts}, not by {other[0]}"
-    if "vllm" in engines and lora.rank > VLLM_RANK_MAX:
+    if lora.rank > VLLM_RANK_MAX and any(one.startswith("vllm") for one in engines):
         yield f"lora.rank: vLLM hosts adapters of ranks up to {VLLM_RANK_MAX}, not {lora.rank}"
 
 

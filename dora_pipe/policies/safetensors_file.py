@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_pipe.policies.digest import DTYPE_BYTES, manifest_of
+from dora_pipe.policies.digest import DTYPE_BYTES, Entry, manifest_of, mapped, read_entries
 from dora_pipe.schemas.policy import Manifest, Tensor
 
 METADATA = {"format": "pt"}
@@ -55,6 +56,20 @@ def write_tensors(path: Path, sources: Iterable[Source]) -> Manifest:
                 Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
             )
     return manifest_of(described, sum(source.bytes for source in ordered))
+
+
+@contextmanager
+def file_sources(path: Path) -> Iterator[list[Source]]:
+    """Every tensor of a safetensors file, to be written again. Raises PolicyError."""
+    entries = read_entries(path)
+    with mapped(path) as data:
+
+        def of(entry: Entry) -> Callable[[], bytes]:
+            return lambda: bytes(data[entry.start : entry.end])
+
+        yield [
+            Source(name=one.name, dtype=one.dtype, shape=one.shape, data=of(one)) for one in entries
+        ]
 
 
 def manifest_in_memory(sources: Iterable[Source]) -> Manifest:

@@ -9,12 +9,15 @@ import pytest
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
 from dora_pipe.consumers.trainers.port import Settings, TrainBatch, Trainer
 from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
+from dora_pipe.consumers.trainers.torch_lora import LoraOptions
 from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 from dora_pipe.errors import PolicyError
+from dora_pipe.policies.adapters import stands_on
 from dora_pipe.policies.digest import read_manifest
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
-from tests.support import deepspeed
+from tests.support import deepspeed, device
+from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa, make_qwen2
 
@@ -26,6 +29,8 @@ class Subject:
     store: PolicyStore
     policy: Manifest
     make: Callable[[], Trainer]
+    lora: bool = False
+    """Its policies are adapters on version 0."""
 
     def fresh(self) -> Trainer:
         """One that has loaded version 0."""
@@ -35,15 +40,22 @@ class Subject:
         return trainer
 
 
-def _torch_subject(root: Path, make_model: Callable[[Path], Path]) -> Subject:
+LORA_OPTIONS = LoraOptions(rank=RANK, alpha=8.0, targets=LAYERS)
+
+
+def _torch_subject(
+    root: Path, make_model: Callable[[Path], Path], lora: LoraOptions | None = None
+) -> Subject:
     store = PolicyStore(root / "policies")
     policy, assets = store.import_model(make_model(root / "model"))
     reference = store.weights_path(policy.digest)
-    options = TorchOptions(micro_batch_tokens=256)
+    device.prepare()
+    options = TorchOptions(micro_batch_tokens=256, device=device.DEVICE, lora=lora)
     return Subject(
         store=store,
         policy=policy,
         make=lambda: TorchTrainer(store.assets_path(assets), reference=reference, options=options),
+        lora=lora is not None,
     )
 
 
@@ -55,9 +67,11 @@ def _simulated_subject(root: Path) -> Subject:
 
 
 def _deepspeed_subject(root: Path, kind: str) -> Subject:
-    """`deepspeed-STAGE[-DTYPE]`, of as many ranks as DORA_PIPE_RANKS says."""
+    """`deepspeed-STAGE[-lora][-DTYPE[-OFFLOAD]]`, of as many ranks as DORA_PIPE_RANKS says."""
     deepspeed.need_deepspeed()
-    _, stage, *dtype = kind.split("-")
+    _, stage, *words = kind.split("-")
+    more = [word for word in words if word != "lora"]
+    dtype, offload = (more + ["float32", "none"][len(more) :])[:2]
     store = PolicyStore(root / "policies")
     policy, assets = store.import_model(make_llama_gqa(root / "model"))
     log = deepspeed.BatchLog(root / "log.sqlite")
@@ -69,22 +83,33 @@ def _deepspeed_subject(root: Path, kind: str) -> Subject:
             store.weights_path(policy.digest),
             log,
             zero_stage=int(stage),
-            dtype=dtype[0] if dtype else "float32",
+            dtype=dtype,
+            offload=offload,
+            lora=LORA_OPTIONS if "lora" in words else None,
         ),
+        lora="lora" in words,
     )
 
 
-DEEPSPEED = [f"deepspeed-{stage}" for stage in range(4)] + ["deepspeed-2-bfloat16"]
+DEEPSPEED = [f"deepspeed-{stage}{lora}" for lora in ("", "-lora") for stage in range(4)] + [
+    "deepspeed-2-bfloat16",
+    "deepspeed-2-bfloat16-optimizer",
+    "deepspeed-3-bfloat16-all",
+    "deepspeed-3-lora-bfloat16",
+]
+TORCH = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama-gqa", "simulated", *DEEPSPEED])
+@pytest.fixture(scope="module", params=[*TORCH, "llama-gqa-lora", "simulated", *DEEPSPEED])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root = tmp_path_factory.mktemp(str(request.param))
     if request.param == "simulated":
         return _simulated_subject(root)
     if request.param in DEEPSPEED:
         return _deepspeed_subject(root, str(request.param))
-    return _torch_subject(root, {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[request.param])
+    if request.param == "llama-gqa-lora":
+        return _torch_subject(root, make_llama_gqa, LORA_OPTIONS)
+    return _torch_subject(root, TORCH[request.param])
 
 
 def batches(count: int) -> list[TrainBatch]:
@@ -157,6 +182,9 @@ def test_manifest_is_that_of_the_file_it_writes(subject: Subject, tmp_path: Path
     train(trainer, *batches(1))
     written = trainer.save_weights(tmp_path / "weights")
     assert trainer.manifest() == written == read_manifest(tmp_path / "weights")
+    assert stands_on(written, subject.policy.digest) == subject.lora
+    if subject.lora:
+        return
     assert [(one.name, one.dtype, one.shape) for one in written.tensors] == [
         (one.name, one.dtype, one.shape) for one in subject.policy.tensors
     ]

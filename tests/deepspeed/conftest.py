@@ -8,7 +8,7 @@ import pytest
 
 from dora_pipe.consumers.trainers.port import Settings, TrainBatch
 from dora_pipe.policies.store import PolicyStore
-from tests.support import deepspeed
+from tests.support import deepspeed, device
 from tests.support.models import make_llama_gqa
 
 Make = Callable[..., deepspeed.LoggedTrainer]
@@ -35,11 +35,13 @@ class Bench:
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made
 
-    def torch(self, micro_batch_tokens: int = 256) -> Any:
+    def torch(self, micro_batch_tokens: int = 256, lora: Any = None) -> Any:
         """The torch trainer, likewise."""
         from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 
-        options = TorchOptions(micro_batch_tokens=micro_batch_tokens)
+        options = TorchOptions(
+            micro_batch_tokens=micro_batch_tokens, device=device.DEVICE, lora=lora
+        )
         made = TorchTrainer(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made

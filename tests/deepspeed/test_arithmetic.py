@@ -30,7 +30,9 @@ def _batches() -> list[TrainBatch]:
     return [make_batch(seed=seed, step=seed, groups=4, valid=0.9) for seed in range(3)]
 
 
-def _compare(ours: list[StepResult], theirs: list[StepResult], *, relative: float = 1e-3) -> None:
+def assert_same_steps(
+    ours: list[StepResult], theirs: list[StepResult], *, relative: float = 1e-3
+) -> None:
     for one, two in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "ratio_mean", "clipped_share", "kl", "tokens"):
             expected = pytest.approx(two.figures[name], rel=relative, abs=relative)
@@ -64,7 +66,7 @@ def test_steps_are_those_of_the_torch_trainer(
 ) -> None:
     ours, theirs = bench.deepspeed(**options), bench.torch()
     found = [ours.train(batch, settings) for batch in _batches()]
-    _compare(found, [theirs.train(batch, settings) for batch in _batches()])
+    assert_same_steps(found, [theirs.train(batch, settings) for batch in _batches()])
     expected = bench.tensors(theirs, tmp_path / "theirs")
     for name, tensor in bench.tensors(ours, tmp_path / "ours").items():
         assert float((tensor - expected[name]).abs().max()) < DISTANCE_MAX, name
@@ -92,7 +94,9 @@ def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_p
     assert ours.manifest() == manifest
     ours.save_optimizer(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "optimizer").read_bytes()
-    _compare([ours.train(_batches()[1], SETTINGS)], [theirs.train(_batches()[1], SETTINGS)])
+    assert_same_steps(
+        [ours.train(_batches()[1], SETTINGS)], [theirs.train(_batches()[1], SETTINGS)]
+    )
 
 
 def test_gradient_is_clipped_to_what_is_in_force_for_the_step(bench: Bench) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.schemas.control import RoleStarted, StepCommitted
+from dora_pipe.policies.adapters import stands_on
+from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
 from tests.support import deepspeed
 from tests.support.user_run import assert_clean, facts, furnish, start, steps
 
@@ -105,6 +106,29 @@ def test_replay_with_another_number_of_ranks_is_one_line(finished: Path) -> None
     done = _call(finished, "replay", "tiny", **torchrun)
     assert done.returncode == 3
     assert "error: trainer.ranks is 2, but torchrun started 3" in done.stderr
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
+    stage: int, tmp_path: Path
+) -> None:
+    place = furnish(tmp_path)
+    words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.minibatches=2"]
+    words += ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "objective.kl=0.1"]
+    assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
+    found = list(facts(place, "tiny"))
+    (first,) = (one.policy for one in found if isinstance(one, RunStarted))
+    commits = [one for one in found if isinstance(one, StepCommitted)]
+    assert all(stands_on(one.policy, first.digest) for one in commits)
+    assert {one.numerics["lora"].partition(", ")[0] for one in commits} == {"rank 4"}
+    assert {one.numerics["zero_stage"] for one in commits} == {str(stage)}
+    done = _call(place, "replay", "tiny")
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 steps bit-equal" in done.stderr
+    again = _call(place, "replay", "tiny", "--random", "8")
+    assert again.returncode == 0, again.stderr
 
 
 def test_torchrun_starts_a_trainer_whose_other_ranks_obey(tmp_path: Path) -> None:

@@ -63,13 +63,3 @@ def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) ->
     went_on = call(place, "run", "config.toml", "-o", "run.name=next", "--from", "tiny@8")
     assert went_on == 0, (place / "said").read_text()
     assert_clean(place, "next")
-
-
-def test_adapter_and_an_engine_that_has_none_is_refused_in_one_line(tmp_path: Path) -> None:
-    place = furnish(tmp_path)
-    assert call(place, "run", "config.toml", *LORA, "-o", "workers.engine=vllm-server") != 0
-    said = (place / "said").read_text()
-    assert (
-        "lora.rank: adapters are hosted by workers.engine = torch or vllm, not by vllm-server"
-        in said
-    )

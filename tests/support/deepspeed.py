@@ -1,4 +1,4 @@
-"""DeepSpeed trainers for tests: as many ranks as DORA_PIPE_RANKS says, on batches that are logged.
+"""DeepSpeed trainers for tests: DORA_PIPE_RANKS ranks, on `support.device`, on logged batches.
 
 A process has one team of ranks for its life, so a test run has one number of them.
 """
@@ -22,9 +22,11 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from tests.support.device import DEVICE, prepare
 
 if TYPE_CHECKING:
     from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedTrainer
+    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
 
 RANKS = int(os.environ.get("DORA_PIPE_RANKS", "1"))
 PARTITIONS = 2
@@ -126,8 +128,10 @@ def make_trainer(
     dtype: str = "float32",
     micro_batch_tokens: int = 256,
     rounds_min: int = 1,
+    lora: LoraOptions | None = None,
 ) -> LoggedTrainer:
-    """A trainer of `RANKS` ranks on the CPU."""
+    """A trainer of `RANKS` ranks."""
+    prepare()
     from dora_pipe.consumers.trainers.deepspeed_engine import EngineOptions
     from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedOptions, DeepspeedTrainer
 
@@ -136,10 +140,12 @@ def make_trainer(
             zero_stage=zero_stage,
             offload=offload,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
+            lora=lora,
         ),
         ranks=RANKS,
         rounds_min=rounds_min,
         micro_batch_tokens=micro_batch_tokens,
+        device=DEVICE,
     )
     return LoggedTrainer(
         DeepspeedTrainer(assets, reference=reference, log=log.place, options=options), log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.trainers.torch_lora import LoraModel, LoraOptions
+from dora_pipe.consumers.trainers.torch_model import passage_of
 from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
 from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import base_of, read_adapter, stands_on
+from dora_pipe.policies.adapters import a_name, b_name, base_of, read_adapter, stands_on
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
 from tests.support.adapters import publish, random_adapter
@@ -49,6 +51,12 @@ class Policy:
 @pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(tmp_path_factory.mktemp(str(request.param)), str(request.param))
+
+
+def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
+    """A and B of every layer."""
+    named = dict(model.parameters())
+    return {layer: (named[a_name(layer)], named[b_name(layer)]) for layer in model.pairs.layers}
 
 
 ROWS = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
@@ -102,6 +110,21 @@ def test_two_steps_are_equal_bytes_and_a_checkpoint_goes_on_with_them(
     assert len(set(digests)) == 3
 
 
+def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
+    trainer = policy.trainer()
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    assert trainer.train(make_batch(seed=1), settings).figures["kl"] == 0.0
+    assert trainer.train(make_batch(seed=2), settings).figures["kl"] > 0.0
+    assert trainer._reference is None
+    ids, mask = ROWS[0]
+    passage = passage_of([(ids, mask, [0.0] * len(ids))], width=len(ids), device="cpu")
+    whole = policy.trainer(None)
+    model: Any = trainer._model
+    found = model.base_logprobs(passage)
+    assert found.equal(whole._model.logprobs(passage).detach())
+    assert not found.equal(model.logprobs(passage).detach()), "and it is on again"
+
+
 def test_adapter_that_is_loaded_forgets_the_one_before(policy: Policy) -> None:
     trainer = policy.trainer()
     before = trainer.score(ROWS)
@@ -143,12 +166,12 @@ def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
         policy.store.assets_path(policy.assets), reference=policy.base
     )._model.network
     state = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
-    for layer, (a, b) in model._pairs.items():
+    for layer, (a, b) in _matrices(model).items():
         state[f"{layer}.weight"] = state[f"{layer}.weight"] + OPTIONS.scale * (b @ a).detach()
     merged.load_state_dict(state)
     merged(input_ids=ids).logits.square().mean().backward()
     weights = dict(merged.named_parameters())
-    for layer, (a, b) in model._pairs.items():
+    for layer, (a, b) in _matrices(model).items():
         whole = weights[f"{layer}.weight"].grad
         assert a.grad is not None
         assert b.grad is not None
@@ -167,6 +190,12 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
     some = publish(policy.store, odd)
     with pytest.raises(PolicyError, match="on one side only"):
         trainer.load(policy.store.weights_path(some.digest), digest=some.digest, optimizer=None)
+    far = dataclasses.replace(
+        random_adapter(policy.base, policy.manifest.digest, seed=1), scale=0.5
+    )
+    with pytest.raises(PolicyError, match=r"its scale is 0\.5"):
+        made = publish(policy.store, far)
+        trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
     wide = random_adapter(policy.base, policy.manifest.digest, seed=1, rank=8)
     with pytest.raises(PolicyError, match="is another"):
         made = publish(policy.store, wide)
@@ -181,7 +210,7 @@ def test_layers_that_the_model_does_not_have_are_refused(policy: Policy) -> None
 def test_beginning_depends_on_base_and_layer_alone(policy: Policy) -> None:
     first, second = policy.trainer(), policy.trainer(threads=1)
     few = policy.trainer(LoraOptions(rank=4, alpha=8.0, targets=("v_proj",)))
-    pairs = [one._model._pairs for one in (first, second, few)]  # type: ignore[attr-defined]
+    pairs = [_matrices(one._model) for one in (first, second, few)]
     for name, (a, b) in pairs[2].items():
         assert torch.equal(a, pairs[0][name][0])
         assert torch.equal(a, pairs[1][name][0])
@@ -191,7 +220,7 @@ def test_beginning_depends_on_base_and_layer_alone(policy: Policy) -> None:
 
 
 def test_numerics_name_the_adapter_only_where_there_is_one(policy: Policy) -> None:
-    assert policy.trainer().numerics()["lora"] == "rank 4, scale 2"
+    assert policy.trainer().numerics()["lora"] == f"rank 4, scale 2, {' '.join(sorted(ALL))}"
     assert "lora" not in policy.trainer(None).numerics()
 
 
@@ -211,6 +240,6 @@ def test_configuration_makes_such_a_trainer(policy: Policy) -> None:
         reference=policy.base,
         config=msgspec.convert(plain, Config),
     )
-    assert trainer.numerics()["lora"] == "rank 2, scale 2"
+    assert trainer.numerics()["lora"] == "rank 2, scale 2, q_proj"
     trainer.load(policy.base, digest=policy.manifest.digest, optimizer=None)
     assert base_of(policy.base) is None

@@ -23,6 +23,7 @@ def moves(
     tokens: Annotated[
         list[int] | None, typer.Option(help="Lengths of sequences; may be repeated.")
     ] = None,
+    engine: Annotated[str, typer.Option(help="torch or vllm, in both processes.")] = "torch",
     run: Annotated[
         str, typer.Option(help="Say what moving cost this run instead, from its log.")
     ] = "",
@@ -64,7 +65,8 @@ def moves(
             from dora_pipe.bench.moves import bench_moves
 
             models = model or ("llama-25m",)
-            _emit(list(bench_moves(Path(folder), models, tokens or ())), as_json=as_json)
+            moved = bench_moves(Path(folder), models, tokens or (), engine=engine)
+            _emit(list(moved), as_json=as_json)
 
 
 def _emit(figures: Sequence[Any], *, as_json: bool) -> None:

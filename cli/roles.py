@@ -44,7 +44,7 @@ ENGINES: Final = {
 }
 """Engines that a worker may have, and the packages they need."""
 
-_VLLM_HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU); see docs/vllm.md"
+_VLLM_HINT: Final = "make vllm (CPU), make gpu or pip install 'dora-pipe[vllm]'; see docs/vllm.md"
 
 HINTS: Final = {
     "torch": "pip install 'dora-pipe[torch]'",

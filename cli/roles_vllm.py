@@ -26,14 +26,13 @@ def open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
         "threads": workers.threads,
         "settings": VllmSettings(**keys),
         "decode": decode,
+        "lora_rank": config.lora.rank,
+        "versions_resident": versions_resident(config),
     }
     if workers.engine == "vllm":
         from dora_pipe.producers.engines.vllm_engine import VllmEngine
 
-        resident = versions_resident(config)
-        return VllmEngine.open(
-            assets, **common, lora_rank=config.lora.rank, versions_resident=resident
-        )
+        return VllmEngine.open(assets, **common)
     from dora_pipe.producers.engines.vllm_http import Address
     from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm_server import VllmServerEngine

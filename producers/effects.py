@@ -127,10 +127,12 @@ class DropWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFailed:
-    """The engine keeps the weights it had."""
+    """The engine keeps the weights it had, or is gone."""
 
     version: int
     message: str
+    here: bool = False
+    """What failed is this process or machine and not the version: another may host it."""
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):

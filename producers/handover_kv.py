@@ -31,6 +31,7 @@ BYTES_PER_S_MIN: Final = 50_000_000
 
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"} | {
     "U64": "<u8",
+    "U16": "<u2",
     "U8": "|u1",
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}

@@ -81,6 +81,8 @@ class WorkerMachine:
         self.residents = Residents(setup.versions_resident)
         self.outcome: Outcome = "running"
         self.error = ""
+        self.error_here = False
+        """What went wrong is of this process or machine; see `LoadFailed`."""
         self.run_over = False
         self._cost = cost
         self._kv_used = kv_used
@@ -172,6 +174,7 @@ class WorkerMachine:
         self.loading = None
         self.error = f"worker {self.setup.worker} cannot host version {event.version}: "
         self.error += event.message
+        self.error_here = event.here
         self._leave(self.error, now)
 
     def _on_stop_asked(self, event: StopAsked, now: Now) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dora_pipe.clock import Clock
-from dora_pipe.errors import DoraError
+from dora_pipe.errors import DoraError, ResourceError
 from dora_pipe.producers.effects import (
     DropWeights,
     EngineAdd,
@@ -223,7 +223,9 @@ class EnginePort:
             else:
                 self._loaded.append(engine.load(path, version=effect.version, digest=effect.digest))
         except DoraError as error:
-            self._loaded.append(LoadFailed(version=effect.version, message=error.message))
+            here = isinstance(error, ResourceError)
+            failed = LoadFailed(version=effect.version, message=error.message, here=here)
+            self._loaded.append(failed)
         except (OSError, ValueError) as error:
             self._loaded.append(LoadFailed(version=effect.version, message=str(error)))
 

@@ -30,6 +30,7 @@ from dora_pipe.errors import (
     Fenced,
     OutcomeUnknown,
     PolicyError,
+    ResourceError,
     TaskError,
     TopicMissing,
 )
@@ -111,7 +112,8 @@ def run_worker(
     `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
     else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
     process serves weights. Call it in the process's main thread. Raises ConfigError, TaskError or
-    PolicyError for what is not the run's, Fenced when another took the name, what ends a role.
+    PolicyError for what is not the run's, ResourceError where this machine cannot host a version,
+    Fenced when another took the name, what ends a role.
     """
     clock = clock or SystemClock()
     run = wait_for_run(bus, topics, stop, clock)
@@ -228,7 +230,7 @@ def _serve(
     if machine.run_over:
         here.handover.clear()
     if machine.error:
-        raise PolicyError(machine.error)
+        raise (ResourceError if machine.error_here else PolicyError)(machine.error)
     LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))
     return machine.outcome
 

@@ -1,4 +1,4 @@
-"""Measures the own engine with adapters resident, beside merged weights; decides nothing.
+"""Measures an engine with adapters resident, beside merged weights; decides nothing.
 
 The requests are those of `bench.engine`. They run to their end on merged weights, and with 1, 2 or
 more versions of a LoRA policy resident, to which requests go in turn: so a full batch has rows of
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -66,15 +66,50 @@ class ResidentFigure:
     ratio: float
 
 
+class Hosts(Protocol):
+    """Opens engines of one kind, all of them on the same random weights of `MODEL`."""
+
+    def merged(self, rows: int) -> Any:
+        """One on these weights, of so many slots."""
+
+    def hosting(self, rows: int, resident: int, rank: int) -> Any:
+        """One with versions 1, 2, ... of a policy resident, each a random adapter."""
+
+    def server_cpu_s(self, engine: Any) -> float:
+        """CPU seconds that other processes have spent for an engine so far."""
+
+
+class TorchHosts:
+    """The own engine."""
+
+    def merged(self, rows: int) -> Any:
+        """See Hosts."""
+        return make_engine(rows)
+
+    def hosting(self, rows: int, resident: int, rank: int) -> Any:
+        """See Hosts."""
+        engine = make_engine(rows, digest=_BASE, lora_rank=rank, versions_resident=resident)
+        load_adapters(engine, resident, rank, base=_BASE)
+        return engine
+
+    def server_cpu_s(self, engine: Any) -> float:
+        """There are none."""
+        return 0.0
+
+
 def bench_resident(
     rows: Sequence[int],
     resident: Sequence[int],
     *,
+    hosts: Hosts | None = None,
     rank: int = RANK,
     requests_per_row: int = REQUESTS_PER_ROW,
     turns: int = TURNS,
 ) -> list[ResidentFigure]:
-    """A figure for each number of rows and of versions. Needs torch. Raises UsageError."""
+    """A figure for each number of rows and of versions; of the own engine without `hosts`.
+
+    Needs torch. Raises UsageError.
+    """
     check_rows(rows)
     for count in resident:
         if not 1 <= count <= RESIDENT_MAX:
@@ -82,7 +117,7 @@ def bench_resident(
     found = []
     for count in rows:
         requests = demo_requests(max(REQUESTS_MIN, count * requests_per_row))
-        found += _figures(count, resident, rank, requests, turns)
+        found += _figures(hosts or TorchHosts(), count, resident, rank, requests, turns)
     return found
 
 
@@ -92,24 +127,28 @@ def under_versions(requests: Sequence[EngineRequest], resident: int) -> list[Eng
 
 
 def _figures(
+    hosts: Hosts,
     rows: int,
     resident: Sequence[int],
     rank: int,
     requests: Sequence[EngineRequest],
     turns: int,
 ) -> list[ResidentFigure]:
-    versions = [0, *resident]
-    engines = [make_engine(rows)] + [hosting(rows, count, rank) for count in resident]
+    engines = [hosts.merged(rows)] + [hosts.hosting(rows, count, rank) for count in resident]
     works = [requests] + [under_versions(requests, count) for count in resident]
-    spent: list[list[Spent]] = [[] for _ in versions]
+    spent: list[list[Spent]] = [[] for _ in engines]
     tokens = 0
     for engine, work in zip(engines, works, strict=True):
         run_requests(engine, work[:WARM_UP_REQUESTS], rows)
     for _ in range(turns):
         for engine, work, seconds in zip(engines, works, spent, strict=True):
             seconds.append(Spent())
+            before_s = hosts.server_cpu_s(engine)
             with measured(seconds[-1]):
                 tokens = run_requests(engine, work, rows)
+            seconds[-1].cpu_s += hosts.server_cpu_s(engine) - before_s
+    for engine in engines:
+        engine.close()
     merged, *others = [min(each, key=lambda one: one.cpu_s) for each in spent]
     return [
         ResidentFigure(
@@ -128,18 +167,17 @@ def _figures(
     ]
 
 
-def hosting(rows: int, resident: int, rank: int) -> Any:
-    """An engine with versions 1, 2, ... of a policy resident, each a random adapter."""
-    engine = make_engine(rows, digest=_BASE, lora_rank=rank, versions_resident=resident)
+def load_adapters(engine: Any, resident: int, rank: int, *, base: str) -> None:
+    """Make versions 1, 2, ... of a policy on these weights resident, each a random adapter."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for version in range(1, resident + 1):
             path = Path(folder) / f"{version}.safetensors"
-            manifest = write_tensors(path, adapter_sources(_adapter(rank, seed=version)))
+            adapter = _adapter(rank, base=base, seed=version)
+            manifest = write_tensors(path, adapter_sources(adapter))
             engine.load(path, version=version, digest=manifest.digest)
-    return engine
 
 
-def _adapter(rank: int, *, seed: int) -> Adapter:
+def _adapter(rank: int, *, base: str, seed: int) -> Adapter:
     chance = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -151,4 +189,4 @@ def _adapter(rank: int, *, seed: int) -> Adapter:
         for layer, shape in layers.items()
         if layer.rpartition(".")[2] in LINEAR_LAYERS
     }
-    return Adapter(base=_BASE, scale=1.0, pairs=pairs)
+    return Adapter(base=base, scale=1.0, pairs=pairs)

@@ -40,7 +40,7 @@ def bench_vllm(
     from dora_pipe.producers.engines import vllm_core
 
     vllm_core.prepare(threads=1)
-    model = _write_model(folder / "model")
+    model = write_model(folder / "model")
     return [_figure(model, count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
 
 
@@ -75,7 +75,7 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
     )
 
 
-def _write_model(directory: Path) -> Path:
+def write_model(directory: Path) -> Path:
     """The demo's shapes with random weights, as a model directory."""
     import torch
     from transformers import Qwen2ForCausalLM

@@ -1,11 +1,11 @@
 """Measures what a moved request costs with its KV cache, and without: prefilled; decides nothing.
 
-Two processes, an engine each, one thread each. The source has a running request of so many tokens
-and lets it go; the target takes it up; both ways end with the target's next token, so that a row
-says how much sooner it comes. The cache goes as between workers: `files`, a directory that both
-share, or `flight`, over the wire from a directory that the target does not see. What a run adds
-is the round trip through its log (`moves_log`). Models are random. Every figure is a median, by
-wall clock; `moved_ms` is measured from end to end, over both processes.
+Two processes, an engine each, the own one or vLLM, one thread each. The source has a running
+request of so many tokens and lets it go; the target takes it up; both ways end with the target's
+next token, so that a row says how much sooner it comes. The cache goes as between workers: `files`,
+a directory that both share, or `flight`, over the wire from a directory that the target does not
+see. What a run adds is the round trip through its log (`moves_log`). Models are random. Every
+figure is a median, by wall clock; `moved_ms` is measured from end to end, over both processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Final
 import msgspec
 
 from dora_pipe.bench.moves_child import (
-    MODELS,
     RUNNING_TOKENS,
     TOKENS_MAX,
     Answer,
@@ -34,6 +33,7 @@ from dora_pipe.bench.moves_child import (
     Setup,
     TakeUp,
 )
+from dora_pipe.bench.moves_engine import MODELS, TORCH, VLLM, check_known, write_model
 from dora_pipe.bench.processes import end
 from dora_pipe.errors import ResourceError, UsageError
 
@@ -41,6 +41,8 @@ TOKENS: Final = {"demo": (30, 120, 250), "llama-25m": (1000, 2000, 4000)}
 REPEATS: Final = 5
 PREFILLS: Final = 3
 WAYS: Final = ("files", "flight")
+ROUNDING_MAX: Final = 1e-4
+"""Between log-probs after a move and after a prefill: vLLM's differ in their last bits."""
 
 _CHILD: Final = "dora_pipe.bench.moves_child"
 _ANSWER: Final = msgspec.json.Decoder(Answer)
@@ -73,13 +75,12 @@ class MoveFigure:
 
 
 def bench_moves(
-    folder: Path, models: Sequence[str], tokens: Sequence[int] = ()
+    folder: Path, models: Sequence[str], tokens: Sequence[int] = (), *, engine: str = TORCH
 ) -> Iterator[MoveFigure]:
     """Figures for each length and way; files go below `folder`. Needs torch. Raises UsageError."""
     for name in models:
-        if name not in MODELS:
-            raise UsageError(f"there is no model {name!r}", hint=f"there are: {', '.join(MODELS)}")
-        yield from move_figures(folder, name, tokens or TOKENS[name])
+        check_known(engine, name)
+        yield from move_figures(folder, name, tokens or TOKENS[name], engine=engine)
 
 
 def move_figures(
@@ -87,6 +88,7 @@ def move_figures(
     model: str,
     lengths: Sequence[int],
     *,
+    engine: str = TORCH,
     ways: Sequence[str] = WAYS,
     repeats: int = REPEATS,
     prefills: int = PREFILLS,
@@ -94,13 +96,20 @@ def move_figures(
     """Figures for each length of sequence and each way. Raises UsageError, ResourceError."""
     if not all(RUNNING_TOKENS < tokens <= TOKENS_MAX for tokens in lengths):
         raise UsageError(f"a sequence has {RUNNING_TOKENS + 1} to {TOKENS_MAX} tokens")
-    context = max(lengths) + 64
+    setup = Setup(
+        engine=engine,
+        model=model,
+        directory=str(folder / model),
+        context_tokens=max(lengths) + 64,
+        shared=str(folder),
+        own="",
+    )
+    if engine == VLLM:
+        write_model(Path(setup.directory), MODELS[model])
     with ExitStack() as stack:
         source, target = (
-            stack.enter_context(
-                Child(Setup(model=model, context_tokens=context, shared=str(folder), own=name))
-            )
-            for name in (str(folder / "source"), str(folder / "target"))
+            stack.enter_context(Child(msgspec.structs.replace(setup, own=str(folder / own))))
+            for own in ("source", "target")
         )
         for tokens in lengths:
             source.ask(Run(tokens=tokens))
@@ -123,7 +132,7 @@ def _figure(
     _moved(source, target, way)  # the first of its size takes its memory
     rounds = [_moved(source, target, way) for _ in range(repeats)]
     for one in rounds:
-        assert one.next_token == prefilled.next_token, "the cache is not that of the sequence"
+        _check_same(one.next_token, prefilled.next_token)
     spent = {
         name: statistics.median(float(getattr(one, name)) for one in rounds)
         for name in ("export_ms", "put_ms", "fetch_ms", "import_ms")
@@ -141,8 +150,14 @@ def _figure(
     )
 
 
+def _check_same(moved: tuple[int, float], prefilled: tuple[int, float]) -> None:
+    """Raise ResourceError unless both ways have drawn the same, up to an engine's rounding."""
+    if moved[0] != prefilled[0] or abs(moved[1] - prefilled[1]) > ROUNDING_MAX:
+        raise ResourceError(f"moved, the next token is {moved}; prefilled, {prefilled}")
+
+
 def _moved(source: Child, target: Child, way: str) -> Answer:
-    """One move there; the source then has the request again."""
+    """One move there; the source can then do it again."""
     return target.ask(TakeUp(way=way, request=source.ask(LetGo(way=way))))
 
 

@@ -6,20 +6,20 @@ another, until its input ends.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from dora_pipe.bench.engine import MODEL
+from dora_pipe.bench.moves_engine import MODELS, open_engine
 from dora_pipe.clock import SystemClock
-from dora_pipe.producers.engines.causal_lm import CausalLM, Rope
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams, TokensSampled
 from dora_pipe.producers.handover import label_of
 from dora_pipe.producers.handover_kv import KvHandover
@@ -27,30 +27,9 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.transfers.files import MappedFiles
 from dora_pipe.transfers.port import Lost
 
-LLAMA_25M: Final = CausalLM(
-    family="llama",
-    vocabulary=4096,
-    hidden=512,
-    intermediate=1408,
-    layers=8,
-    heads=8,
-    kv_heads=4,
-    head_dim=64,
-    norm_eps=1e-6,
-    rope=Rope(kind="default", theta=10000.0),
-    tied=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-)
-"""25.7 M parameters, grouped-query attention: 16 KiB of KV cache per token."""
-
-MODELS: Final = {"demo": MODEL, "llama-25m": LLAMA_25M}
 RUNNING_TOKENS: Final = 8
 """What the request has sampled before it moves."""
 TOKENS_MAX: Final = 16_384
-SLOTS: Final = 2
 TOKEN: Final = b"a bench's own: both ends are here"
 HOST: Final = "127.0.0.1"
 _SEED: Final = 21
@@ -59,7 +38,10 @@ _SEED: Final = 21
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a process is told once."""
 
+    engine: str
     model: str
+    directory: str
+    """Of the model, for an engine that reads one."""
     context_tokens: int
     shared: str
     """Directory that both processes see."""
@@ -68,13 +50,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Have a running request of so many tokens in all."""
+    """Have a request that has so many tokens after one more step."""
 
     tokens: int
 
 
 class LetGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Hand the running request over; it is then taken up again here."""
+    """Hand the request over, after that step; here it then stands before it again."""
 
     way: str
 
@@ -121,7 +103,9 @@ class Moving:
         from dora_pipe.transfers.flight import FlightTransfers, Identity
 
         self._model = MODELS[setup.model]
-        self._engine = _engine(self._model, setup.context_tokens)
+        self._engine = open_engine(
+            setup.engine, setup.model, Path(setup.directory), setup.context_tokens
+        )
         clock = SystemClock()
         self._flight = FlightTransfers(
             MappedFiles(Path(setup.own) / "handover", clock=clock),
@@ -152,34 +136,42 @@ class Moving:
             way.clear()
 
     def _run(self, ask: Run) -> Answer:
-        if self._engine.active:
-            self._engine.cancel("r")
         chance = np.random.default_rng(ask.tokens)
         prompt = chance.integers(0, self._model.vocabulary, ask.tokens - RUNNING_TOKENS).tolist()
         params = SamplingParams(max_tokens=TOKENS_MAX)
         self._request = replace(self._request, token_ids=prompt, sampled=0, params=params, kv=None)
         self._engine.add(self._request)
-        while self._engine.kv_used_tokens < ask.tokens - 1:
+        while self._engine.kv_used_tokens < ask.tokens - 2:
             self._engine.step()
+        self._export()
         return Answer()
 
     def _let_go(self, ask: LetGo) -> Answer:
+        before = self._request
+        self._engine.add(before)
+        self._engine.step()
         answer = Answer(began_ns=time.monotonic_ns())
         with _timed(answer, "export_ms"):
-            exported = self._engine.export("r")
-        assert exported is not None and exported.kv is not None
-        if exported.sampled is not None:
-            tokens = [*self._request.token_ids, *exported.sampled.token_ids]
-            sampled = self._request.sampled + len(exported.sampled.token_ids)
-            self._request = replace(self._request, token_ids=tokens, sampled=sampled)
+            kv = self._export()
         label = label_of("bench", self._request.token_ids)
         with _timed(answer, "put_ms"):
-            blob = self._ways[ask.way].put(label, exported.kv)
+            blob = self._ways[ask.way].put(label, kv)
         assert not isinstance(blob, Lost), blob
-        self._engine.add(replace(self._request, kv=exported.kv))
         answer.token_ids, answer.sampled = list(self._request.token_ids), self._request.sampled
+        self._request = before
         answer.sha256, answer.bytes, answer.peer = blob.sha256, blob.bytes, blob.peer
         return answer
+
+    def _export(self) -> Kv:
+        """Take the request out; it is then what goes on from there."""
+        exported = self._engine.export("r")
+        assert exported is not None and exported.kv is not None
+        assert exported.sampled is not None
+        tokens = [*self._request.token_ids, *exported.sampled.token_ids]
+        sampled = self._request.sampled + len(exported.sampled.token_ids)
+        kv: Kv = exported.kv
+        self._request = replace(self._request, token_ids=tokens, sampled=sampled, kv=kv)
+        return kv
 
     def _take_up(self, ask: TakeUp) -> Answer:
         answer, way = ask.request, self._ways[ask.way]
@@ -224,23 +216,13 @@ def _timed(answer: Answer, name: str) -> Iterator[None]:
     setattr(answer, name, (time.perf_counter() - start) * 1e3)
 
 
-def _engine(model: CausalLM, context_tokens: int) -> Any:
-    import torch
-
-    from dora_pipe.producers.engines.torch_engine import TorchEngine
-    from dora_pipe.producers.engines.torch_model import fuse
-    from dora_pipe.producers.engines.torch_weights import random_tensors
-
-    torch.set_num_threads(1)
-    weights = fuse(model, random_tensors(model, _SEED))
-    return TorchEngine(model, weights, slots=SLOTS, context_tokens=context_tokens)
-
-
 def serve(do: Callable[[Ask], Answer]) -> None:
-    """Answer line by line."""
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(do(_ASK.decode(line))) + b"\n")
-        sys.stdout.buffer.flush()
+    """Answer line by line. What anybody else prints goes to the standard error: vLLM prints."""
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin.buffer:
+            answers.write(msgspec.json.encode(do(_ASK.decode(line))) + b"\n")
+            answers.flush()
 
 
 def main() -> None:

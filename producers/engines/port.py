@@ -9,8 +9,9 @@ What an engine can is declared, and the contract suite asks for exactly that:
 - ``counter_sampling``: equal logits, seed and position give the equal token.
 - ``batch_invariant``: the bits of a request's logits do not depend on the other rows.
 - ``prefill_exact``: going on by prefill gives the same bits as never having stopped.
-- ``kv_export``: a running request can be taken out with its KV cache, and goes on elsewhere with
-  the bits it would have had.
+- ``kv_export``: a running request can be taken out with its KV cache, and goes on elsewhere from
+  just these numbers: with ``batch_invariant`` with the bits it would have had, without it with
+  those of a step in the company that it comes to.
 - ``lora``: versions are adapters on one base, of which `versions_resident` live beside each other:
   each row of a batch under its own.
 - ``interruptible``: weights can change under running requests, which are then prefilled again.
@@ -198,7 +199,8 @@ class Engine(Protocol):
         """Take a request out, between two steps; None for an unknown one.
 
         No event follows: what it had sampled is in the answer. With `kv_export`, another engine of
-        the same weights that gets the sequence and `kv` goes on with the very same bits.
+        the same weights that gets the sequence and `kv` goes on from it: in the same company with
+        the very same bits, and with `batch_invariant` in any.
         """
         ...
 

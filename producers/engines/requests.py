@@ -36,7 +36,8 @@ def check_request(
 
 
 def kv_mismatch(request: EngineRequest, kv: Kv, *, layout: str, weights: str) -> str | None:
-    """Why a KV cache does not belong under this request here; what the arrays are is not asked."""
+    """Why a KV cache does not belong under this request here; what the arrays are is
+    `kv_array_mismatch`'s."""
     if kv.weights != weights:
         return "other weights"
     if kv.layout != layout:
@@ -44,6 +45,16 @@ def kv_mismatch(request: EngineRequest, kv: Kv, *, layout: str, weights: str) ->
     if kv.tokens != len(request.token_ids) - 1 or kv.tokens < 1:
         return "another number of tokens"
     return None
+
+
+def kv_array_mismatch(kv: Kv, name: str, *, dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Why the one array of a KV cache is not such a one."""
+    if set(kv.arrays) != {name}:
+        return "other arrays"
+    array = kv.arrays[name]
+    if array.dtype.str != dtype:
+        return "another type"
+    return None if array.shape == shape else "another shape"
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:

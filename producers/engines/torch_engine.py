@@ -38,7 +38,12 @@ from dora_pipe.producers.engines.port import (
     Kv,
     WeightsLoaded,
 )
-from dora_pipe.producers.engines.requests import check_request, kv_mismatch, stop_text
+from dora_pipe.producers.engines.requests import (
+    check_request,
+    kv_array_mismatch,
+    kv_mismatch,
+    stop_text,
+)
 from dora_pipe.producers.engines.slots import Integers, SlotTable
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_attention import Piece, Run, StepAttention, split_pieces
@@ -234,13 +239,9 @@ class TorchEngine:
         misfit = kv_mismatch(request, kv, layout=self._layout, weights=weights)
         if misfit is not None:
             return misfit
-        if set(kv.arrays) != {KV_ARRAY}:
-            return "other arrays"
-        array, model = kv.arrays[KV_ARRAY], self._model
-        if array.dtype != np.float32:
-            return "another type"
+        model = self._model
         shape = (model.layers, 2, model.kv_heads, kv.tokens, model.head_dim)
-        return None if array.shape == shape else "another shape"
+        return kv_array_mismatch(kv, KV_ARRAY, dtype="<f4", shape=shape)
 
     def export(self, request: str) -> Exported | None:
         """See the port. Its cache is complete as soon as its prompt is."""

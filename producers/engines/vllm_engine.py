@@ -3,8 +3,8 @@
 One `step` is one step of vLLM's engine core; what its front end would make of the answers (texts,
 an object per token) is left out. A request that is let go is aborted inside vLLM; one whose weights
 change under it is aborted and given again with all its tokens, so that it goes on as a fresh
-request with that prefix would. vLLM has no door for the KV cache of a running request here, so
-`export` gives none, and what moves is prefilled again under the same version.
+request with that prefix would. The KV cache of a running request is read from vLLM's blocks, and
+vLLM takes one through a connector of ours (`vllm_kv`, `vllm_connector`).
 
 With `lora_rank`, versions are adapters on one base, several of them resident (`vllm_lora`), and a
 request is given to vLLM with the adapter of its version.
@@ -20,18 +20,20 @@ from typing import Any
 
 from dora_pipe.clock import Clock
 from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError
-from dora_pipe.producers.engines import vllm_core, vllm_lora, vllm_weights
+from dora_pipe.producers.engines import vllm_core, vllm_kv, vllm_lora, vllm_weights
 from dora_pipe.producers.engines.port import (
-    COUNTER_SAMPLING,
-    LORA,
+    KV_EXPORT,
     EngineEvent,
     EngineRequest,
+    Kv,
     StopReason,
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch_weights import check_fit, read_tensors, weight_files
+from dora_pipe.producers.engines.vllm_adapters import LocalHost
 from dora_pipe.producers.engines.vllm_core import VllmSettings
+from dora_pipe.producers.engines.vllm_lora import Residents
 from dora_pipe.producers.engines.vllm_rows import REASONS, Row, is_plain
 from dora_pipe.producers.engines.vllm_stays import Stays
 
@@ -62,9 +64,10 @@ class VllmEngine(Stays):
         lora_rank: int = 0,
         versions_resident: int = 1,
     ) -> None:
+        vllm_lora.check_kernels(lora_rank, vllm_core.device_name(), settings.dtype)
         vllm_weights.register()
         self.version = vllm_core.version()
-        self.dtype: str = settings.dtype
+        self.device, self.dtype = vllm_core.device_name(), str(settings.dtype)
         self._shapes, self._tied = vllm_weights.expected_tensors(model_dir)
         self._core = vllm_core.open_core(
             model_dir,
@@ -72,17 +75,11 @@ class VllmEngine(Stays):
             slots=slots,
             context_tokens=context_tokens,
             backend=vllm_weights.BACKEND,
-            more=vllm_lora.arguments(lora_rank, versions_resident),
+            more=vllm_lora.arguments(lora_rank, versions_resident, device=self.device)
+            | vllm_kv.arguments(),
         )
-        self.versions_resident = versions_resident
-        if lora_rank:
-            self.declares = frozenset({COUNTER_SAMPLING, LORA})
-            if vllm_core.device_name() == "cpu":
-                vllm_lora.zero_new_blocks(self._core)
-        self._residents = vllm_lora.Residents(
-            self._core, self._shapes, rank=lora_rank, most=versions_resident
-        )
-        self.device = vllm_core.device_name()
+        self._caches = vllm_kv.Caches(self._core, self.version)
+        host = LocalHost(self._core, self._shapes, rank=lora_rank) if lora_rank else None
         self._sampler = vllm_core.install_sampler(self._core)
         self._tasks = self._core.get_supported_tasks()
         self._of_stay: dict[str, Row] = {}
@@ -92,9 +89,11 @@ class VllmEngine(Stays):
             vocabulary=int(self._core.model_config.get_vocab_size()),
             decode=decode,
             clock=clock,
+            residents=Residents(host, most=versions_resident),
         )
-        with self._residents.without():
-            self._warm_up(str(self._core.get_weight_version()))
+        if self._caches.layout:
+            self.declares |= {KV_EXPORT}
+        self._warm_up(str(self._core.get_weight_version()))
 
     @classmethod
     def open(
@@ -143,31 +142,15 @@ class VllmEngine(Stays):
         room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         return min(room, self.slots * self.context_tokens)
 
-    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+    def kv_error(self, request: EngineRequest) -> str | None:
         """See the port."""
-        whole = self._residents.is_whole(weights, digest)
-        if whole or self._residents.replaces(version, digest):
-            self._check_idle()
-        if whole:
-            return self._load(self._read(weights, version, digest), weights, version, digest)
-        started_ns = self._clock.now_ns()
-        self._residents.take(weights, version=version, digest=digest)
-        load_ms = (self._clock.now_ns() - started_ns) / 1e6
-        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
-
-    def drop(self, version: int) -> None:
-        """See the port."""
-        self._residents.drop(version)
-
-    def add(self, request: EngineRequest) -> None:
-        """See the port."""
-        self._residents.of(request)
-        super().add(request)
+        if request.kv is None or not self._residents.knows(request):
+            return None
+        return self._caches.error(request, request.kv, self._residents.of(request).digest)
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; vLLM gets every running request again, as a prompt."""
-        if LORA in self.declares:
-            raise ValueError("versions of a LoRA policy live beside each other")
+        self._check_interruptible()
         tensors = self._read(weights, version, digest)
         check_fit(self._shapes, self._tied, tensors, weights)
         pending = self._pending()
@@ -183,7 +166,8 @@ class VllmEngine(Stays):
         if not self._rows:
             return []
         self._sampler.ask(any(not is_plain(row.request.params) for row in self._rows.values()))
-        answer = self._core.engine_core.get_output()
+        with self._caches.loading():
+            answer = self._core.engine_core.get_output()
         moved: list[tuple[Row, StopReason | None]] = []
         for output in answer.outputs:
             row = self._of_stay.get(output.request_id)
@@ -246,11 +230,15 @@ class VllmEngine(Stays):
         self._stays += 1
         row.stay, row.cached = f"{row.request.request}/{self._stays}", 0
         version = self._residents.of(row.request)
-        row.adapter = version.number
+        row.adapter, row.weights = version.number, version.digest
         self._of_stay[row.stay] = row
+        prompt: dict[str, Any] = {"prompt_token_ids": row.sequence}
+        if row.kv is not None:
+            self._caches.offer(row.stay, row.kv)
+            row.kv, prompt["cache_salt"] = None, row.stay  # it has its own numbers, nobody else's
         request = self._core.input_processor.process_inputs(
             row.stay,
-            {"prompt_token_ids": row.sequence},
+            prompt,
             self._params(row),
             lora_request=version.adapter,
             supported_tasks=self._tasks,
@@ -275,6 +263,9 @@ class VllmEngine(Stays):
             logprobs=0,
         )
 
+    def _kv_of(self, row: Row) -> Kv | None:
+        return self._caches.taken(row.stay, len(row.sequence) - 1, row.weights)
+
     def _let_go(self, row: Row) -> None:
         self._leave(row)
 
@@ -297,6 +288,9 @@ class VllmEngine(Stays):
         if found != digest:
             raise PolicyError(vllm_weights.other_digest(weights, found, str(version), digest))
         return tensors
+
+    def _replace(self, weights: Path, version: int, digest: str) -> WeightsLoaded:
+        return self._load(self._read(weights, version, digest), weights, version, digest)
 
     def _load(
         self, tensors: dict[str, Any], weights: Path, version: int, digest: str

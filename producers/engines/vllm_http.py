@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -123,20 +124,31 @@ class Exchange:
         found = (event.removeprefix(EVENT_DATA) for event in whole if event.startswith(EVENT_DATA))
         return [event for event in found if event != EVENT_LAST]
 
+    @property
+    def heard(self) -> bool:
+        """Whether an event has come that nobody was told of yet, or the end."""
+        return self.ended or (EVENT_DATA in self._body and EVENT_END in self._body)
+
+    def wait_heard(self, timeout_s: float) -> None:
+        """Read until it is `heard`. Raises ResourceError when that takes longer."""
+        self._wait(time.monotonic() + timeout_s, lambda: self.heard)
+
     def wait(self, timeout_s: float = CALL_S) -> bytes:
         """The whole answer. Raises ResourceError when it takes longer."""
-        until_s = time.monotonic() + timeout_s
-        while not self.ended:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise ResourceError(f"vLLM's server at {self._address} is silent")
-            if select.select([self._socket], [], [], left_s)[0]:
-                self.read()
+        self._wait(time.monotonic() + timeout_s, lambda: self.ended)
         return bytes(self._body)
 
     def close(self) -> None:
         """Give the connection up; the server aborts a request whose answer nobody reads."""
         self._socket.close()
+
+    def _wait(self, until_s: float, done: Callable[[], bool]) -> None:
+        while not done():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise ResourceError(f"vLLM's server at {self._address} is silent")
+            if select.select([self._socket], [], [], left_s)[0]:
+                self.read()
 
     def _request(self, method: str, path: str, body: object) -> bytes:
         content = b"" if body is None else msgspec.json.encode(body)

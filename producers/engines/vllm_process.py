@@ -69,6 +69,8 @@ class ServerProcess:
         slots: int,
         context_tokens: int,
         threads: int,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> ServerProcess:
         """Start a server and wait until it is up.
 
@@ -77,7 +79,8 @@ class ServerProcess:
         words = [sys.executable, "-m", PROGRAM, str(model_dir), "--lifeline"]
         words += ["--slots", str(slots), "--context-tokens", str(context_tokens)]
         words += ["--threads", str(threads), "--dtype", settings.dtype]
-        words += ["--kv-gb", str(settings.kv_gb)]
+        words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
+        words += ["--versions-resident", str(versions_resident)]
         words += [] if settings.eager else ["--graphs"]
         words += [] if settings.prefix_cache else ["--no-prefix-cache"]
         report, theirs = os.pipe()

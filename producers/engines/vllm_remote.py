@@ -33,7 +33,7 @@ class Remote:
 
     def open(self) -> wire.Facts:
         """Prepare it; what it has. Raises PolicyError where it cannot be used."""
-        return msgspec.convert(self._rpc("dora_open"), wire.Facts)
+        return msgspec.convert(self.rpc("dora_open"), wire.Facts)
 
     def label(self) -> str:
         """vLLM's name of its weights."""
@@ -41,11 +41,11 @@ class Remote:
 
     def read(self, weights: Path, *, version: int, digest: str) -> None:
         """Have it read, digest, compare and hold a file. Raises PolicyError when it refuses."""
-        self._rpc("dora_read", str(weights.resolve()), digest, str(version))
+        self.rpc("dora_read", str(weights.resolve()), digest, str(version))
 
     def replace(self, digest: str, label: str) -> None:
         """Have it load what it holds, under this label; what ran there is aborted."""
-        self._call("POST", "/pause?mode=abort")
+        self.pause()
         self._call("POST", "/start_weight_update")
         self._call("POST", "/update_weights", {"update_info": {"digest": digest}})
         self._call("POST", "/finish_weight_update", {"weight_version": label})
@@ -54,6 +54,35 @@ class Remote:
         found = self.label()
         if found != label:
             raise InvariantBroken(f"vLLM names its weights {found!r}, loaded were {label!r}")
+        self.resume()
+
+    def rpc(self, method: str, *words: str) -> dict[str, Any]:
+        """Call a method of the extension. Raises PolicyError when it refuses."""
+        (found,) = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
+        if "error" in found:
+            raise PolicyError(str(found["error"]))
+        return dict(found)
+
+    def load_adapter(self, name: str, folder: str) -> str:
+        """Have it load an adapter under a name; what it says against that, empty where nothing."""
+        return self._tell(wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> str:
+        """Have its front end forget a name; likewise. Its worker keeps the adapter."""
+        self._settle(0)  # no abort is on the way behind this
+        return self._tell(wire.UNLOAD_ADAPTER, {"lora_name": name})
+
+    def adapters(self) -> list[str]:
+        """The names that its front end knows."""
+        cards = self._call("GET", wire.MODELS)["data"]
+        return [str(card["id"]) for card in cards if card["parent"] is not None]
+
+    def pause(self) -> None:
+        """Have it abort all that runs, and take nothing up."""
+        self._call("POST", "/pause?mode=abort")
+
+    def resume(self) -> None:
+        """Have it go on."""
         self._call("POST", "/resume")
 
     def generate(self, body: dict[str, Any]) -> Exchange:
@@ -111,11 +140,16 @@ class Remote:
         except ResourceError as error:
             raise self.gone(error) from None
 
-    def _rpc(self, method: str, *words: str) -> dict[str, Any]:
-        (found,) = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
-        if "error" in found:
-            raise PolicyError(str(found["error"]))
-        return dict(found)
+    def _tell(self, path: str, body: dict[str, Any]) -> str:
+        """Ask at a door that answers without a record; what it says where it refuses."""
+        exchange = self._send(path, body)
+        try:
+            answer = exchange.wait()
+        except ResourceError as error:
+            raise self.gone(error) from None
+        finally:
+            exchange.close()
+        return "" if exchange.status == 200 else wire.read_refusal(answer)
 
     def _call(self, method: Any, path: str, body: object = None) -> Any:
         try:

@@ -14,6 +14,7 @@ from typing import Final
 from dora_pipe.producers.engines.port import (
     EngineEvent,
     EngineRequest,
+    Kv,
     RequestFinished,
     SamplingParams,
     StopReason,
@@ -45,6 +46,10 @@ class Row:
     """The id that vLLM was given for the present stay."""
     adapter: int = 0
     """vLLM's id of the adapter that the stay is under; 0 without one."""
+    weights: str = ""
+    """Digest of the version that the stay is under."""
+    kv: Kv | None = None
+    """The KV cache that it came with, until a stay begins with it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.errors import ConfigError, DoraError
-from dora_pipe.producers.engines import vllm_core
+from dora_pipe.producers.engines import vllm_core, vllm_lora
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
@@ -39,6 +39,11 @@ ENVIRONMENT: Final = {
 }
 """What a server needs beside the environment of vLLM in process. That has no processes of vLLM's
 own; here it means that the engine core is one process and not two."""
+
+LORA_ENVIRONMENT: Final = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # /v1/load_lora_adapter, /v1/unload_lora_adapter
+}
+"""What it needs beside that to host adapters."""
 
 STREAM_TOKENS: Final = 8
 """A stream gets its first token at once, then so many at a time: a chunk costs the server some
@@ -103,14 +108,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-gb", type=float, default=0.0)
     parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
     parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
+    parser.add_argument("--versions-resident", type=int, default=1, help="adapters at once")
     parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
     parser.add_argument("--report", type=int, default=-1, help="file descriptor for one JSON line")
     return parser
 
 
 def _serve(asked: argparse.Namespace) -> None:
-    os.environ.update(ENVIRONMENT)
-    vllm_core.prepare(asked.threads, ENVIRONMENT)
+    _check_adapters(asked)
+    environment = ENVIRONMENT | (LORA_ENVIRONMENT if asked.lora_rank else {})
+    vllm_core.prepare(asked.threads, environment)
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
     from vllm.entrypoints.launchers.launcher import create_server_socket
     from vllm.utils.system_utils import decorate_logs
@@ -125,6 +133,15 @@ def _serve(asked: argparse.Namespace) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is a connection
     asyncio.run(run_server_worker(address, socket, arguments))
+
+
+def _check_adapters(asked: argparse.Namespace) -> None:
+    """Raise ConfigError for adapters that cannot be."""
+    most = vllm_lora.RANKS[-1]
+    if not 0 <= asked.lora_rank <= most:
+        raise ConfigError(f"vLLM hosts adapters of ranks up to {most}, not {asked.lora_rank}")
+    if asked.versions_resident < 1:
+        raise ConfigError("a server needs room for at least one version")
 
 
 def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
@@ -147,8 +164,12 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     )
     from dora_pipe.producers.engines.vllm_weights import HELD_BACKEND
 
+    device = vllm_core.device_name()
+    vllm_lora.check_kernels(asked.lora_rank, device, asked.dtype)
+    adapters = vllm_lora.arguments(asked.lora_rank, asked.versions_resident, device=device)
     ours = {
         **engine,
+        **adapters,
         "tokens_only": True,
         "generation_config": "vllm",
         "served_model_name": ["policy"],

@@ -12,6 +12,10 @@ digest (/start_weight_update, /update_weights, /finish_weight_update), the prefi
 and the server goes on (/resume). The last chunk of every stream names the label of each of its
 tokens: another one than that of the loaded weights is an InvariantBroken.
 
+Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
+(`vllm_lora`, `vllm_remote_host`); a stream names the one of its version, and every token comes with
+the adapter that it was computed under: another one is an InvariantBroken, too.
+
 Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
 out of the call that notices: the worker ends, and what it ran is placed again as any dead worker's.
 """
@@ -25,7 +29,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dora_pipe.clock import Clock
 from dora_pipe.errors import ConfigError, InvariantBroken, ResourceError
@@ -34,14 +38,19 @@ from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoa
 from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_http import Address, Exchange, quoted
+from dora_pipe.producers.engines.vllm_lora import Residents
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_remote import Remote
+from dora_pipe.producers.engines.vllm_remote_host import SHARED, RemoteHost, check_room
 from dora_pipe.producers.engines.vllm_rows import REASONS, Row
 from dora_pipe.producers.engines.vllm_stays import Stays
 
 STEP_WAIT_MS: Final = 1_000
 """A step waits so long for rows without a token; then it goes on with the others, and does not wait
 for these again before they have one."""
+
+NOT_FOUND: Final = 404
+"""The status of a request for a model or an adapter that a server does not know."""
 
 SILENCE_MS: Final = 30_000
 """After so long without a word to any row the server is asked whether it is well."""
@@ -59,6 +68,8 @@ class Stream:
     """vLLM's finish reason, once it has come."""
     trouble: str = ""
     """What the server said instead of tokens."""
+    heard: bool = False
+    """A word of it has come: it is in vLLM's engine core."""
     late: bool = False
     """A step waited for it in vain."""
 
@@ -87,6 +98,8 @@ class VllmServerEngine(Stays):
         context_tokens: int,
         decode: Decode | None = None,
         clock: Clock | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> None:
         self._server = server
         facts = server.open()
@@ -96,6 +109,7 @@ class VllmServerEngine(Stays):
                 f" tokens, the worker wants {slots} and {context_tokens}",
                 hint="fewer workers.slots or workers.context_tokens, or start it with more",
             )
+        check_room(facts, lora_rank, versions_resident)
         self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
         self.kv_tokens = min(facts.kv_tokens, slots * context_tokens)
         self._selector = selectors.DefaultSelector()
@@ -103,12 +117,14 @@ class VllmServerEngine(Stays):
         """By request, those of the rows."""
         self._prefix = uuid.uuid4().hex[:12]
         self._heard_ns = 0
+        self._host = RemoteHost(server, rank=lora_rank) if lora_rank else None
         super().__init__(
             slots=slots,
             context_tokens=context_tokens,
             vocabulary=facts.vocabulary,
             decode=decode,
             clock=clock,
+            residents=Residents(self._host, most=versions_resident),
         )
         self._warm_up(server.label())
 
@@ -123,14 +139,20 @@ class VllmServerEngine(Stays):
         settings: VllmSettings | None = None,
         address: Address | None = None,
         decode: Decode | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
     ) -> VllmServerEngine:
         """An engine of a server that runs at `address`, or of one that is started for it.
 
-        It has random weights: `load` some. Raises ConfigError for sizes that cannot be, PolicyError
-        for a model that vLLM does not take, ResourceError for a server that does not come.
+        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
+        that rank on one base. It has random weights: `load` some.
+
+        Raises ConfigError for sizes that cannot be, or that the server has not, PolicyError for a
+        model that vLLM does not take, ResourceError for a server that does not come.
         """
         if min(slots, context_tokens, threads) < 1:
             raise ConfigError("an engine needs at least one slot, one token and one thread")
+        adapters: dict[str, Any] = {"lora_rank": lora_rank, "versions_resident": versions_resident}
         process = None
         if address is None:
             process = ServerProcess.start(
@@ -139,23 +161,21 @@ class VllmServerEngine(Stays):
                 slots=slots,
                 context_tokens=context_tokens,
                 threads=threads,
+                **adapters,
             )
             address = process.address
         server = Remote(address, process)
         with ExitStack() as undo:
             undo.callback(server.close, [])
-            engine = cls(server, slots=slots, context_tokens=context_tokens, decode=decode)
+            engine = cls(
+                server, slots=slots, context_tokens=context_tokens, decode=decode, **adapters
+            )
             undo.pop_all()
         return engine
 
-    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        """See the port."""
-        self._check_idle()
-        self._server.read(weights, version=version, digest=digest)
-        return self._load(version, digest)
-
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """See the port; the server gets every running request again, as a prompt."""
+        self._check_interruptible()
         self._server.read(weights, version=version, digest=digest)
         pending = self._pending()
         for stream in self._streams.values():
@@ -168,6 +188,8 @@ class VllmServerEngine(Stays):
 
     def step(self) -> list[EngineEvent]:
         """See the port; a row that waits for the server has its token in a later one."""
+        if self._host is not None:
+            self._host.settle()
         if not self._rows:
             return []
         self._gather()
@@ -191,6 +213,8 @@ class VllmServerEngine(Stays):
         """End the server if it was started for this engine, else its requests."""
         stays = [self._leave(row) for row in list(self._rows.values())]
         self._selector.close()
+        if self._host is not None:
+            self._host.close()
         self._server.close(stays)
 
     def _gather(self) -> None:
@@ -222,15 +246,17 @@ class VllmServerEngine(Stays):
             raise self._server.gone(error) from None
         if stream.exchange.status not in (0, 200):
             if stream.exchange.ended:
-                said = quoted(stream.exchange.wait())
-                self._trouble(stream, f"{stream.exchange.status}: {said}")
+                self._refused(stream, quoted(stream.exchange.wait()))
             return
         for data in stream.exchange.events():
+            stream.heard = True
             chunk = wire.read_chunk(data)
             if chunk.error is not None:
                 self._trouble(stream, chunk.error.message)
             for choice in chunk.choices:
-                stream.tokens += wire.tokens_of(choice, stream.row.request.params)
+                tokens = wire.tokens_of(choice, stream.row.request.params)
+                self._check_adapter(stream, tokens)
+                stream.tokens += tokens
                 if choice.finish_reason is not None:
                     stream.finish = choice.finish_reason
                     self._check_weights(stream, choice.weight_versions or ())
@@ -261,6 +287,22 @@ class VllmServerEngine(Stays):
                 f" loaded are {self._label!r}"
             )
 
+    def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
+        """Raise InvariantBroken unless each was computed under the adapter that was asked for."""
+        wanted = stream.row.adapter
+        odd = next((one.under for one in tokens if one.under != wanted), wanted)
+        if self._host is not None and odd != wanted:
+            raise InvariantBroken(
+                f"{stream.row.request.request}: vLLM sampled under adapter {odd}, asked for was"
+                f" {wanted}"
+            )
+
+    def _refused(self, stream: Stream, said: str) -> None:
+        """The server does not take a request. Raises InvariantBroken where it lacks its adapter."""
+        if stream.exchange.status == NOT_FOUND and stream.row.adapter:
+            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
+        self._trouble(stream, f"{stream.exchange.status}: {said}")
+
     def _trouble(self, stream: Stream, said: str) -> None:
         """A request that the server refuses ends with an error, if the server itself is well."""
         self._server.well(said)
@@ -272,13 +314,16 @@ class VllmServerEngine(Stays):
             self._heard_ns = self._clock.now_ns()
         self._stays += 1
         row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
+        version = self._residents.of(row.request)
+        row.adapter = version.number
         body = wire.generate_body(
             row.stay,
             row.sequence,
             row.request.params,
             seed=row.request.seed,
             max_tokens=self._tokens_left(row),
-            salt=self._label,
+            label=self._label,
+            adapter=version.name,
         )
         stream = Stream(row=row, exchange=self._server.generate(body))
         self._streams[row.request.request] = stream
@@ -291,14 +336,28 @@ class VllmServerEngine(Stays):
         """Free the row's slot; the id of its stay."""
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:  # None: the server was gone when the row was given again
-            self._close(stream.exchange)
+            self._part(stream)
         del self._rows[row.request.request]
         return row.stay
+
+    def _part(self, stream: Stream) -> None:
+        """Take no more of a stream."""
+        if self._host is not None and not stream.heard and stream.exchange.fileno() >= 0:
+            self._selector.unregister(stream.exchange)
+            self._host.keep(stream.row, stream.exchange)
+        else:
+            self._close(stream.exchange)
 
     def _close(self, exchange: Exchange) -> None:
         if exchange.fileno() >= 0:
             self._selector.unregister(exchange)
             exchange.close()
+
+    def _replace(self, weights: Path, version: int, digest: str) -> WeightsLoaded:
+        self._server.read(weights, version=version, digest=digest)
+        loaded = self._load(version, digest)
+        self._residents.settle(weights, version=version, digest=digest)
+        return loaded
 
     def _load(self, version: int, digest: str) -> WeightsLoaded:
         """Replace the weights by those that were read; nothing runs meanwhile."""

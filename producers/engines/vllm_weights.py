@@ -3,11 +3,14 @@
 The bytes are read and digested once, and given as tensors to a transfer engine of ours that lives
 inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
 with those of the model before anything is replaced, so that a refusal leaves the old weights.
+
+To a GPU every tensor goes whole, by one copy out of pinned memory, and is rounded there if it has
+to be: vLLM alone would round on the CPU and copy piece by piece out of pageable memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,16 +75,33 @@ def _local_class() -> type[Any]:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Any) -> None:
-            self.model.load_weights(iter(update_info.tensors.items()))
+            self.model.load_weights(on_device(update_info.tensors, self.device))
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             pack_tied(self.model)
+            if self.device.type != "cpu":  # the time of a load is that until it is there
+                torch.accelerator.synchronize()
 
         def shutdown(self) -> None:
             """Nothing is held."""
 
     return Local
+
+
+def on_device(
+    tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors in their order, each where the model computes when it is asked for.
+
+    vLLM lets go of one when the layer is complete that it belongs to, so that a GPU holds those of
+    a layer beside the model, not all. Torch uses pinned memory again whose copy is done.
+    """
+    for name, tensor in tensors.items():
+        if device.type == "cpu":
+            yield name, tensor
+        else:
+            yield name, tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack_tied(model: Any) -> None:
@@ -123,7 +143,7 @@ def _held_class(local: Any) -> type[Any]:
             digest, tensors = self.held
             if digest != update_info.digest:
                 raise ValueError(f"held are the weights {digest!r}")
-            self.model.load_weights(iter(tensors.items()))
+            self.model.load_weights(on_device(tensors, self.device))
 
         def finish_weight_update(self) -> None:
             self.held = ("", {})

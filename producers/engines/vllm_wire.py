@@ -13,12 +13,16 @@ import msgspec
 
 from dora_pipe.errors import ResourceError
 from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.vllm_http import quoted
 from dora_pipe.producers.engines.vllm_rows import is_plain
 
 GENERATE: Final = "/inference/v1/generate"
 ABORT: Final = "/abort_requests"
 RPC: Final = "/collective_rpc"
 HEALTH: Final = "/health"
+MODELS: Final = "/v1/models"
+LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 
 ID_PREFIX: Final = "generate-tokens-"
 """vLLM puts this before the id of a request that came over GENERATE; an abort wants the whole."""
@@ -26,6 +30,9 @@ ID_PREFIX: Final = "generate-tokens-"
 SAMPLED_FROM: Final = -1
 """Among the log-probs of a token, the id under which its log-prob in the distribution that it was
 drawn from stands. A stream has no other place for it that belongs to the token."""
+
+NO_TOKEN: Final = -2
+"""The id of what else stands there."""
 
 BOTH: Final = 2
 """`logprobs` of a request that wants both kinds: vLLM answers with the token and one place more."""
@@ -48,6 +55,9 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled token's log-probs."""
 
     logprob: float
+    rank: int | None = None
+    """Of a server with adapters: vLLM's id of the one that the token was computed under. Ranks of
+    tokens are asked for by nobody, and a stream has no other place for it."""
     top_logprobs: tuple[Place, ...] = ()
 
 
@@ -81,6 +91,12 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer with another status than 200 holds."""
+
+    error: Trouble = Trouble()
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a stream."""
 
@@ -98,15 +114,19 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     device: str
     dtype: str
+    lora_rank: int
+    """Of the adapters that it has room for; 0 without any."""
+    versions_resident: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A sampled token with both log-probs."""
+    """A sampled token with both log-probs. `under` is the adapter's id, where there are any."""
 
     token: int
     logprob: float
     sampler_logprob: float
+    under: int
 
 
 _CHUNK = msgspec.json.Decoder(Chunk)
@@ -120,6 +140,14 @@ def read_chunk(data: bytes) -> Chunk:
         raise ResourceError(f"vLLM's server sent no chunk of tokens: {error}") from None
 
 
+def read_refusal(answer: bytes) -> str:
+    """What it says, in its own words where it is no record."""
+    try:
+        return msgspec.json.decode(answer, type=Refusal).error.message or quoted(answer)
+    except msgspec.DecodeError:
+        return quoted(answer)
+
+
 def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
     """Its tokens; a log-prob that vLLM could not tell is NaN. Raises ResourceError without any."""
     ids = choice.token_ids or ()
@@ -130,23 +158,32 @@ def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
     for token, one in zip(ids, drawn, strict=True):
         logprob = one.logprob if one.logprob > LOGPROB_MIN else float("nan")
         other = _sampler_logprob(one, logprob, params)
-        found.append(Token(token=token, logprob=logprob, sampler_logprob=other))
+        under = one.rank or 0
+        found.append(Token(token=token, logprob=logprob, sampler_logprob=other, under=under))
     return found
 
 
 def generate_body(
-    stay: str, sequence: list[int], params: SamplingParams, *, seed: int, max_tokens: int, salt: str
+    stay: str,
+    sequence: list[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    max_tokens: int,
+    label: str,
+    adapter: str,
 ) -> dict[str, Any]:
-    """The body of a GENERATE request.
+    """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
 
-    `salt` keeps what vLLM has cached of prompts apart by version: beside emptying the cache, so
-    that a prefix of other weights is not even looked up.
+    What vLLM has cached of prompts is kept apart by weights and adapter: beside emptying the cache,
+    so that a prefix of other weights is not even looked up.
     """
     return {
+        **({"model": adapter} if adapter else {}),
         "request_id": stay,
         "token_ids": sequence,
         "stream": True,
-        "cache_salt": salt,
+        "cache_salt": f"{label}+{adapter}" if adapter else label,
         "sampling_params": {
             "temperature": params.temperature,
             "top_p": params.top_p,

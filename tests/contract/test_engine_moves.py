@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, Kv
+from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
+    INTERRUPTIBLE,
+    KV_EXPORT,
+    PREFILL_EXACT,
+    Kv,
+)
 from dora_pipe.producers.handover import KvLabel
 from dora_pipe.producers.handover_kv import KvHandover
 from dora_pipe.schemas.policy import Blob
@@ -21,11 +26,14 @@ from tests.support.worker import VirtualClock
 __all__ = ["subject"]
 
 HANDED_OVER: list[Callable[[Subject], None]] = [
-    moves.check_moved_requests_end_as_if_they_had_stayed,
     moves.check_a_request_moves_again_and_again,
     moves.check_what_is_not_complete_has_no_cache,
-    moves.check_export_leaves_the_others_alone,
     moves.check_unfit_caches_are_refused,
+]
+
+IN_ANY_COMPANY: list[Callable[[Subject], None]] = [
+    moves.check_moved_requests_end_as_if_they_had_stayed,
+    moves.check_export_leaves_the_others_alone,
 ]
 
 INTERRUPTED: list[Callable[[Subject], None]] = [
@@ -38,6 +46,14 @@ INTERRUPTED: list[Callable[[Subject], None]] = [
 @pytest.mark.parametrize("check", HANDED_OVER, ids=lambda check: check.__name__)
 def test_running_request_is_handed_over(subject: Subject, check: Callable[[Subject], None]) -> None:
     _ask(subject, KV_EXPORT)
+    check(subject)
+
+
+@pytest.mark.parametrize("check", IN_ANY_COMPANY, ids=lambda check: check.__name__)
+def test_running_request_is_handed_over_from_any_company_to_any(
+    subject: Subject, check: Callable[[Subject], None]
+) -> None:
+    _ask(subject, KV_EXPORT, BATCH_INVARIANT)
     check(subject)
 
 
@@ -60,17 +76,18 @@ def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path:
         assert isinstance(found, Kv)
         return found
 
-    moves.check_moved_requests_end_as_if_they_had_stayed(subject, carry, cuts=(7,))
     moves.check_a_request_moves_again_and_again(subject, carry)
+    if BATCH_INVARIANT in subject.open(slots=1).declares:
+        moves.check_moved_requests_end_as_if_they_had_stayed(subject, carry, cuts=(7,))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_request_whose_cache_is_lost_on_its_way_is_prefilled(subject: Subject) -> None:
-    _ask(subject, KV_EXPORT)
+    _ask(subject, KV_EXPORT, BATCH_INVARIANT, PREFILL_EXACT)
     moves.check_moved_requests_end_as_if_they_had_stayed(subject, lambda kv: None, cuts=(7,))
 
 
-def _ask(subject: Subject, what: str) -> None:
-    engine: Any = subject.open(slots=1)
-    if what not in engine.declares:
-        pytest.skip(f"{subject.name} does not declare {what}")
+def _ask(subject: Subject, *what: str) -> None:
+    missing = set(what) - subject.open(slots=1).declares
+    if missing:
+        pytest.skip(f"{subject.name} does not declare {', '.join(sorted(missing))}")

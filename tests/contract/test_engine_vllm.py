@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 
 from dora_pipe.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import INTERRUPTIBLE
-from tests.support import models
+from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
-from tests.support.vllm_engines import need_vllm, open_vllm, vllm_subject
+from tests.support.vllm_engines import SETTINGS, need_vllm, open_vllm, vllm_subject
 
-LOGPROB_DISTANCE_MAX = 1e-4
-"""Of vLLM's float32 log-probs from those of transformers."""
+LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
+"""Of vLLM's log-probs from those of transformers, which are float32's."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def test_head_that_is_tied_to_the_embedding_follows_the_weights(
 def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
     from tests.support.torch_engines import greedy_tokens
 
+    device.need_fine()
     one = request("r", [5, 9, 14], max_tokens=40, temperature=0.0)
     assert run(vllm.open(slots=8), [one])["r"].tokens == greedy_tokens(_model(vllm), [5, 9, 14], 40)
 
@@ -92,6 +94,7 @@ def test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from(
 ) -> None:
     from tests.support.torch_engines import reference_logits
 
+    device.need_fine()
     # Beside plain and greedy ones, so that rows of one batch differ.
     others = [request("plain", [7], max_tokens=40), request("g", [8], temperature=0.0)]
     one = request("r", [5, 9, 14, 21], max_tokens=40, seed=3, **settings)
@@ -184,12 +187,11 @@ def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> N
 
 
 def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -> None:
-    from dora_pipe.producers.engines.vllm_core import VllmSettings
-
+    device.need_fine()
     wanted = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
     roomy = run(vllm.open(slots=12), wanted)
     tight = open_vllm(
-        _model(vllm), slots=12, context_tokens=256, settings=VllmSettings(kv_gb=0.0012)
+        _model(vllm), slots=12, context_tokens=256, settings=replace(SETTINGS, kv_gb=0.0012)
     )
     assert tight.kv_tokens < 12 * 123
     found = run(tight, wanted)
@@ -197,6 +199,23 @@ def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -
         name: one.tokens for name, one in roomy.items()
     }
     tight.close()
+
+
+def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Subject) -> None:
+    from dora_pipe.producers.engines.vllm_core import STEP_TOKENS_MAX
+    from tests.support.torch_engines import logprob_distance
+
+    count, length = 24, 100
+    assert count * length > STEP_TOKENS_MAX + count
+    prompts = np.random.default_rng(3).integers(0, vllm.vocabulary, (count, length)).tolist()
+    wanted = [request(f"r{n}", prompts[n], seed=n, max_tokens=6) for n in range(count)]
+    results = run(vllm.open(slots=count), wanted)
+    for one in wanted:
+        assert len(results[one.request].tokens) == 6
+        distance = logprob_distance(_model(vllm), one.token_ids, results[one.request])
+        assert distance < LOGPROB_DISTANCE_MAX, one
+    alone = run(vllm.open(slots=1), wanted)
+    assert [one.tokens for one in alone.values()] == [one.tokens for one in results.values()]
 
 
 def test_engine_that_was_closed_makes_room_for_the_next(vllm: Subject) -> None:
@@ -211,6 +230,7 @@ def test_engine_that_was_closed_makes_room_for_the_next(vllm: Subject) -> None:
 def test_model_that_vllm_does_not_take_is_refused_in_one_line(
     vllm: Subject, tmp_path: Path
 ) -> None:
+    device.need_cpu()
     odd = models.make_qwen2(tmp_path / "odd", 0, hidden_size=160)  # heads of 40
     with pytest.raises(PolicyError, match="vLLM does not take"):
         open_vllm(odd, slots=2, context_tokens=64)

@@ -16,11 +16,13 @@ from dora_pipe.policies.adapters import read_adapter, write_merged
 from dora_pipe.policies.model_dir import write_model_dir
 from dora_pipe.producers.engines.port import EngineRequest
 from tests.support.adapters import RANK, make_lora
+from tests.support.adapters import Lora as Published
+from tests.support.device import LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, request, run
 from tests.support.torch_engines import logprob_distance, make
 from tests.support.vllm_engines import need_vllm, vllm_opener
 
-DISTANCE_MAX = 1e-4
+DISTANCE_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Of log-probs from those of transformers on the merged weights."""
 
 
@@ -48,8 +50,12 @@ class Lora:
 
     def assert_is(self, policy: int, one: EngineRequest, result: Result) -> None:
         """The result is of this policy, and of no other."""
-        for other, directory in enumerate(self.merged):
-            distance = logprob_distance(directory, one.token_ids, result)
+        distances = [logprob_distance(each, one.token_ids, result) for each in self.merged]
+        if LORA_DTYPE == "bfloat16":  # errors grow with the prompt: the others are further by far
+            own = distances.pop(policy)
+            assert 2 * own < min(distances), (own, distances)
+            return
+        for other, distance in enumerate(distances):
             assert (distance < DISTANCE_MAX) == (other == policy), (other, distance)
 
 
@@ -57,6 +63,14 @@ class Lora:
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
     need_vllm()
     folder = tmp_path_factory.mktemp("vllm_lora")
+    made, merged = published(folder)
+    assets = made.store.assets_path(made.assets)
+    with vllm_opener(assets, lora_rank=RANK) as open_engine:
+        yield Lora(policies=list(made.policies), merged=merged, open=open_engine)
+
+
+def published(folder: Path) -> tuple[Published, list[Path]]:
+    """A base and three adapters in a store, and the `merged` of Lora."""
     directory = make("qwen2", folder / "model")
     made = make_lora(directory, folder / "policies", adapters=3)
     base, merged = made.policies[0][0], [directory]
@@ -64,9 +78,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
         adapter = read_adapter(path, digest=digest)
         merged.append(folder / f"merged{number}")
         write_model_dir(merged[-1], directory, partial(write_merged, base, adapter))
-    assets = made.store.assets_path(made.assets)
-    with vllm_opener(assets, lora_rank=RANK) as open_engine:
-        yield Lora(policies=list(made.policies), merged=merged, open=open_engine)
+    return made, merged
 
 
 def under(version: int, *, tokens: tuple[int, ...] = (5, 6, 7), length: int = 24) -> EngineRequest:
@@ -177,10 +189,10 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
 def test_adapter_that_vllm_refuses_is_one_line_and_changes_nothing(
     lora: Lora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora_pipe.producers.engines import vllm_lora
+    from dora_pipe.producers.engines import vllm_adapters
 
     engine = lora.hosting(1, most=1)
-    monkeypatch.setattr(vllm_lora, "write_peft", lambda folder, adapter: None)
+    monkeypatch.setattr(vllm_adapters, "write_peft", lambda folder, adapter: None)
     with pytest.raises(PolicyError, match="vLLM cannot load this adapter"):
         lora.load(engine, 2)
     one = under(1)

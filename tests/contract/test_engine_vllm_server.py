@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from dora_pipe.errors import ResourceError
+from dora_pipe.errors import ConfigError, ResourceError
 from dora_pipe.producers.engines.vllm_http import Address, call
+from dora_pipe.producers.engines.vllm_server import VllmServerEngine
 from tests.contract.test_engine_vllm import (
     test_another_order_of_min_p_and_top_p_is_refused,
     test_draws_follow_the_distribution,
@@ -21,7 +22,8 @@ from tests.contract.test_engine_vllm import (
     test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from,
     test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay,
 )
-from tests.support.engine_contract import Subject, requests, run
+from tests.support.adapters import RANK
+from tests.support.engine_contract import Subject, assert_all_alike, requests, run
 from tests.support.vllm_engines import need_vllm, vllm_subject
 from tests.support.vllm_servers import running_server, server_subject
 
@@ -53,10 +55,7 @@ def test_tokens_are_those_of_vllm_in_process(
     with vllm_subject(tmp_path_factory.mktemp("vllm")) as other:
         assert other.policies[0][1] == vllm.policies[0][1]
         expected = run(other.open(slots=8), wanted)
-    for name, result in found.items():
-        assert result.tokens == expected[name].tokens and result.reason == expected[name].reason
-        assert result.logprobs == pytest.approx(expected[name].logprobs, abs=1e-5)
-        assert result.sampler_logprobs == pytest.approx(expected[name].sampler_logprobs, abs=1e-4)
+    assert_all_alike(replace(vllm, rounding=max(1e-4, vllm.rounding)), found, expected)
 
 
 def test_new_weights_forget_the_prefixes_of_the_old_ones_in_a_server(vllm: Subject) -> None:
@@ -79,6 +78,28 @@ def test_no_door_of_a_server_opens_without_the_key(vllm: Subject, path: str) -> 
     for key in ("", "guessed"):
         with pytest.raises(ResourceError, match="401"):
             call(Address.of(str(server.address), key), "GET", path)
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_no_door_for_adapters_opens_without_the_key(vllm: Subject, path: str) -> None:
+    server, _ = running_server(RANK)
+    body = {"lora_name": "a", "lora_path": "/nowhere"}
+    for key in ("", "guessed"):
+        with pytest.raises(ResourceError, match="401"):
+            call(Address.of(str(server.address), key), "POST", path, body)
+    with pytest.raises(ResourceError, match="404"):  # there is no such adapter
+        call(server.address, "POST", path, body)
+    with pytest.raises(ResourceError, match="404"):  # there is no such door without adapters
+        call(running_server()[0].address, "POST", path, body)
+
+
+def test_server_without_adapters_is_refused_by_a_worker_that_hosts_some(vllm: Subject) -> None:
+    server, model = running_server()
+    with pytest.raises(ConfigError, match="hosts no adapters") as raised:
+        VllmServerEngine.open(
+            model, slots=2, context_tokens=64, address=server.address, lora_rank=4
+        )
+    assert raised.value.hint is not None and "--lora-rank 4" in raised.value.hint
 
 
 def test_server_listens_on_this_machine_alone(vllm: Subject) -> None:

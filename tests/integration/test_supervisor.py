@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.cli.roles import TRAINER_PRELOAD, WORKER_PRELOAD
 from dora_pipe.cli.supervisor import RunFailed, Supervisor, how
-from dora_pipe.cli.zygote import Ended, Report, Started, Zygote
+from dora_pipe.cli.zygote import CUDA_BY_NVML, Ended, Report, Started, Zygote
 from dora_pipe.config.model import Timing
 
 WAIT_S = 20.0
@@ -229,3 +231,31 @@ def test_roles_that_end_for_good_at_once_end_the_run_and_not_the_supervisor(
 
 def _too_long(*_: object) -> None:
     raise AssertionError("the supervisor waits for ends that it was told of")
+
+
+SPY = """
+import importlib, sys
+import torch
+asked = []
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = lambda: asked.append(1) or 0
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+sys.exit(len(asked) + torch.cuda.is_initialized())
+"""
+"""Imports what roles are forked from; the exit code is how often that asked CUDA for something."""
+
+
+def test_what_roles_are_forked_from_starts_no_cuda() -> None:
+    names = {*TRAINER_PRELOAD, *WORKER_PRELOAD["torch"]}
+    assert subprocess.run([sys.executable, "-c", SPY, *sorted(names)], check=False).returncode == 0
+
+
+def test_question_for_a_gpu_starts_no_cuda_in_what_roles_are_forked_from() -> None:
+    def answer(name: str) -> int:
+        return int(os.environ[CUDA_BY_NVML[0]] != "1")
+
+    zygote = Zygote(answer)
+    zygote.spawn("a")
+    *_, ended = collect(zygote, 2)
+    assert isinstance(ended, Ended) and ended.code == 0
+    zygote.close()

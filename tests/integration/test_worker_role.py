@@ -13,7 +13,8 @@ from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaul
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config import model
-from dora_pipe.errors import Fenced, PolicyError, TaskError, UsageError
+from dora_pipe.errors import Fenced, PolicyError, ResourceError, TaskError, UsageError
+from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.role import REJOINS_MAX
 from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.schemas.control import (
@@ -206,6 +207,28 @@ def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) ->
         run.work(script())
     left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
     assert len(left) == 1 and "cannot host version 0" in left[0].reason
+
+
+def test_engine_that_ends_while_it_loads_ends_its_worker_as_a_fault_of_this_machine(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.begin()
+
+    def ended(*_: object, **__: object) -> None:
+        raise ResourceError("its server ended by SIGKILL")
+
+    monkeypatch.setattr(SimulatedEngine, "load", ended)
+
+    def script() -> Iterator[bool]:
+        yield from _until(lambda: len(run.joins()) == 1)
+        run.decide(run.assign(run.joins()[0][0]))
+        while True:
+            yield False
+
+    with pytest.raises(ResourceError, match="cannot host version 0: its server ended by SIGKILL"):
+        run.work(script())
+    left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
+    assert len(left) == 1 and "its server ended" in left[0].reason
 
 
 def test_free_keys_come_from_this_machine_and_the_others_from_the_log(run: Run) -> None:

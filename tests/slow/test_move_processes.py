@@ -4,103 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.reading import records_of
-from dora_pipe.schemas.control import Command, RequestReleased, WorkerJoined
-from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
-from dora_pipe.schemas.rounds import AnyDecision, Move, decode_round
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from dora_pipe.schemas.wire import encode
-from tests.support.user_run import WAIT_S, assert_clean, call, facts, furnish, start, until
+from dora_pipe.schemas.control import RequestReleased, WorkerJoined
+from tests.support.moving_run import (
+    DRAINED,
+    drain,
+    moves,
+    of,
+    run_until_it_samples,
+    trajectories,
+)
+from tests.support.user_run import WAIT_S, assert_clean, call, furnish, until
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
-
-T = TypeVar("T")
-DRAINED = "w1"
-LONG = (
-    "run.steps=4",
-    "workers.count=3",
-    "workers.slots=8",
-    "workers.context_tokens=512",
-    "workers.checkpoint_tokens=16",
-    "sampling.max_tokens=480",
-    "groups.per_step=5",
-    "staleness.max_staleness=0",  # one version at a time: the others have slots for it
-    "timing.plan_period_s=0.3",
-    "evaluation.prompts=0",
-)
-WORDS = [word for change in LONG for word in ("-o", change)]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A user's folder."""
     return furnish(tmp_path)
-
-
-def of(place: Path, kind: type[T]) -> list[T]:
-    """Control records of a kind."""
-    return [one for one in facts(place, "tiny") if isinstance(one, kind)]
-
-
-def moves(place: Path) -> list[Move]:
-    """What the planner has decided."""
-    with opened(str(place / "runs" / "tiny")) as run:
-        tp = TopicPartition(run.topics.decisions, 0)
-        rounds = [decode_round(one.value) for one in records_of(run.bus, {tp: run.bus.end(tp)})]
-    decisions: list[AnyDecision] = [one for round_ in rounds for one in round_.decisions]
-    return [one for one in decisions if isinstance(one, Move)]
-
-
-def samples(place: Path) -> bool:
-    """Whether the worker has running requests, and progress records of some."""
-    with opened(str(place / "runs" / "tiny")) as run:
-        tp = TopicPartition(run.topics.metrics, 0)
-        end = run.bus.end(tp)
-        records = [decode_metrics(one.value) for one in records_of(run.bus, {tp: end})]
-    said = [one for one in records if isinstance(one, WorkerStatus) and one.worker == DRAINED]
-    return bool(said) and said[-1].version > 0 and said[-1].active > 1 and bool(said[-1].progress)
-
-
-@contextmanager
-def run_until_it_samples(place: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run whose worker is in the middle of its requests."""
-    running = start(place, "run", "config.toml", *WORDS, *words)
-    try:
-        until(lambda: b"step    0 " in (place / "said").read_bytes())
-        until(lambda: samples(place))
-        yield running
-    finally:
-        running.terminate()
-        running.wait(WAIT_S)
-
-
-def drain(place: Path) -> None:
-    """What a user asks for."""
-    command = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
-    with opened(str(place / "runs" / "tiny")) as run:
-        run.bus.writer().append([Append(topic=run.topics.control, value=encode(command))])
-
-
-def trajectories(place: Path) -> dict[str, Trajectory]:
-    """The last record of each."""
-    with opened(str(place / "runs" / "tiny")) as run:
-        topic = run.topics.trajectories
-        tps = [TopicPartition(topic, number) for number in range(run.bus.partitions(topic))]
-        records = list(records_of(run.bus, {tp: run.bus.end(tp) for tp in tps}))
-    found = [decode_trajectory(one.value) for one in records]
-    return {one.trajectory: one for one in found}
 
 
 def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Path) -> None:

@@ -10,14 +10,16 @@ import pytest
 
 from dora_pipe.cli.rundir import opened
 from dora_pipe.history.audit import audit
-from dora_pipe.schemas.control import WorkerJoined, WorkerReady
+from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
+from tests.support.device import LORA_DTYPE, MODEL_DISTANCE, need_cpu
 from tests.support.models import make_llama_gqa
+from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import furnished, joined
 
 pytestmark = pytest.mark.slow
 
-NUMERICS_MAX = 1e-4
+NUMERICS_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Nats between the trainer's log-probs and vLLM's of the same weights."""
 
 WAIT_S = 600.0
@@ -59,6 +61,35 @@ def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: 
     assert call(place, "replay", "tiny") == 0, said.read_text()
 
 
+@pytest.mark.parametrize("there", ["vllm", "torch"])
+def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
+    place: Path, there: str
+) -> None:
+    words = ("config.toml", *WORDS, "-o", "workers.slots=16")
+    running = [start(place, "orchestrator", *words)]
+    until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
+    for name, engine in (("w0", there), (DRAINED, "vllm")):
+        running.append(start(place, "worker", *words, "--name", name, "--engine", engine))
+    until(lambda: len(joined(place)) == 2, WAIT_S)
+    running.append(start(place, "trainer", *words))
+    until(lambda: samples(place), WAIT_S)
+    drain(place)
+    assert [one.wait(WAIT_S) for one in running] == [0] * len(running), (place / "said").read_text()
+    assert_clean(place, "tiny")
+    assert joined(place) == {"w0": there, DRAINED: "vllm"}
+    released = [one for one in of(place, RequestReleased) if one.worker == DRAINED]
+    found = trajectories(place)
+    gone = [found[one.trajectory] for one in released if one.kv is not None]
+    assert gone, released
+    for one in gone:
+        first, second = (part for part in one.segments if part.kind == "model")
+        assert (first.worker, second.worker) == (DRAINED, "w0")
+        if there == "vllm":
+            assert one.meta.moves == 1 and second.start not in one.meta.prefills
+        else:
+            assert one.meta.moves == 0 and second.start in one.meta.prefills
+
+
 def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path) -> None:
     words = ("-o", "workers.count=1", "-o", 'workers.engines=["vllm"]')
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
@@ -68,7 +99,8 @@ def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path
 
 
 def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> None:
-    words = ("-o", "workers.count=1", "-o", "workers.engine=vllm", "-o", "run.steps=6")
+    vllm = ("-o", "workers.engine=vllm", "-o", f"workers.vllm.dtype={LORA_DTYPE}")
+    words = ("-o", "workers.count=1", *vllm, "-o", "run.steps=6")
     lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "groups.size=8")
     assert call(place, "run", "config.toml", *words, *lora) == 0, (place / "said").read_text()
     assert joined(place) == {"w0": "vllm"}
@@ -86,6 +118,7 @@ def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> N
 
 
 def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:
+    need_cpu()
     shutil.rmtree(place / "model")
     make_llama_gqa(place / "model")  # heads of 24
     assert call(place, "run", "config.toml", "-o", "workers.engine=vllm") == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,8 @@ from dora_pipe.history.audit import audit
 from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
-from tests.support.user_run import assert_clean, start, steps, until
+from dora_pipe.schemas.control import WorkerJoined, WorkerReady
+from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import furnished, joined
 
 pytestmark = pytest.mark.slow
@@ -22,6 +24,9 @@ WAIT_S = 600.0
 """A server imports vLLM twice, a quarter of a minute of CPU each."""
 
 STEPS = 24
+
+NUMERICS_MAX = 1e-4
+"""Nats between the trainer's log-probs and vLLM's of the same weights."""
 
 
 @pytest.fixture
@@ -89,6 +94,24 @@ def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(place: Pa
 
 def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_lora_run_has_one_server_that_hosts_every_version(place: Path) -> None:
+    words = ("-o", "workers.count=1", "-o", "workers.engine=vllm-server", "-o", "run.steps=6")
+    lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "groups.size=8")
+    run = start(place, "run", "config.toml", *words, *lora)
+    assert run.wait(WAIT_S) == 0, (place / "said").read_text()
+    assert joined(place) == {"w0": "vllm-server"}
+    assert steps(place, "tiny") == list(range(6))
+    assert_clean(place, "tiny")
+    found = list(facts(place, "tiny"))
+    assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
+    assert len({one.version for one in found if isinstance(one, WorkerReady)}) > 4
+    (place / "said").unlink()
+    assert start(place, "mismatch", "tiny", "--json").wait(WAIT_S) == 0
+    lines = (place / "said").read_text().splitlines()
+    (measured,) = (json.loads(line) for line in lines if line.startswith("{"))
+    assert measured["causes"]["numerics"]["largest"] < NUMERICS_MAX
 
 
 def test_worker_of_a_run_takes_the_vllm_server_at_its_address(

@@ -6,7 +6,7 @@ engine like a worker does, refilling slots as they become free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ class Subject:
     open: Open
     vocabulary: int
     policies: tuple[tuple[Path, str], tuple[Path, str]]
+    rounding: float = 0.0
+    """Nats between log-probs of a token in one company and in another; 0: results are equal."""
+    coarse: bool = False
+    """That may change which token is drawn, and all that follow."""
 
 
 @dataclass(slots=True)
@@ -146,6 +150,31 @@ def take(result: Result, event: TokensSampled | RequestFinished) -> None:
     result.sampler_logprobs += event.sampler_logprobs
 
 
+def assert_alike(subject: Subject, found: Result, wanted: Result) -> None:
+    """The same request in another company: equal, or as nearly as the subject's rounding allows;
+    where that is coarse, up to the first token that it has changed."""
+    if not subject.rounding:
+        assert found == wanted
+        return
+    pairs = zip(found.tokens, wanted.tokens, strict=False)
+    same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(wanted.tokens))
+    assert subject.coarse or found.tokens == wanted.tokens
+    assert subject.coarse or found.reason == wanted.reason
+    near = subject.rounding
+    assert found.logprobs[:same] == pytest.approx(wanted.logprobs[:same], abs=near)
+    if not subject.coarse:  # else what is left out of a distribution may be another token
+        assert found.sampler_logprobs == pytest.approx(wanted.sampler_logprobs, abs=near)
+
+
+def assert_all_alike(
+    subject: Subject, found: Mapping[str, Result], wanted: Mapping[str, Result]
+) -> None:
+    """See `assert_alike`, of every request."""
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        assert_alike(subject, found[name], one)
+
+
 def check_requests_run_to_their_end(subject: Subject) -> None:
     """Every request gets its tokens, finite log-probs and one reason; slots come back."""
     engine = subject.open(slots=6)
@@ -233,10 +262,10 @@ def check_cancel(subject: Subject) -> None:
             take(results[event.request], event)
     assert engine.active == 0 and engine.kv_used_tokens == 0
     for name in ("r1", "r2", "r4", "r5"):
-        assert results[name] == alone[name]
+        assert_alike(subject, results[name], alone[name])
     assert results["r0"] == Result()
     assert results["r3"].reason is None or len(alone["r3"].tokens) <= 1
-    assert run(engine, wanted) == alone
+    assert_all_alike(subject, run(engine, wanted), alone)
 
 
 def check_stop_ids(subject: Subject) -> None:
@@ -262,7 +291,7 @@ def check_stop_strings(subject: Subject, decode: Decode) -> None:
     result = run(engine, [request("r", [5, 6], max_tokens=50, stop=("never", text))])["r"]
     assert result.reason == "stop"
     assert result.tokens == free.tokens[:first]
-    for cut in (first - 2, first - 1):  # in the middle of the stop string
+    for cut in () if subject.coarse else (first - 2, first - 1):  # in the middle of the stop string
         tokens = [5, 6, *free.tokens[:cut]]
         rest = run(engine, [request("r", tokens, sampled=cut, max_tokens=50, stop=(text,))])["r"]
         assert rest.reason == "stop" and rest.tokens == free.tokens[cut:first]
@@ -340,7 +369,7 @@ def check_load(subject: Subject) -> None:
     assert (loaded.version, loaded.digest) == (1, second_digest) and loaded.load_ms >= 0
     assert run(engine, wanted) != before
     engine.load(first, version=2, digest=first_digest)
-    assert run(engine, wanted) == before
+    assert_all_alike(subject, run(engine, wanted), before)
 
 
 def check_accounting(subject: Subject) -> None:

@@ -20,7 +20,16 @@ from dora_pipe.producers.engines.port import (
     Kv,
     WeightsLoaded,
 )
-from tests.support.engine_contract import Result, Subject, request, requests, run, take
+from tests.support.engine_contract import (
+    Result,
+    Subject,
+    assert_alike,
+    assert_all_alike,
+    request,
+    requests,
+    run,
+    take,
+)
 
 Carrier = Callable[[Kv], Kv | None]
 """None: the cache is lost on its way, the request is prefilled."""
@@ -204,7 +213,7 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
     cuts, rests = {}, []
     for one in wanted:
         result = results[one.request]
-        assert result == replace_reason(wholes[one.request], result), "before the change"
+        assert_alike(subject, result, replace_reason(wholes[one.request], result))
         if result.reason is None:
             cut = cuts[one.request] = len(result.tokens)
             rests.append(replace(one, token_ids=[*one.token_ids, *result.tokens], sampled=cut))
@@ -214,7 +223,7 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
     finish(engine, results)
     expected = run(fresh, [*rests, request("late", [9, 8, 7], max_tokens=20)])
     for name, cut in [*cuts.items(), ("late", 0)]:
-        assert results[name].after(cut) == expected[name], name
+        assert_alike(subject, results[name].after(cut), expected[name])
     assert engine.kv_used_tokens == 0
 
 
@@ -246,7 +255,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
     again = replace(one, token_ids=[*one.token_ids, *result["r"].tokens[:cut]], sampled=cut)
     other = subject.open(slots=2)
     other.load(second[0], version=1, digest=second[1])
-    assert result["r"].after(cut) == run(other, [again])["r"]
+    assert_alike(subject, result["r"].after(cut), run(other, [again])["r"])
 
 
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
@@ -263,4 +272,4 @@ def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None
     with pytest.raises(PolicyError):
         engine.reload_keeping(subject.policies[1][0], version=1, digest="")
     finish(engine, results)
-    assert results == wholes
+    assert_all_alike(subject, results, wholes)

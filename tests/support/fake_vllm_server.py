@@ -1,7 +1,7 @@
 """A server that speaks like vLLM's and has no model: tokens are hashes.
 
-A token is a function of (label of the weights, seed, position). The server keeps a record of the
-doors that were opened, and can be told to go wrong in named ways.
+A token is a function of (label of the weights or adapter, seed, position). The server keeps a
+record of the doors that were opened, and can be told to go wrong in named ways.
 
 As a program it is what `vllm_serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
 """
@@ -20,6 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from dora_pipe.errors import PolicyError
+from dora_pipe.policies.digest import read_manifest
 from dora_pipe.producers.engines.simulated import mix64
 
 VOCABULARY = 300
@@ -46,15 +48,30 @@ class FakeVllm(ThreadingHTTPServer):
             "vocabulary": VOCABULARY,
             "device": "none",
             "dtype": "float32",
+            "lora_rank": 0,
+            "versions_resident": 1,
         }
         self.label, self.held = "default", ""
+        self.named: dict[str, int] = {}
+        """Adapters that the front end knows, with their ids."""
+        self.hosted: set[int] = set()
+        """Ids of those that the worker has."""
+        self.before: set[int] = set()
+        self.loads = 0
+        self.refusal = ""
+        """What is said of the next adapters, if anything."""
+        self.begin = threading.Event()
+        """Streams begin when it is set; an abort before that is of nothing that is known."""
+        self.begin.set()
         self.doors: list[str] = []
         """Paths that were asked for, in order, but for /health."""
         self.bodies: list[dict[str, Any]] = []
-        """Of the streams."""
+        """Of the streams, as they came: each has a connection, and one may overtake another."""
         self.running: dict[str, threading.Event] = {}
         """By vLLM's id of a request; set to abort it."""
         self.aborted: list[str] = []
+        self.asked = threading.Semaphore(0)
+        """Counts them."""
         self.hold_after: dict[int, int] = {}
         """By seed: a stream goes on after so many tokens only when `release` is set."""
         self.release = threading.Event()
@@ -80,19 +97,51 @@ class FakeVllm(ThreadingHTTPServer):
         self.release.set()
         self._thread.join()
 
+    def last_bodies(self, count: int) -> list[dict[str, Any]]:
+        """Of the last streams, in the order in which their engine asked for them."""
+        order = sorted(self.bodies, key=lambda one: int(one["request_id"].rpartition("-")[2]))
+        return order[-count:]
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is none."""
 
     def rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The extension's methods; a file of weights holds its own digest."""
-        if body["method"] == "dora_open":
+        """The extension's methods; a file of weights holds its own digest, or is one of adapters'
+        tests."""
+        method, words = body["method"], body.get("args", [])
+        if method == "dora_open":
             return self.facts
-        path, digest, version = body["args"]
-        found = Path(path).read_text() if Path(path).exists() else ""
+        if method == "dora_forget":
+            return {"numbers": sorted(self.hosted - self.before)}
+        if method == "dora_drop_all":
+            self.hosted.clear()
+            return {}
+        if method == "dora_drop":
+            self.hosted.remove(int(words[0]))
+            return {"dropped": True}
+        path, digest, version = words[:3]
+        found = _digest_of(Path(path))
         if found != digest:
             return {"error": f"{path} has the digest {found[:4]}, not {digest[:4]} of {version}"}
+        if method == "dora_write":
+            self.before = set(self.hosted)
+            return {"folder": path}
         self.held = digest
         return {"tensors": 1}
+
+    def adapter(self, path: str, name: str) -> tuple[int, object]:
+        """Loads or unloads one; status and answer."""
+        known = name in self.named
+        if path.startswith("/v1/load") and not known and not self.refusal:
+            self.loads += 1
+            self.named[name] = self.loads
+            self.hosted.add(self.loads)
+        elif path.startswith("/v1/unload") and known:
+            del self.named[name]  # its worker keeps the adapter, as vLLM's does
+        else:
+            said = self.refusal or f"The lora adapter '{name}' cannot be found."
+            return 400, {"error": {"message": said}}
+        return 200, f"Success: {name}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -111,6 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._may():
             if self.path == "/health":
                 self._answer(None, 200 if self.server.healthy else 503)
+            elif self.path == "/v1/models":
+                cards = [{"id": one, "parent": "policy"} for one in self.server.named]
+                self._answer({"data": [{"id": "policy", "parent": None}, *cards]})
             else:
                 self._answer({"weight_version": self.server.label})
 
@@ -125,11 +177,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._generate(body)
         elif path == "/collective_rpc":
             self._answer({"results": [server.rpc(body)]})
+        elif path.endswith("load_lora_adapter"):
+            status, said = server.adapter(path, body["lora_name"])
+            self._answer(said, status)
         elif path == "/abort_requests":
             for name in body["request_ids"]:
                 server.aborted.append(name)
                 if name in server.running:
                     server.running[name].set()
+                server.asked.release()
             self._answer({"status": "aborted"})
         elif path == "/reset_prefix_cache":
             self._answer({"success": True})
@@ -166,13 +222,20 @@ class _Handler(BaseHTTPRequestHandler):
         if trouble == "refuse":
             self._answer({"error": {"message": "a bad request"}}, 400)
             return
+        if body.get("model", "") not in {"", *server.named}:
+            self._answer({"error": {"message": "The model does not exist."}}, 404)
+            return
+        number = server.named.get(body.get("model", ""), 0)
+        server.begin.wait(GUARD_S)
+        if number and number not in server.hosted:
+            raise AssertionError("vLLM's engine core would have ended")
         abort = server.running[name] = threading.Event()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            self._stream(body, trouble, abort)
+            self._stream(body, trouble, abort, number)
         finally:
             del server.running[name]
         if trouble != "cut":
@@ -181,9 +244,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def _stream(self, body: dict[str, Any], trouble: Any, abort: threading.Event) -> None:
+    def _stream(
+        self, body: dict[str, Any], trouble: Any, abort: threading.Event, number: int
+    ) -> None:
         server = self.server
-        tokens, finish = _tokens(body, server.label)
+        tokens, finish = _tokens(body, body.get("model", server.label))
+        for token in tokens:
+            token["rank"] = 1 if trouble == "other adapter" else number or None
         if trouble == "nan":
             tokens[1]["logprob"] = -9999.0
         hold, label, sent = server.hold_after.get(body["sampling_params"]["seed"]), server.label, 0
@@ -223,8 +290,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+def _digest_of(path: Path) -> str:
+    """What a file holds; empty where there is none."""
+    if not path.exists():
+        return ""
+    try:
+        return read_manifest(path).digest
+    except PolicyError:
+        return path.read_text()
+
+
 def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
-    """What is sampled for a request, and why it ends; weights are the digest in the label."""
+    """What is sampled for a request, and why it ends; weights are the digest in the label, or in
+    the adapter's name."""
     params, found = body["sampling_params"], []
     seed = params["seed"] if params["temperature"] else 0
     weights = mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.cli.rundir import opened
@@ -53,9 +54,9 @@ def score(row, text):
 WAIT_S = 120.0
 
 
-def furnish(place: Path) -> Path:
-    """A user's folder: own configuration, data, reward, and a grouped-query Llama."""
-    make_llama_gqa(place / "model")
+def furnish(place: Path, **changes: Any) -> Path:
+    """A user's folder: own configuration, data, reward, and a grouped-query Llama, changed so."""
+    make_llama_gqa(place / "model", **changes)
     (place / "config.toml").write_text(CONFIG)
     (place / "judge.py").write_text(REWARD)
     rows = [{"prompt": f"say {letter}: ", "answer": letter} for letter in "abcdefgh"]

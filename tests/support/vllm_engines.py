@@ -6,6 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,30 @@ import pytest
 
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.vllm_core import CPU_BUILD, VllmSettings, version_of
 from tests.support import models
+from tests.support.device import COARSE, DEVICE, DTYPE, LORA_DTYPE, ON_GPU, ROUNDING
 from tests.support.engine_contract import Decode, Subject
+
+NOT_INSTALLED = "vllm is not installed: make test-vllm"
+SETTINGS = VllmSettings(dtype=DTYPE)  # type: ignore[arg-type]
 
 
 def need_vllm() -> None:
-    """Skip where vLLM is not installed."""
+    """Skip where vLLM is not installed, or its build is for another device."""
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed: make test-vllm")
+        pytest.skip("vllm is not installed: make test-gpu" if ON_GPU else NOT_INSTALLED)
+    if bool(version_of(CPU_BUILD)) == ON_GPU:
+        pytest.skip(f"this build of vllm is not for {DEVICE}")
 
 
-def open_vllm(model_dir: Path, **options: Any) -> Any:
+def open_vllm(model_dir: Path, settings: VllmSettings = SETTINGS, **options: Any) -> Any:
     """A VllmEngine on one thread; what vLLM's imports warn of is not ours."""
     from dora_pipe.producers.engines.vllm_engine import VllmEngine
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return VllmEngine.open(model_dir, threads=1, **options)
+        return VllmEngine.open(model_dir, threads=1, settings=settings, **options)
 
 
 @contextmanager
@@ -58,7 +66,14 @@ def vllm_subject(folder: Path, **changes: Any) -> Iterator[Subject]:
 
     vocabulary = models.QWEN2_VOCABULARY
     policies = (first, second)
-    yield Subject(name="vllm", open=open_engine, vocabulary=vocabulary, policies=policies)
+    yield Subject(
+        name="vllm",
+        open=open_engine,
+        vocabulary=vocabulary,
+        policies=policies,
+        rounding=ROUNDING,
+        coarse=COARSE,
+    )
     for engine in opened:
         engine.close()
 
@@ -76,6 +91,7 @@ def vllm_opener(directory: Path, *, lora_rank: int) -> Iterator[Callable[..., En
         if sizes not in opened:
             opened[sizes] = open_vllm(
                 directory,
+                replace(SETTINGS, dtype=LORA_DTYPE),  # type: ignore[arg-type]
                 slots=slots,
                 context_tokens=256,
                 lora_rank=lora_rank,

@@ -6,15 +6,21 @@ import shutil
 from pathlib import Path
 
 from dora_pipe.schemas.control import WorkerJoined
+from tests.support.device import DEVICE, DTYPE
 from tests.support.models import make_llama_gqa
 from tests.support.user_run import facts, furnish
 from tests.support.vllm_engines import need_vllm
 
 
 def furnished(folder: Path) -> Path:
-    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for."""
+    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for; trainer
+    and vLLM compute as `support.device` says."""
     need_vllm()
     furnish(folder)
+    config = (folder / "config.toml").read_text()
+    config = config.replace("[trainer]", f'[trainer]\ndevice = "{DEVICE}"')
+    config += f'[workers.vllm]\ndtype = "{DTYPE}"\n'
+    (folder / "config.toml").write_text(config)
     shutil.rmtree(folder / "model")
     make_llama_gqa(folder / "model", hidden_size=192)
     return folder

@@ -6,24 +6,28 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.vllm_core import VllmSettings
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_server import VllmServerEngine
 from tests.support import models
+from tests.support.device import COARSE, LORA_DTYPE, ROUNDING
 from tests.support.engine_contract import Decode, Subject
+from tests.support.vllm_engines import SETTINGS
 
 SLOTS = 64
 CONTEXT_TOKENS = 256
+ADAPTERS = 3
+"""At once, of a server that hosts some."""
 
 
 @functools.cache
-def running_server() -> tuple[ServerProcess, Path]:
+def running_server(lora_rank: int = 0) -> tuple[ServerProcess, Path]:
     """A server, and the folder of the model that it has; both until the tests end.
 
     Starting one takes half a minute of CPU. Engines that want less take a part of it.
@@ -32,7 +36,13 @@ def running_server() -> tuple[ServerProcess, Path]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = models.make_qwen2(folder / "seed0", 0, scale=8.0)
     server = ServerProcess.start(
-        model, VllmSettings(), slots=SLOTS, context_tokens=CONTEXT_TOKENS, threads=1
+        model,
+        replace(SETTINGS, dtype=LORA_DTYPE) if lora_rank else SETTINGS,  # type: ignore[arg-type]
+        slots=SLOTS,
+        context_tokens=CONTEXT_TOKENS,
+        threads=1,
+        lora_rank=lora_rank,
+        versions_resident=ADAPTERS if lora_rank else 1,
     )
     atexit.register(server.close)
     return server, model
@@ -72,6 +82,40 @@ def server_subject(folder: Path) -> Iterator[Subject]:
 
     vocabulary = models.QWEN2_VOCABULARY
     policies = (first, second)
-    yield Subject(name="vllm-server", open=open_engine, vocabulary=vocabulary, policies=policies)
+    yield Subject(
+        name="vllm-server",
+        open=open_engine,
+        vocabulary=vocabulary,
+        policies=policies,
+        rounding=ROUNDING,
+        coarse=COARSE,
+    )
+    for engine in opened:
+        engine.close()
+
+
+@contextmanager
+def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
+    """Opens engines for adapters, each of which takes the one server from the one before it."""
+    server, model = running_server(lora_rank)
+    opened: list[Engine] = []
+
+    def open_engine(*, slots: int, most: int) -> Engine:
+        for engine in opened:
+            engine.close()
+        del opened[:]
+        opened.append(
+            VllmServerEngine.open(
+                model,
+                slots=slots,
+                context_tokens=CONTEXT_TOKENS,
+                address=server.address,
+                lora_rank=lora_rank,
+                versions_resident=most,
+            )
+        )
+        return opened[0]
+
+    yield open_engine
     for engine in opened:
         engine.close()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dora_pipe.cli import roles
 from dora_pipe.cli.init import EXAMPLES, example_config
 from dora_pipe.cli.roles_vllm import open_vllm
 from dora_pipe.config.load import from_plain
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Lora
 from dora_pipe.errors import ConfigError, UsageError
+from dora_pipe.producers.engines.port import LORA
 from tests.support.fake_vllm_server import FakeVllm
 
 
@@ -71,6 +73,22 @@ def test_worker_opens_the_server_at_its_address(
     config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
     engine = open_vllm(tmp_path, config, lambda tokens: "")
     assert (engine.name, engine.slots, engine.context_tokens) == ("vllm-server", 4, 512)
+    engine.close()
+    server.close()
+
+
+def test_server_of_a_lora_run_hosts_as_many_versions_as_a_worker_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeVllm("secret", context_tokens=1024)
+    server.facts |= {"lora_rank": 8, "versions_resident": 4}
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    vllm = {"addresses": [server.url]}
+    config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
+    engine = open_vllm(
+        tmp_path, msgspec.structs.replace(config, lora=Lora(rank=8)), lambda tokens: ""
+    )
+    assert (engine.versions_resident, LORA in engine.declares) == (4, True)
     engine.close()
     server.close()
 

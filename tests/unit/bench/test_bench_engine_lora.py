@@ -12,8 +12,8 @@ from dora_pipe.bench.engine import demo_requests
 from dora_pipe.bench.engine_lora import (
     RESIDENT_MAX,
     ResidentFigure,
+    TorchHosts,
     bench_resident,
-    hosting,
     under_versions,
 )
 from dora_pipe.errors import UsageError
@@ -39,7 +39,7 @@ def test_requests_are_the_same_and_meet_every_version() -> None:
 
 
 def test_versions_are_resident_and_say_different_things() -> None:
-    engine = hosting(8, 2, rank=4)
+    engine = TorchHosts().hosting(8, 2, rank=4)
     (request,) = demo_requests(1)
     found = []
     for version in (1, 2):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dora_pipe.bench.moves import MoveFigure, bench_moves, move_figures
-from dora_pipe.bench.moves_child import LLAMA_25M, RUNNING_TOKENS, TOKENS_MAX
+from dora_pipe.bench.moves_child import RUNNING_TOKENS, TOKENS_MAX
+from dora_pipe.bench.moves_engine import LLAMA_25M
 from dora_pipe.errors import UsageError
 
 pytest.importorskip("torch")

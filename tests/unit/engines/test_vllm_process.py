@@ -140,3 +140,20 @@ def test_server_without_a_key_does_not_start(
     words = ["model", "--slots", "1", "--context-tokens", "64"]
     assert vllm_serve.main(words) == ConfigError.exit_code
     assert capsys.readouterr().err == "error: VLLM_API_KEY is not set\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora-rank", "513"], "ranks up to 512, not 513"),
+        (["--lora-rank", "-1"], "ranks up to 512, not -1"),
+        (["--versions-resident", "0"], "room for at least one version"),
+    ],
+)
+def test_server_is_not_started_with_adapters_that_cannot_be(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(vllm_serve.KEY_VARIABLE, "key")
+    plain = ["model", "--slots", "1", "--context-tokens", "8"]
+    assert vllm_serve.main([*plain, *words]) == ConfigError.exit_code
+    assert said in capfd.readouterr().err

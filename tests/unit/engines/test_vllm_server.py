@@ -102,7 +102,7 @@ def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Su
     engine.add(request("g", [5, 6, 7], sampled=2, temperature=0.0, max_tokens=30))
     while engine.active:
         engine.step()
-    drawn, greedy = server.bodies[-2:]
+    drawn, greedy = server.last_bodies(2)
     assert drawn["cache_salt"] == server.label == "0:" + "a" * 16
     assert drawn["sampling_params"] == {
         "temperature": 1.0,
@@ -168,8 +168,8 @@ def test_request_that_is_let_go_is_aborted_in_the_server(
     assert found.sampled is not None and len(found.sampled.token_ids) == 1
     assert engine.active == 0 and engine.export("moved") is None
     engine.close()
-    names = [f"generate-tokens-{one['request_id']}" for one in server.bodies[-2:]]
-    assert server.aborted == names
+    names = [f"generate-tokens-{one['request_id']}" for one in server.last_bodies(2)]
+    assert sorted(server.aborted) == sorted(names)
 
 
 def test_stop_string_aborts_what_the_server_is_ahead(server: FakeVllm, subject: Subject) -> None:

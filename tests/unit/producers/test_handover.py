@@ -106,6 +106,7 @@ def test_file_is_a_safetensors_file_under_the_digest_of_its_bytes(
 def test_bytes_are_those_that_the_library_writes() -> None:
     arrays: dict[str, Array] = {
         "b": np.arange(3, dtype=np.float16),
+        "bits": np.arange(3, dtype=np.uint16),
         "a": ARRAY,
         "wide": np.arange(2, dtype=np.int64),
         "none": np.zeros((0, 4), np.float32),

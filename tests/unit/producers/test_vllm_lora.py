@@ -17,7 +17,13 @@ from dora_pipe.policies.adapters import CONFIG, WEIGHTS, adapter_sources
 from dora_pipe.policies.digest import read_entries
 from dora_pipe.policies.safetensors_file import Source, write_tensors
 from dora_pipe.producers.engines.port import EngineRequest, SamplingParams
-from dora_pipe.producers.engines.vllm_lora import RANKS, Residents, arguments
+from dora_pipe.producers.engines.vllm_adapters import LocalHost
+from dora_pipe.producers.engines.vllm_lora import (
+    CLEARING_SCHEDULER,
+    RANKS,
+    Residents,
+    arguments,
+)
 from tests.support.adapters import RANK, random_adapter
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -94,7 +100,7 @@ def files(tmp_path: Path) -> Files:
 
 
 def residents(core: Core, files: Files, *, most: int = 3) -> Residents:
-    found = Residents(core, SHAPES, rank=RANK, most=most)
+    found = Residents(LocalHost(core, SHAPES, rank=RANK), most=most)
     found.settle(files.base[0], version=0, digest=files.base[1])
     return found
 
@@ -179,7 +185,7 @@ def test_other_model_or_digest_is_refused(files: Files) -> None:
     path, digest = files.adapter(1)
     with pytest.raises(PolicyError, match="weights digest"):
         held.take(path, version=1, digest="ab" * 32)
-    other = Residents(core, {f"{LAYER}.weight": (9, 6)}, rank=RANK, most=3)
+    other = Residents(LocalHost(core, {f"{LAYER}.weight": (9, 6)}, rank=RANK), most=3)
     other.rest_on(files.base[1])
     with pytest.raises(PolicyError, match="of another model"):
         other.take(path, version=1, digest=digest)
@@ -202,17 +208,17 @@ def test_there_is_room_for_so_many_and_a_new_base_takes_them_away(files: Files) 
 
 
 def test_vllm_makes_room_for_the_next_rank_that_it_knows() -> None:
-    assert arguments(0, 1) == {}
+    assert arguments(0, 1, device="cpu") == {}
     for rank, room in ((1, 1), (4, 8), (8, 8), (33, 64), (512, 512)):
-        found = arguments(rank, 4)
+        found = arguments(rank, 4, device="cuda")
         assert (found["max_lora_rank"], found["max_loras"], found["max_cpu_loras"]) == (room, 4, 5)
         assert found["max_lora_rank"] in RANKS
+        assert arguments(rank, 4, device="cpu") == found | {"scheduler_cls": CLEARING_SCHEDULER}
 
 
 def test_without_a_rank_every_request_runs_under_the_one_version(files: Files) -> None:
-    core = Core()
-    held = Residents(core, SHAPES, rank=0, most=1)
+    held = Residents()
     assert held.is_whole(*files.adapter(1))
     held.settle(files.base[0], version=7, digest=files.base[1])
     assert (held.of(request(7)).number, held.of(request(-1)).adapter) == (0, None)
-    assert core.seen == []
+    assert (held.most, held.adapters) == (1, False)

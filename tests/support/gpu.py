@@ -1,0 +1,133 @@
+"""What runs on a GPU: the contract suites and whole runs, on one machine (`make test-gpu`).
+
+    python -m tests.support.gpu [ROUND...]
+
+A round is a process of its own, because DeepSpeed's device and vLLM's type are of a process; all of
+them run, also after one has failed. What is not installed skips. Nothing here is of a GPU alone:
+the same tests run on CPUs, see `support.device`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.support.device import NO_GPU, has_gpu
+
+ENGINE_TESTS: Final = (
+    "tests/contract/test_engine_contract.py",
+    "tests/contract/test_engine_moves.py",
+    "tests/contract/test_engine_vllm.py",
+    "tests/contract/test_trainer_engine.py",
+)
+SERVER_TESTS: Final = (*ENGINE_TESTS, "tests/contract/test_engine_vllm_server.py")
+LORA_TESTS: Final = (
+    "tests/contract/test_engine_resident.py",
+    "tests/contract/test_engine_vllm_lora.py",
+)
+DEEPSPEED_TESTS: Final = ("tests/contract/test_trainer.py", "tests/deepspeed/test_arithmetic.py")
+
+IN_PROCESS: Final = "vllm and not server"
+OK: Final = "ok"
+COMMAND: Final = Path(sys.executable).parent / "dora-pipe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Tests of one process, or with no tests a demo."""
+
+    name: str
+    tests: tuple[str, ...] = ()
+    only: str = ""
+    """Of pytest's -k."""
+    needs: str = ""
+    """A package, without which it is skipped."""
+    dtype: str = "float32"
+    gpus: int = 1
+
+    def environment(self) -> dict[str, str]:
+        """What `support.device` and `support.deepspeed` read."""
+        ours = {"DORA_PIPE_DEVICE": "cuda", "DORA_PIPE_DTYPE": self.dtype}
+        return {**os.environ, **ours, "DORA_PIPE_RANKS": str(self.gpus)}
+
+    def command(self, runs: str) -> list[str]:
+        """What runs it; a demo's run goes into this folder."""
+        if not self.tests:
+            words = [str(COMMAND), "demo", "--engine", "vllm", "--runs", runs]
+            return [*words, "-o", "trainer.device=cuda", "-o", f"workers.vllm.dtype={self.dtype}"]
+        chosen = ["-k", self.only] if self.only else []
+        # What drivers and libraries of a GPU warn of is shown, but fails nothing.
+        options = ["-q", "-rs", "-W", "default", *chosen]
+        return [sys.executable, "-m", "pytest", *options, *self.tests]
+
+    def run(self) -> str:
+        """Run it; `ok`, or why not."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"skipped: {self.needs} is not installed here"
+        with tempfile.TemporaryDirectory(prefix="dora-pipe-gpu-") as runs:
+            done = subprocess.run(self.command(runs), env=self.environment(), check=False)
+        return f"exit code {done.returncode}" if done.returncode else OK
+
+
+ROUNDS: Final = (
+    Round(
+        name="torch",
+        tests=("tests/contract/test_trainer.py", "tests/contract/test_trainer_engine.py"),
+        only="not deepspeed and not simulated and not vllm",
+    ),
+    Round(name="deepspeed", needs="deepspeed", tests=DEEPSPEED_TESTS, only="deepspeed"),
+    Round(name="deepspeed-2", needs="deepspeed", tests=DEEPSPEED_TESTS, only="deepspeed", gpus=2),
+    Round(name="vllm", needs="vllm", tests=ENGINE_TESTS, only=IN_PROCESS),
+    Round(name="vllm-bf16", needs="vllm", tests=ENGINE_TESTS, only=IN_PROCESS, dtype="bfloat16"),
+    Round(name="lora-bf16", needs="vllm", tests=LORA_TESTS, only="vllm", dtype="bfloat16"),
+    Round(name="server", needs="vllm", tests=SERVER_TESTS, only="server"),
+    Round(name="server-bf16", needs="vllm", tests=SERVER_TESTS, only="server", dtype="bfloat16"),
+    Round(name="runs", needs="vllm", tests=("tests/slow/test_vllm_run.py",)),
+    Round(name="runs-bf16", needs="vllm", tests=("tests/slow/test_vllm_run.py",), dtype="bfloat16"),
+    Round(name="demo-bf16", needs="vllm", dtype="bfloat16"),
+)
+
+
+def gpus() -> int:
+    """How many the driver lists."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return int(has_gpu())
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def main(words: Sequence[str]) -> int:
+    """Run these rounds, or all that there are GPUs for; 1 if one of them failed."""
+    unknown = set(words) - {one.name for one in ROUNDS}
+    if unknown or not has_gpu():
+        names = ", ".join(one.name for one in ROUNDS)
+        said = f"no round {sorted(unknown)[0]!r}; there are {names}" if unknown else NO_GPU
+        sys.stderr.write(f"error: {said}\n")
+        return 1
+    there = gpus()
+    told = [_told(one) for one in ROUNDS if (one.name in words or not words) and one.gpus <= there]
+    sys.stdout.write("".join(f"{line}\n" for line in told))
+    return int(any("exit code" in line for line in told))
+
+
+def _told(one: Round) -> str:
+    """Run it; the line that says how it went."""
+    started_s = time.monotonic()
+    ended = one.run()
+    line = f"gpu round {one.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dora_pipe.errors import ResourceError
+
 
 def device_class(device: str) -> str:
     """What kind of device computes, e.g. "cuda NVIDIA H100" or "cpu AMD EPYC 9654"."""
@@ -20,12 +22,23 @@ def device_class(device: str) -> str:
 
 
 def capability(device: str) -> str:
-    """Which instructions and libraries it computes with."""
+    """Which instructions and libraries it computes with. Raises ResourceError for a cuDNN that this
+    torch was not compiled against: with it a step would fail later, or have other bits."""
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {_cudnn()}"
     return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _cudnn() -> int | None:
+    try:
+        found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ResourceError(
+            str(error).partition(". ")[0],
+            hint="unset LD_LIBRARY_PATH, or make an environment from the locks: make gpu",
+        ) from error
+    return found
 
 
 def _processor() -> str:

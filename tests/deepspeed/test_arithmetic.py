@@ -8,7 +8,7 @@ import pytest
 from dora_pipe.consumers.trainers.port import StepResult, TrainBatch
 from dora_pipe.errors import NonFinite
 from tests.deepspeed.conftest import Bench
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, poisoned
 
 DISTANCE_MAX = 2e-4
 """Largest distance of a weight after three steps at a learning rate of 1e-3: sums have another
@@ -113,10 +113,9 @@ def test_step_that_is_not_finite_ends_alike_on_all_ranks_and_they_can_load_again
     bench: Bench,
 ) -> None:
     trainer = bench.deepspeed()
+    trainer.train(_batches()[0], SETTINGS)
     with pytest.raises(NonFinite):
-        for batch in _batches():
-            trainer.train(batch, {**SETTINGS, "trainer.learning_rate": 999.0})
-            trainer.train(batch, {**SETTINGS, "trainer.learning_rate": 999.0})
+        trainer.train(poisoned(_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed()
     for one in (trainer, fresh):

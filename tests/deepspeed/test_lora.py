@@ -13,7 +13,7 @@ from tests.deepspeed.conftest import Bench
 from tests.deepspeed.test_arithmetic import DISTANCE_MAX, HARD, assert_same_steps
 from tests.support import deepspeed
 from tests.support.adapters import publish, random_adapter
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, poisoned
 
 STAGES = range(4)
 
@@ -131,9 +131,9 @@ def test_after_a_step_that_is_not_finite_the_adapter_is_loaded_on_the_base_that_
     bench: Bench, stage: int
 ) -> None:
     trainer = bench.deepspeed(zero_stage=stage, lora=_options())
+    trainer.train(_batches()[0], HARD)
     with pytest.raises(NonFinite):
-        for batch in _batches():
-            trainer.train(batch, {**HARD, "trainer.learning_rate": 999.0})
+        trainer.train(poisoned(_batches()[1]), SETTINGS)
     trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
     fresh = bench.deepspeed(zero_stage=stage, lora=_options())
     for one in (trainer, fresh):

@@ -115,3 +115,12 @@ def make_batch(
             )
         made.append(TrainGroup(group=group, version=0, trajectories=rows))
     return TrainBatch(step=step, groups=made)
+
+
+def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
+    """This batch, its first group sampled at log-probs whose ratios are infinite."""
+    for one in batch.groups[0].trajectories:
+        for place, mask in enumerate(one.loss_mask):
+            if mask:
+                one.logprobs[place] = logprob  # type: ignore[index]
+    return batch

@@ -33,7 +33,11 @@ LORA_TESTS: Final = (
     "tests/contract/test_engine_resident.py",
     "tests/contract/test_engine_vllm_lora.py",
 )
-DEEPSPEED_TESTS: Final = ("tests/contract/test_trainer.py", "tests/deepspeed/test_arithmetic.py")
+DEEPSPEED_TESTS: Final = (
+    "tests/contract/test_trainer.py",
+    "tests/deepspeed/test_arithmetic.py",
+    "tests/deepspeed/test_lora.py",
+)
 
 IN_PROCESS: Final = "vllm and not server"
 OK: Final = "ok"

@@ -15,7 +15,7 @@ from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTraine
 from dora_pipe.errors import ConfigError, NonFinite, PolicyError
 from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS, make_batch, poisoned
 from tests.support.models import make_llama_gqa, make_qwen2
 
 
@@ -264,11 +264,7 @@ def test_reference_policy_is_loaded_only_when_the_kl_term_needs_it(qwen2: Policy
 def test_infinite_ratio_is_not_committed_and_names_the_way_out(
     qwen2: Policy, logprob: float
 ) -> None:
-    batch = make_batch(seed=2, groups=1, siblings=2)
-    for one in batch.groups[0].trajectories:
-        for place, mask in enumerate(one.loss_mask):
-            if mask:
-                one.logprobs[place] = logprob  # type: ignore[index]
+    batch = poisoned(make_batch(seed=2, groups=1, siblings=2), logprob)
     with pytest.raises(NonFinite, match="gradient norm") as caught:
         qwen2.trainer().train(batch, SETTINGS)
     assert "fail-batch" in str(caught.value.hint)

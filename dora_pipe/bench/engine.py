@@ -55,7 +55,7 @@ class EngineFigure:
     """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process.
 
     On a machine that does other work too, the CPU time is the better measure. `ratio` is that of
-    the CPU figures.
+    the CPU figures; where both take turns (vLLM), the median of the turns' own.
 
     Example: ``EngineFigure(rows=64, requests=512, tokens=8463, tokens_per_s=21000.0,
     cpu_tokens_per_s=22000.0, generate_tokens_per_s=2900.0, generate_cpu_tokens_per_s=3000.0,

@@ -3,14 +3,16 @@
 Both are vLLM engines of equal settings in one process, with the same random model, and run the same
 requests to their end: prompts, lengths and seeds of `bench.engine`, log-probs asked for. `generate`
 gets all requests at once and keeps `rows` of them in its batch, as vLLM's scheduler does; the port
-refills a slot when it is free. They take turns, and the better turn of each counts: on a machine
-that does other work too, the worse says little.
+refills a slot when it is free. They take turns, one of them first in every second; the better turn
+of each counts for its speed, since on a machine that does other work too the worse says little.
+`ratio` is the median of the turns' own: a machine that grows faster or slower changes both halves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from dora_pipe.bench.engine import (
@@ -53,12 +55,17 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
     own, theirs, tokens = [Spent() for _ in range(TURNS)], [Spent() for _ in range(TURNS)], 0
     run_requests(engine, warm_up, rows)
     generate(warm_up)
+    halves: list[tuple[list[Spent], Callable[[], int]]] = [
+        (own, lambda: run_requests(engine, requests, rows)),
+        (theirs, lambda: generate(requests)),
+    ]
     for turn in range(TURNS):
-        with measured(own[turn]):
-            tokens = run_requests(engine, requests, rows)
-        with measured(theirs[turn]):
-            made = generate(requests)
-        assert made == tokens, f"{made} tokens of generate, {tokens} of the engine"
+        for spent, half in halves:
+            with measured(spent[turn]):
+                made = half()
+            tokens = tokens or made
+            assert made == tokens, f"{made} tokens after {tokens}"
+        halves.reverse()
     engine.close()
     close()
     own_cpu_s, theirs_cpu_s = (min(one.cpu_s for one in spent) for spent in (own, theirs))
@@ -71,7 +78,7 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
         cpu_tokens_per_s=round(tokens / own_cpu_s, 1),
         generate_tokens_per_s=round(tokens / theirs_wall_s, 1),
         generate_cpu_tokens_per_s=round(tokens / theirs_cpu_s, 1),
-        ratio=round(theirs_cpu_s / own_cpu_s, 2),
+        ratio=round(median(two.cpu_s / one.cpu_s for one, two in zip(own, theirs, strict=True)), 2),
     )
 
 

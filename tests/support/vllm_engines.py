@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.device import COARSE, DEVICE, DTYPE, LORA_DTYPE, ON_GPU, ROUN
 from tests.support.engine_contract import Decode, Subject
 
 NOT_INSTALLED = "vllm is not installed: make test-vllm"
+CONTEXT_TOKENS = 256
 SETTINGS = VllmSettings(dtype=DTYPE)  # type: ignore[arg-type]
 
 
@@ -49,28 +51,33 @@ def vllm_subject(folder: Path, **changes: Any) -> Iterator[Subject]:
     directories = [
         models.make_qwen2(folder / f"seed{seed}", seed, scale=8.0, **changes) for seed in (0, 1)
     ]
+    with stored_subject("vllm", folder, directories, partial(open_vllm, directories[0])) as subject:
+        yield subject
+
+
+@contextmanager
+def stored_subject(
+    name: str, folder: Path, directories: Sequence[Path], opener: Callable[..., Engine]
+) -> Iterator[Subject]:
+    """An engine under contract whose policies are these two models; it is opened with the first."""
     store = PolicyStore(folder / "policies")
     manifests = [store.import_model(directory)[0] for directory in directories]
     opened: list[Engine] = []
     first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
 
     def open_engine(
-        *, slots: int, context_tokens: int = 256, decode: Decode | None = None
+        *, slots: int, context_tokens: int = CONTEXT_TOKENS, decode: Decode | None = None
     ) -> Engine:
-        engine: Engine = open_vllm(
-            directories[0], slots=slots, context_tokens=context_tokens, decode=decode
-        )
+        engine = opener(slots=slots, context_tokens=context_tokens, decode=decode)
         engine.load(first[0], version=0, digest=first[1])
         opened.append(engine)
         return engine
 
-    vocabulary = models.QWEN2_VOCABULARY
-    policies = (first, second)
     yield Subject(
-        name="vllm",
+        name=name,
         open=open_engine,
-        vocabulary=vocabulary,
-        policies=policies,
+        vocabulary=models.QWEN2_VOCABULARY,
+        policies=(first, second),
         rounding=ROUNDING,
         coarse=COARSE,
     )
@@ -93,7 +100,7 @@ def vllm_opener(directory: Path, *, lora_rank: int) -> Iterator[Callable[..., En
                 directory,
                 replace(SETTINGS, dtype=LORA_DTYPE),  # type: ignore[arg-type]
                 slots=slots,
-                context_tokens=256,
+                context_tokens=CONTEXT_TOKENS,
                 lora_rank=lora_rank,
                 versions_resident=most,
             )

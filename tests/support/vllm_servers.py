@@ -11,17 +11,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.vllm_process import ServerProcess
 from dora_pipe.producers.engines.vllm_server import VllmServerEngine
 from tests.support import models
-from tests.support.device import COARSE, LORA_DTYPE, ROUNDING
+from tests.support.device import LORA_DTYPE
 from tests.support.engine_contract import Decode, Subject
-from tests.support.vllm_engines import SETTINGS
+from tests.support.vllm_engines import CONTEXT_TOKENS, SETTINGS, stored_subject
 
 SLOTS = 64
-CONTEXT_TOKENS = 256
 ADAPTERS = 3
 """At once, of a server that hosts some."""
 
@@ -67,31 +65,8 @@ def server_subject(folder: Path) -> Iterator[Subject]:
     _, model = running_server()
     directories = [model, models.make_qwen2(folder / "seed1", 1, scale=8.0)]
     shutil.copytree(model, folder / "seed0")
-    store = PolicyStore(folder / "policies")
-    manifests = [store.import_model(directory)[0] for directory in directories]
-    opened: list[Engine] = []
-    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
-
-    def open_engine(
-        *, slots: int, context_tokens: int = CONTEXT_TOKENS, decode: Decode | None = None
-    ) -> Engine:
-        engine = open_shared(slots=slots, context_tokens=context_tokens, decode=decode)
-        engine.load(first[0], version=0, digest=first[1])
-        opened.append(engine)
-        return engine
-
-    vocabulary = models.QWEN2_VOCABULARY
-    policies = (first, second)
-    yield Subject(
-        name="vllm-server",
-        open=open_engine,
-        vocabulary=vocabulary,
-        policies=policies,
-        rounding=ROUNDING,
-        coarse=COARSE,
-    )
-    for engine in opened:
-        engine.close()
+    with stored_subject("vllm-server", folder, directories, open_shared) as subject:
+        yield subject
 
 
 @contextmanager

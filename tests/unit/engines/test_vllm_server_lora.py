@@ -166,14 +166,19 @@ def test_refused_adapter_leaves_what_was_there(hosted: Hosted) -> None:
     assert run(engine, [under(0, max_tokens=3)])["r0"].tokens
 
 
-def test_request_that_is_let_go_before_it_is_known_is_aborted_again(hosted: Hosted) -> None:
+def let_go_unheard(hosted: Hosted) -> VllmServerEngine:
+    """An engine whose request, under version 1, was let go and aborted before its stream began."""
     engine = hosted.hosting(0, 1)
-    server = hosted.server
-    server.begin.clear()
-    server.hold_after = {7: 1}
+    hosted.server.begin.clear()
+    hosted.server.hold_after = {7: 1}
     engine.add(under(1, max_tokens=30))
     engine.cancel("r1")
-    assert server.asked.acquire(timeout=GUARD_S)
+    assert hosted.server.asked.acquire(timeout=GUARD_S)
+    return engine
+
+
+def test_request_that_is_let_go_before_it_is_known_is_aborted_again(hosted: Hosted) -> None:
+    engine, server = let_go_unheard(hosted), hosted.server
     started = threading.Timer(0.1, server.begin.set)
     started.start()
     engine.drop(1)
@@ -186,13 +191,7 @@ def test_request_that_is_let_go_before_it_is_known_is_aborted_again(hosted: Host
 def test_request_that_is_let_go_unheard_is_listened_to_by_steps_and_no_longer(
     hosted: Hosted,
 ) -> None:
-    engine = hosted.hosting(0, 1)
-    server = hosted.server
-    server.begin.clear()
-    server.hold_after = {7: 1}
-    engine.add(under(1, max_tokens=30))
-    engine.cancel("r1")
-    assert server.asked.acquire(timeout=GUARD_S)
+    engine, server = let_go_unheard(hosted), hosted.server
     server.begin.set()
     assert any(engine.step() or server.asked.acquire(timeout=0.01) for _ in range(1000))
     engine.close()

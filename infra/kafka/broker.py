@@ -18,6 +18,7 @@ KafkaBroker(
 import base64
 import gc
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -40,6 +41,10 @@ POLL_S = 0.05
 MAX_STARTS = 3
 """Another process may take a free port between our looking and the broker's binding."""
 HOST = "127.0.0.1"
+LOWEST_PORT = 10_000
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The ports that the system gives to connections going out; where it is not: 32768 and above."""
+MAX_DRAWS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +203,9 @@ class KafkaBroker:
     def launch(self) -> None:
         """Start the process; it may not answer yet."""
         assert self._process is None, "the broker is running already"
-        for address in (self.address(one.name) for one in self.listeners):
-            if _listens(address):
-                raise BrokerError(f"somebody listens at {address} already")
+        for port in self._ports:
+            if not _free(port):
+                raise BrokerError(f"somebody has {HOST}:{port} already")
         with (self.folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
                 java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self.jvm),
@@ -269,15 +274,19 @@ def new_cluster() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """That many different TCP ports of the loopback that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """That many TCP ports of the loopback in a row, which nobody has now. Raises BrokerError.
+
+    They lie below those of connections going out: such a connection could take the port of a
+    broker that starts, or of one that is down for a moment.
+    """
+    ceiling = int(PORT_RANGE.read_text().split()[0]) if PORT_RANGE.exists() else 32_768
+    starts = range(LOWEST_PORT, ceiling - count)
+    for _ in range(MAX_DRAWS if starts else 0):
+        first = secrets.choice(starts)
+        ports = list(range(first, first + count))
+        if all(map(_free, ports)):
+            return ports
+    raise BrokerError(f"no {count} free ports in a row between {LOWEST_PORT} and {ceiling}")
 
 
 @contextmanager
@@ -309,6 +318,16 @@ def _answers(bootstrap: str, node: int) -> bool:
         return False
     finally:
         admin.close()
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a broker binds
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def _listens(address: str) -> bool:

@@ -1,13 +1,16 @@
 """The broker that the tests stand on starts, forgets nothing it acknowledged, and comes back."""
 
+import secrets
+import socket
 from pathlib import Path
 
 import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 
-from infra.kafka.broker import new_cluster
-from tests.support.kafka_broker import KafkaBroker, free_ports
+from infra.kafka import broker as broker_module
+from infra.kafka.broker import HOST, LOWEST_PORT, PORT_RANGE, new_cluster
+from tests.support.kafka_broker import BrokerError, KafkaBroker, free_ports
 
 pytestmark = pytest.mark.kafka
 
@@ -28,8 +31,29 @@ def _values(bootstrap: str, topic: str, count: int) -> list[bytes]:
         reader.close()
 
 
-def test_free_ports_are_different_from_each_other() -> None:
-    assert len(set(free_ports(5))) == 5
+def test_free_ports_lie_in_a_row_below_those_of_connections_going_out() -> None:
+    drawn = [free_ports(5) for _ in range(100)]
+    assert all(ports == list(range(ports[0], ports[0] + 5)) for ports in drawn)
+    lowest_of_system = int(PORT_RANGE.read_text().split()[0])
+    assert LOWEST_PORT <= min(min(drawn)) <= max(max(drawn)) < lowest_of_system
+
+
+def test_a_port_that_somebody_has_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_ports(4)[0]
+    starts = iter([first, first + 2])
+    monkeypatch.setattr(secrets, "choice", lambda _: next(starts))
+    with socket.create_server((HOST, first + 1)):
+        assert free_ports(2) == [first + 2, first + 3]
+
+
+def test_without_a_free_port_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = tmp_path / "ip_local_port_range"
+    narrow.write_text(f"{LOWEST_PORT}\t60999\n")
+    monkeypatch.setattr(broker_module, "PORT_RANGE", narrow)
+    with pytest.raises(BrokerError, match="no 2 free ports in a row between 10000 and 10000"):
+        free_ports(2)
 
 
 def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(

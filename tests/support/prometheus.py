@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 import yaml
 
+from tests.support.kafka_broker import free_ports
 from tests.support.tidy import ROOT
 
 OBSERVE = ROOT / "infra/observe"
@@ -42,9 +42,7 @@ class Prometheus:
         config["rule_files"] = [str(OBSERVE / one) for one in config["rule_files"]]
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._at = f"127.0.0.1:{free.getsockname()[1]}"
+        self._at = f"127.0.0.1:{free_ports(1)[0]}"
 
     def __enter__(self) -> Self:
         self._log = (self._folder / "prometheus.log").open("wb")

@@ -15,6 +15,7 @@ from dora_pipe.transfers.files import MappedFiles
 from dora_pipe.transfers.flight import FlightTransfers, Identity
 from dora_pipe.transfers.memory import MemoryTransfers
 from dora_pipe.transfers.port import Transfers
+from tests.support.kafka_broker import free_ports
 from tests.support.worker import VirtualClock
 
 TOKEN = b"a token that is long enough"
@@ -142,8 +143,7 @@ def mute_peer() -> Iterator[str]:
 
 def nobody() -> str:
     """An address where nobody listens."""
-    with socket.create_server((HOST, 0)) as server:
-        return f"grpc://{HOST}:{server.getsockname()[1]}"
+    return f"grpc://{HOST}:{free_ports(1)[0]}"
 
 
 def files_in(folder: Path) -> int:

@@ -67,6 +67,8 @@ QUICK_WARM_STEPS: Final = 20
 COMPARED: Final = ("objective.", "trainer.", "sampling.", "groups.", "evaluation.")
 COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
 """What must be equal in cells that are compared; of other keys no cell depends."""
+WHERE: Final = "trainer.gpus"
+"""Which of a machine's GPUs computes; a study that was begun without the key goes on."""
 
 EtasOption = Annotated[str, typer.Option(help="With commas: versions between sampler and step.")]
 ObjectivesOption = Annotated[str, typer.Option(help=f"With commas, of {', '.join(OBJECTIVES)}.")]
@@ -153,7 +155,7 @@ class _Study:
             **{
                 key: value
                 for key, value in leaves(self.config(0)).items()
-                if key in COMPARED_KEYS or key.startswith(COMPARED)
+                if key in COMPARED_KEYS or (key.startswith(COMPARED) and key != WHERE)
             },
             "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
             "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},

@@ -13,6 +13,7 @@ import typer
 
 from dora_pipe.bus.port import Append, Bus
 from dora_pipe.cli import prepare, roles
+from dora_pipe.cli.gpus import need_gpus, show_gpus
 from dora_pipe.cli.output import say
 from dora_pipe.cli.rundir import RUNS, RunDir, create, find_run, opened, run_dir, store_config
 from dora_pipe.cli.settings import OverrideOption, ParadigmOption
@@ -83,9 +84,7 @@ def run(
     wanted = _load(config, override or (), paradigm)
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
-    roles.need_engines(["torch", *roles.worker_engines(wanted).values()])
-    need_trainer(wanted)
-    need_transfers(wanted.transfers)
+    _need_parts(wanted)
     plan = plan_resume(wanted, root) if resume else plan_new(wanted, root, parent=from_)
     if not supervise(replace(plan, adopt=adopt)):
         say(f"go on with: dora-pipe run {plan.directory.path} --resume")
@@ -167,9 +166,7 @@ def supervise(
     names = roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
     engines = roles.worker_engines(config)
-    roles.need_engines(["torch", *engines.values()])
-    need_trainer(config)
-    need_transfers(config.transfers)
+    _need_parts(config)
     shutil.rmtree(directory.handover, ignore_errors=True)
     own: list[Zygote] = []
 
@@ -212,6 +209,14 @@ def supervise(
     finally:
         for zygote in own:
             zygote.close()
+
+
+def _need_parts(config: Config) -> None:
+    """Raise, before anything starts, for what the roles need and this machine lacks."""
+    roles.need_engines(["torch", *roles.worker_engines(config).values()])
+    need_trainer(config)
+    need_gpus(config)
+    need_transfers(config.transfers)
 
 
 def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
@@ -262,11 +267,13 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
 
     def start() -> None:
         if name == roles.TRAINER:
+            show_gpus(config, name)
             roles.trainer(directory, config, adopt=adopt)
             return
         own = roles.with_engine(
             config, roles.worker_engine(config, name), address=roles.worker_address(config, name)
         )
+        show_gpus(own, name)
         roles.worker(directory, own, name)
 
     return roles.be_role(name, directory, start)
@@ -300,6 +307,7 @@ def worker(
     engine = engine or roles.worker_engine(wanted, name)
     roles.need_engines([engine])
     wanted = roles.with_engine(wanted, engine, address=roles.worker_address(wanted, name))
+    show_gpus(wanted, name)
     roles.worker(run_dir(wanted, root), wanted, name)
 
 
@@ -312,6 +320,7 @@ def trainer(
     """Start the trainer of a run; a second one of the same run fences the first."""
     roles.talk(roles.TRAINER)
     wanted = _load(config, override or ())
+    show_gpus(wanted, roles.TRAINER)
     roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
 
 

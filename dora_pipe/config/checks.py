@@ -213,8 +213,22 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
 
 
+def _check_gpus(config: Config) -> Iterator[str]:
+    workers, trainer = config.workers, config.trainer
+    if workers.gpus and not any(one.startswith("vllm") for one in _engines(config)):
+        yield "workers.gpus: the torch engine computes on the CPU; vllm and vllm-server have GPUs"
+    if not trainer.gpus:
+        return
+    if trainer.device == "cpu" or (trainer.kind, trainer.device) == ("torch", "auto"):
+        yield "trainer.gpus: the trainer computes on the CPU unless trainer.device = 'cuda'"
+    elif trainer.kind == "torch" and len(trainer.gpus) > 1:
+        yield "trainer.gpus: the torch trainer has one GPU; trainer.kind = 'deepspeed' has ranks"
+    elif len(set(trainer.gpus)) < len(trainer.gpus):
+        yield "trainer.gpus: every rank has a GPU of its own"
+
+
 def _check_lora(config: Config) -> Iterator[str]:
-    lora, workers = config.lora, config.workers
+    lora = config.lora
     odd = [one for one in lora.targets if one not in LINEAR_LAYERS]
     if odd or not lora.targets:
         found = f"`{odd[0]}` is none" if odd else "there are none"
@@ -223,8 +237,7 @@ def _check_lora(config: Config) -> Iterator[str]:
         return
     if config.staleness.interruptible:
         yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
-    engines = workers.engines or (workers.engine,)
-    if lora.rank > VLLM_RANK_MAX and any(one.startswith("vllm") for one in engines):
+    if lora.rank > VLLM_RANK_MAX and any(one.startswith("vllm") for one in _engines(config)):
         yield f"lora.rank: vLLM hosts adapters of ranks up to {VLLM_RANK_MAX}, not {lora.rank}"
 
 
@@ -254,6 +267,11 @@ def _check_telemetry(config: Config) -> Iterator[str]:
         yield f"telemetry.traces: `{traces}` is neither off nor http://host:4318"
 
 
+def _engines(config: Config) -> tuple[str, ...]:
+    """Those that workers may have."""
+    return config.workers.engines or (config.workers.engine,)
+
+
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
     return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
 
@@ -273,6 +291,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_timing,
     _check_advantages,
     _check_trainer,
+    _check_gpus,
     _check_lora,
     _check_bus,
     _check_records,

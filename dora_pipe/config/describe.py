@@ -49,6 +49,7 @@ _TYPES: Mapping[str, str] = {
     "str": "string",
     "bool": "true or false",
     "tuple[str, ...]": "list of strings",
+    "tuple[NonNegative, ...]": "list of integers >= 0",
     "tuple[Literal['torch', 'vllm', 'vllm-server'], ...]": "list of engines",
     "tuple[Share, Share]": "two numbers, 0 to 1",
     "dict[str, Any]": "table",

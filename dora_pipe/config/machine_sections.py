@@ -43,6 +43,9 @@ class Workers(Section, frozen=True, kw_only=True):
     """Which engine generates."""
     engines: tuple[Literal["torch", "vllm", "vllm-server"], ...] = ()
     """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of w0, w1, ... in turn, one each, counted from 0 among those that are visible; empty:
+    all take the first. For the vLLM engines."""
     vllm: Vllm = Vllm()
     slots: Positive = 64
     """Requests that one worker generates at the same time."""

@@ -126,3 +126,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Of computation; weights are updated and published in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of the ranks on a machine, in their order, counted from 0 among those that are visible;
+    empty: the first ones."""

@@ -179,12 +179,19 @@ def arguments(
 
 def device_name() -> str:
     """`cpu` or `cuda`: where this vLLM computes. Raises ConfigError where it found neither."""
+    import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return "cpu"
     if not current_platform.is_cuda_alike():
         raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
+    if not torch.cuda.device_count():  # the machine has some, but not what the variable names
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        raise ConfigError(
+            f"there is no GPU here under CUDA_VISIBLE_DEVICES={named}",
+            hint="nvidia-smi -L lists them; workers.gpus chooses among them",
+        )
     return "cuda"
 
 

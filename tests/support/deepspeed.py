@@ -9,7 +9,6 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,12 +109,6 @@ class LoggedTrainer:
 
     def numerics(self) -> dict[str, str]:
         return self.trainer.numerics()
-
-
-@cache
-def batch_log(path: Path) -> BatchLog:
-    """The log at this path; made on first use."""
-    return BatchLog(path)
 
 
 def make_trainer(

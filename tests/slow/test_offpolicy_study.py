@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from dora_pipe.bench.offpolicy_book import CELLS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pure]
 
 LIMIT_S = 600
 

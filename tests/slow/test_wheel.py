@@ -10,7 +10,7 @@ from tests.support.slim_commands import assert_written, lay_out
 from tests.support.tidy import FOLDERS, files
 from tests.support.wheel import build, install, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.pure]
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,7 @@ def test_memory_is_compared_between_the_middle_and_the_end_of_an_audit(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.pure
 def test_memory_of_an_audit_does_not_grow_with_the_run(tmp_path: Path) -> None:
     found = bench_memory(tmp_path, trajectories=80_000)
     assert found.bytes_per_trajectory <= GROWTH_BYTES_MAX, found

@@ -277,11 +277,14 @@ def free_ports(count: int) -> list[int]:
     """That many TCP ports of the loopback in a row, which nobody has now. Raises BrokerError.
 
     They lie below those of connections going out: such a connection could take the port of a
-    broker that starts, or of one that is down for a moment.
+    broker that starts, or of one that is down for a moment. Where the system leaves too few there,
+    they are any.
     """
     ceiling = int(PORT_RANGE.read_text().split()[0]) if PORT_RANGE.exists() else 32_768
+    if ceiling < LOWEST_PORT + MAX_DRAWS:
+        ceiling = 65_536
     starts = range(LOWEST_PORT, ceiling - count)
-    for _ in range(MAX_DRAWS if starts else 0):
+    for _ in range(MAX_DRAWS):
         first = secrets.choice(starts)
         ports = list(range(first, first + count))
         if all(map(_free, ports)):

@@ -46,13 +46,21 @@ def test_a_port_that_somebody_has_is_not_drawn(monkeypatch: pytest.MonkeyPatch) 
         assert free_ports(2) == [first + 2, first + 3]
 
 
-def test_without_a_free_port_there_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lowest", [1024, LOWEST_PORT, LOWEST_PORT + 2])
+def test_where_the_system_leaves_no_room_ports_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowest: int
 ) -> None:
-    narrow = tmp_path / "ip_local_port_range"
-    narrow.write_text(f"{LOWEST_PORT}\t60999\n")
-    monkeypatch.setattr(broker_module, "PORT_RANGE", narrow)
-    with pytest.raises(BrokerError, match="no 2 free ports in a row between 10000 and 10000"):
+    wide = tmp_path / "ip_local_port_range"
+    wide.write_text(f"{lowest}\t65535\n")
+    monkeypatch.setattr(broker_module, "PORT_RANGE", wide)
+    drawn = [free_ports(3) for _ in range(20)]
+    assert all(ports[0] >= LOWEST_PORT and ports[-1] < 65_536 for ports in drawn)
+    assert max(max(drawn)) > LOWEST_PORT + 1_000
+
+
+def test_without_a_free_port_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "_free", lambda port: False)
+    with pytest.raises(BrokerError, match="no 2 free ports in a row between 10000 and "):
         free_ports(2)
 
 

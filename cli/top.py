@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated, Final
 
 import typer
@@ -30,6 +32,8 @@ WIDE: Final = 140
 """From so many columns on there are two panels beside each other below, too."""
 
 HEAD_ROWS: Final = 2
+_INTERRUPT: Final = (signal.SIGINT,)
+
 PROMPT_ROWS: Final = 1
 """Left for the shell behind a frame that stays."""
 
@@ -96,14 +100,25 @@ def _show_once(console: Console, tally: Tally, *, screen: bool, plain: bool) -> 
 def _follow(console: Console, feed: LogFeed, every_s: float, *, plain: bool) -> None:
     """A screen of its own, until the run is over; what it showed last stays."""
     tally = feed.tally
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live, _interrupts_wait():
         while not tally.over:
             _catch_up(feed)
             shown = frame(tally, time.time_ns(), plain=plain)
             live.update(layout(shown, *console.size), refresh=True)
-            if not tally.over:
-                time.sleep(every_s)
+            if not tally.over and signal.sigtimedwait(_INTERRUPT, every_s) is not None:
+                raise KeyboardInterrupt
     _show_once(console, tally, screen=True, plain=plain)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C waits until a frame is drawn: raised in the middle of one, it can be lost, in whatever
+    was being cleaned up, and half a frame stays."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tell(feed: LogFeed, every_s: float) -> None:

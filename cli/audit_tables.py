@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Final
 
-import typer
-
-from dora_pipe.cli.output import emit_pairs, emit_table
-from dora_pipe.history.report import FATES, AuditReport, LengthLine
+from dora_pipe.audit.report import FATES, AuditReport, LengthLine
+from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 
 PAIRS_SHOWN_MAX: Final = 8
 VIOLATIONS_SHOWN_MAX: Final = 200
@@ -26,6 +23,7 @@ def print_report(report: AuditReport) -> None:
     _notes(report)
     _violations(report)
     _checks(report)
+    _unseen(report)
 
 
 def _head(report: AuditReport) -> None:
@@ -44,9 +42,9 @@ def _head(report: AuditReport) -> None:
         mixed = report.mixed_share
         pairs["C1"] = "declared off (interruptible)"
         pairs["mixed trajectories"] = "-" if mixed is None else f"{mixed:.2%}"
-    typer.echo(f"audit of {report.run}")
+    emit_line(f"audit of {report.run}")
     emit_pairs(pairs)
-    typer.echo()
+    emit_line()
 
 
 def _mixed(report: AuditReport) -> None:
@@ -56,8 +54,8 @@ def _mixed(report: AuditReport) -> None:
     total = sum(report.versions_each.values())
     rows = [(many, count, f"{count / total:.1%}") for many, count in report.versions_each.items()]
     title = "C1 is declared off: versions that sampled each trajectory"
-    _table(title, ("versions", "trajectories", "share"), rows)
-    typer.echo()
+    emit_table(("versions", "trajectories", "share"), rows, title=title)
+    emit_line()
 
 
 def _fates(report: AuditReport) -> None:
@@ -71,8 +69,8 @@ def _fates(report: AuditReport) -> None:
         )
     )
     columns = ("fate", "groups", "trajectories", "sampled tokens")
-    _table("C2: what became of every dispatched group", columns, rows)
-    typer.echo()
+    emit_table(columns, rows, title="C2: what became of every dispatched group")
+    emit_line()
 
 
 def _staleness(report: AuditReport) -> None:
@@ -81,9 +79,10 @@ def _staleness(report: AuditReport) -> None:
         (staleness, groups, f"{groups / total:.1%}")
         for staleness, groups in report.staleness.items()
     ]
-    title = f"C3: staleness of trained groups (maximum {report.staleness_max}, bound "
-    _table(f"{title}{report.staleness_bound})", ("staleness", "groups", "share"), rows)
-    typer.echo()
+    bounds = f"maximum {report.staleness_max}, bound {report.staleness_bound}"
+    title = f"C3: staleness of trained groups ({bounds})"
+    emit_table(("staleness", "groups", "share"), rows, title=title)
+    emit_line()
 
 
 def _lengths(report: AuditReport) -> None:
@@ -99,14 +98,8 @@ def _lengths(report: AuditReport) -> None:
         for line in report.lengths
     ]
     columns = ("sampled tokens", "trajectories", "tokens", *fates, "trained")
-    _table("training trajectories by length: is there a bias?", columns, rows)
-    typer.echo()
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table under a title that is not wrapped to the table's width."""
-    typer.echo(title)
-    emit_table(columns, rows)
+    emit_table(columns, rows, title="training trajectories by length: is there a bias?")
+    emit_line()
 
 
 def _bucket(line: LengthLine) -> str:
@@ -130,8 +123,8 @@ def _engines(report: AuditReport) -> None:
         for one in report.engines
     ]
     columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
-    _table("which engine generated what (workers: every joining counts)", columns, rows)
-    typer.echo()
+    emit_table(columns, rows, title="which engine generated what (workers: every joining counts)")
+    emit_line()
 
 
 def _hosting(report: AuditReport) -> None:
@@ -145,8 +138,8 @@ def _hosting(report: AuditReport) -> None:
         rows.append((f"{more} more", "", rest))
     several, seconds = report.several_versions_seconds, report.seconds
     title = f"versions hosted at the same time: {several:.1f} s of {seconds:.1f} s"
-    _table(title, ("version", "and version", "s"), rows)
-    typer.echo()
+    emit_table(("version", "and version", "s"), rows, title=title)
+    emit_line()
 
 
 def _notes(report: AuditReport) -> None:
@@ -155,7 +148,7 @@ def _notes(report: AuditReport) -> None:
         notes.append(f"not promised by engine {engine}: {', '.join(missing)}")
     if notes:
         emit_table(("notes",), [(note,) for note in notes])
-        typer.echo()
+        emit_line()
 
 
 def _violations(report: AuditReport) -> None:
@@ -169,8 +162,8 @@ def _violations(report: AuditReport) -> None:
         more = report.violations_total - len(shown)
         rows.append(("", "", f"and {more} more (--json names up to 10 000)", "", ""))
     columns = ("check", "what", "does not hold", "expected", "found")
-    _table(f"{report.violations_total} violations", columns, rows)
-    typer.echo()
+    emit_table(columns, rows, title=f"{report.violations_total} violations")
+    emit_line()
 
 
 def _checks(report: AuditReport) -> None:
@@ -184,3 +177,7 @@ def _checks(report: AuditReport) -> None:
         for line in report.checks
     ]
     emit_table(("check", "what holds", "compared", ""), rows)
+
+
+def _unseen(report: AuditReport) -> None:
+    emit_table(("an audit cannot see",), [(line,) for line in report.cannot_see])

@@ -11,17 +11,10 @@ import sqlite3
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from dora_pipe.cli.doctor_log import log_findings
-from dora_pipe.cli.finding import Finding, State
-from dora_pipe.cli.gpus import VISIBLE
-from dora_pipe.cli.output import emit_rows
-from dora_pipe.cli.rundir import FREE_BYTES_MIN
-from dora_pipe.cli.settings import OverrideOption
-from dora_pipe.config.load import load_config
+from dora_pipe.cli.check_result import CheckResult, State
+from dora_pipe.launch.local_roles import VISIBLE
+from dora_pipe.launch.run_dir import FREE_BYTES_MIN
 
 _SLOW = "Kafka would be 88 times slower"
 _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
@@ -31,64 +24,48 @@ WAL_SQLITE_MIN = (3, 37)
 GPUS_LIMIT_S = 10.0
 
 
-def doctor(
-    bus: Annotated[str, typer.Option(help="Also try this log, e.g. kafka://host:9092.")] = "",
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Try the log of this TOML file or run directory, with its user."),
-    ] = None,
-    override: OverrideOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-) -> None:
-    """Check this machine: versions, extras, disk, threads, and a log if one is named."""
+def machine_findings() -> list[CheckResult]:
+    """What needs no log."""
     findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads(), _cores()]
-    findings += [_gpus(), _java()]
-    wanted = load_config(_config_file(config), override or ()) if config else None
-    url = bus or (wanted.bus.url if wanted else "")
-    if url:
-        findings += log_findings(url, wanted)
-    rows = [{"state": one.state, "what": one.what, "detail": one.detail} for one in findings]
-    emit_rows(("state", "what", "detail"), rows, as_json=as_json)
-    if any(one.state == "fail" for one in findings):
-        raise typer.Exit(1)
+    return [*findings, _gpus(), _java()]
 
 
-def _config_file(path: Path) -> Path:
+def config_file_of(path: Path) -> Path:
     """A run's directory means the configuration in it."""
     inside = path / "config.toml"
     return inside if inside.is_file() else path
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     version = platform.python_version()
     good = tuple(int(part) for part in platform.python_version_tuple()[:2]) >= PYTHON_MIN
-    return Finding(what="python", state="ok" if good else "fail", detail=version)
+    return CheckResult(what="python", state="ok" if good else "fail", detail=version)
 
 
-def _sqlite() -> Finding:
+def _sqlite() -> CheckResult:
     good = sqlite3.sqlite_version_info >= WAL_SQLITE_MIN
-    return Finding(
+    return CheckResult(
         what="sqlite", state="ok" if good else "fail", detail=f"{sqlite3.sqlite_version}, for logs"
     )
 
 
-def _crc32c() -> Finding:
+def _crc32c() -> CheckResult:
     """Without the C extension kafka-python computes checksums in Python, 88 times slower."""
     if importlib.util.find_spec("crc32c") is None:
         detail = f"not installed: {_SLOW}; pip install crc32c"
-        return Finding(what="crc32c", state="fail", detail=detail)
+        return CheckResult(what="crc32c", state="fail", detail=detail)
     try:
         from crc32c import crc32c, hardware_based
     except ImportError as error:
-        return Finding(what="crc32c", state="fail", detail=f"cannot be used ({error}): {_SLOW}")
+        return CheckResult(what="crc32c", state="fail", detail=f"cannot be used ({error}): {_SLOW}")
     if crc32c(_CRC_INPUT) != _CRC_RESULT:
-        return Finding(what="crc32c", state="fail", detail="computes wrong checksums")
+        return CheckResult(what="crc32c", state="fail", detail="computes wrong checksums")
     version = importlib.metadata.version("crc32c")
     how = "by the processor" if hardware_based else "in C"
-    return Finding(what="crc32c", state="ok", detail=f"{version}, {how}")
+    return CheckResult(what="crc32c", state="ok", detail=f"{version}, {how}")
 
 
-def _extras() -> list[Finding]:
+def _extras() -> list[CheckResult]:
     findings = []
     for name, use in (
         ("torch", "the own engine and trainer"),
@@ -98,7 +75,7 @@ def _extras() -> list[Finding]:
     ):
         there = importlib.util.find_spec(name) is not None
         detail = _version(name) if there else f"not installed; for {use}"
-        findings.append(Finding(what=name, state="ok" if there else "note", detail=detail))
+        findings.append(CheckResult(what=name, state="ok" if there else "note", detail=detail))
     return findings
 
 
@@ -110,27 +87,27 @@ def _version(module: str) -> str:
     return "of unknown version"
 
 
-def _disk() -> Finding:
+def _disk() -> CheckResult:
     free = shutil.disk_usage(Path.cwd()).free
     state: State = "ok" if free >= FREE_BYTES_MIN else "fail"
-    return Finding(what="disk", state=state, detail=f"{free // 1024**2} MiB free here")
+    return CheckResult(what="disk", state=state, detail=f"{free // 1024**2} MiB free here")
 
 
-def _threads() -> Finding:
+def _threads() -> CheckResult:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     detail = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset; roles set it"
-    return Finding(what="threads", state="ok", detail=detail)
+    return CheckResult(what="threads", state="ok", detail=detail)
 
 
-def _cores() -> Finding:
-    return Finding(what="cores", state="ok", detail=str(os.cpu_count()))
+def _cores() -> CheckResult:
+    return CheckResult(what="cores", state="ok", detail=str(os.cpu_count()))
 
 
-def _gpus() -> Finding:
+def _gpus() -> CheckResult:
     """By their numbers, which `workers.gpus` and `trainer.gpus` name."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Finding(what="gpus", state="note", detail="none: there is no nvidia-smi")
+        return CheckResult(what="gpus", state="note", detail="none: there is no nvidia-smi")
     command = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(
@@ -138,19 +115,19 @@ def _gpus() -> Finding:
         )
     except subprocess.TimeoutExpired:
         detail = f"nvidia-smi did not answer within {GPUS_LIMIT_S:.0f} s"
-        return Finding(what="gpus", state="fail", detail=detail)
+        return CheckResult(what="gpus", state="fail", detail=detail)
     lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     if done.returncode or not lines:
         said = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
-        return Finding(what="gpus", state="note", detail=said)
+        return CheckResult(what="gpus", state="note", detail=said)
     detail = "; ".join(line.replace(", ", " ", 1) for line in lines)
     chosen = os.environ.get(VISIBLE)
     if chosen is not None:
         detail += f"; {VISIBLE}={chosen}"
-    return Finding(what="gpus", state="ok", detail=detail)
+    return CheckResult(what="gpus", state="ok", detail=detail)
 
 
-def _java() -> Finding:
+def _java() -> CheckResult:
     java = shutil.which("java")
     detail = java or "not found; only for a Kafka broker on this machine without Docker"
-    return Finding(what="java", state="ok" if java else "note", detail=detail)
+    return CheckResult(what="java", state="ok" if java else "note", detail=detail)

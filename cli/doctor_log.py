@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.audit.config_drift import config_drift
+from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
-from dora_pipe.cli.finding import Finding, failed
+from dora_pipe.cli.check_result import CheckResult, State, failed
 from dora_pipe.config.model import Config
-from dora_pipe.errors import DoraError
+from dora_pipe.core.errors import DoraError, UsageError
+from dora_pipe.launch.run_dir import RunDir, opened
 from dora_pipe.schemas.topics import Topics
 
 
-def log_findings(url: str, config: Config | None) -> Iterator[Finding]:
+def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
     """Rows about the log at an address, and about the topics of a configuration's run."""
     security = KafkaSecurity.of(config.bus) if config else KafkaSecurity()
     try:
@@ -24,11 +26,13 @@ def log_findings(url: str, config: Config | None) -> Iterator[Finding]:
         yield failed("log", error)
 
 
-def _of(bus: Bus, url: str, config: Config | None, security: KafkaSecurity) -> Iterator[Finding]:
+def _of(
+    bus: Bus, url: str, config: Config | None, security: KafkaSecurity
+) -> Iterator[CheckResult]:
     kafka = url.startswith("kafka:")
     names = bus.topics()
     who = f", as {security.principal} by {security.protocol}" if kafka else ""
-    yield Finding(what="log", state="ok", detail=f"{url}: {len(names)} topics{who}")
+    yield CheckResult(what="log", state="ok", detail=f"{url}: {len(names)} topics{who}")
     there: list[str] = []
     if config is not None:
         wanted = Topics(config.run.name).all()
@@ -40,12 +44,26 @@ def _of(bus: Bus, url: str, config: Config | None, security: KafkaSecurity) -> I
         yield from cluster_findings(bus, config, there)
 
 
-def _found(run: str, there: int, wanted: int) -> Finding:
+def config_findings(directory: RunDir) -> Iterator[CheckResult]:
+    """Whether a run directory's configuration is the one in its log: free keys may differ."""
+    try:
+        with opened(str(directory.path)) as run:
+            drift = config_drift(run.bus, run.topics, run.config)
+    except UsageError:
+        return  # There is no log yet to compare with.
+    except DoraError as error:
+        yield failed("config.toml", error)
+        return
+    state: State = "fail" if drift.frozen else "note" if drift else "ok"
+    yield CheckResult(what="config.toml", state=state, detail=drift.line or "as the log has it")
+
+
+def _found(run: str, there: int, wanted: int) -> CheckResult:
     if there == wanted:
-        return Finding(what="topics", state="ok", detail=f"all {there} of run {run!r}")
+        return CheckResult(what="topics", state="ok", detail=f"all {there} of run {run!r}")
     detail = f"{there} of {wanted} of run {run!r}; a new run makes them"
     if there:
         detail = (
             f"{there} of {wanted} of run {run!r}: the others are gone, or hidden from this user"
         )
-    return Finding(what="topics", state="note", detail=detail)
+    return CheckResult(what="topics", state="note", detail=detail)

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-import typer
-
-from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, emit_table, say
+from dora_pipe.audit.mismatch import Mismatch, measure
+from dora_pipe.cli.output import emit_line, emit_table
+from dora_pipe.cli.progress import Progress
 from dora_pipe.cli.replay_lines import rebuilder
-from dora_pipe.cli.rundir import RUNS, OpenRun, opened
-from dora_pipe.clock import SystemClock
-from dora_pipe.config.model import Config
-from dora_pipe.consumers.recovery import History, read_commits, read_history
-from dora_pipe.consumers.replay import batch_of_commit
-from dora_pipe.consumers.trainers.make import make_scorer
-from dora_pipe.errors import InvariantBroken, UsageError
-from dora_pipe.history.mismatch import Mismatch, measure
+from dora_pipe.config.logged import logged_config
+from dora_pipe.consumers.learners.registry import make_scorer
+from dora_pipe.consumers.trainer.batch_source import batch_of_commit
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.launch.run_dir import OpenRun
 
 MEANINGS = {
     "staleness": "other weights than those that sampled",
     "numerics": "the same weights, computed by the trainer and by the engine",
-    "sampling": "the model's distribution and what temperature, top-p and top-k leave of it",
+    "sampling": "what top-k, top-p, min-p leave of the policy (raw log-probs: and temperature)",
     "trained": "staleness and numerics: the ratio that the objective sees",
     "all": "trained policy to what was drawn from",
 }
 
 
-def mismatch(
-    run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which step; default the last committed.")
-    ] = None,
-    as_json: JsonOption = False,
-    archive: ArchiveOption = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """Say how much of a batch's ratios comes from staleness, numerics, sampling, tokenisation."""
-    with opened(run, root, archive) as found:
-        measured = _measure(found, step)
-    if as_json:
-        emit_json(measured.plain())
-    else:
-        _print(measured)
-
-
-def _measure(run: OpenRun, step: int | None) -> Mismatch:
-    from dora_pipe.producers.tokenizer import Tokenizer
+def measure_step(run: OpenRun, step: int | None, told: Progress) -> Mismatch:
+    """Where the ratios of a step's batch come from; of the last committed one for None."""
+    from dora_pipe.producers.worker.tokenizer import Tokenizer
 
     clock = SystemClock()
     history = read_history(run.bus, run.topics, clock)
@@ -64,27 +45,34 @@ def _measure(run: OpenRun, step: int | None) -> Mismatch:
     notes = history.notes[step : step + 1]
     (commit,) = read_commits(run.bus, run.topics, notes, clock)
     batch = batch_of_commit(run.bus, run.topics, commit, clock=clock)
+    told("opening the model")
+    config = logged_config(started.config)
     store = run.policies
     assets = store.assets(started.assets_digest)
     scorer = make_scorer(
         assets=assets,
         reference=store.held_weights(started.policy.digest),
-        config=msgspec.convert(started.config, Config),
+        config=config,
     )
-    return measure(batch, scorer, _weights(run, history), Tokenizer(assets))
+    tokenizer = Tokenizer(assets, special_tokens=config.task.special_tokens)
+    return measure(batch, scorer, _weights(run, history, told), tokenizer)
 
 
-def _weights(run: OpenRun, history: History) -> Callable[[int], tuple[Path, str]]:
+def _weights(
+    run: OpenRun, history: CommitHistory, told: Progress
+) -> Callable[[int], tuple[Path, str]]:
     """File and digest of a version, made again where retention has deleted it."""
     made = rebuilder(run)
 
     def weights_of(version: int) -> tuple[Path, str]:
+        told(f"scoring the batch under version {version}")
         return made.weights(version), history.digest_of(version)
 
     return weights_of
 
 
-def _print(found: Mismatch) -> None:
+def print_mismatch(found: Mismatch) -> None:
+    """The figures as tables."""
     emit_table(
         ("cause", "mean", "size", "p99", "largest", "share", "what it is"),
         [
@@ -120,5 +108,5 @@ def _print(found: Mismatch) -> None:
     if told.logprob_mean is not None:
         line += f"; their log-prob would change by {told.logprob_mean:.3g} nats on average"
         line += f", at most {told.logprob_largest:.3g}"
-    typer.echo(line)
+    emit_line(line)
     say("a step trains the ids as sampled: tokenisation is no part of the ratios above")

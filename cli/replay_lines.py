@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
-import typer
 
-from dora_pipe.cli.output import emit_json, emit_table, say, show
-from dora_pipe.cli.roles import open_engine, with_engine
-from dora_pipe.cli.rundir import OpenRun
-from dora_pipe.clock import SystemClock
-from dora_pipe.config.model import Config
-from dora_pipe.consumers.recovery import read_history
-from dora_pipe.consumers.trainers.make import make_trainer
-from dora_pipe.consumers.trainers.port import Trainer
-from dora_pipe.errors import InvariantBroken, UsageError
-from dora_pipe.history.audit import build_ledger
-from dora_pipe.history.rebuild import Rebuilder
-from dora_pipe.history.regenerate import (
+from dora_pipe.audit.rebuild import Rebuilder
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.replay_trajectory import (
     Regenerated,
+    counted_record,
     engines_of,
     pick,
     raise_if_different,
     regenerate,
 )
-from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
+from dora_pipe.cli.progress import Progress
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.launch.local_roles import with_engine
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import Purpose
 
 DISTANCES_SHOWN_MAX = 20
+FIGURES_SHOWN_MAX = 10
 
 
 def replay_steps(
@@ -41,6 +48,7 @@ def replay_steps(
     changes: Sequence[str],
     *,
     as_json: bool,
+    told: Progress,
 ) -> None:
     """Train steps again. Raises ReplayDiverged after the last line."""
     clock = SystemClock()
@@ -48,12 +56,13 @@ def replay_steps(
     started = history.run_started
     if started is None:
         raise InvariantBroken(f"{run.topics.control} has no `run started`")
-    config = msgspec.convert(started.config, Config)
+    config = logged_config(started.config)
     trainer = open_trainer(run, started, _here(config, run.config))
     first = 0 if first is None else first
     last = len(history.notes) if last is None else last
     lines: list[StepLine] = []
     changed = _settings(changes)
+    told("training again")
     for line in replay(
         run.bus,
         run.topics,
@@ -66,18 +75,20 @@ def replay_steps(
     ):
         lines.append(line)
         _print_step(line, as_json=as_json)
+        done = line.replayed.step + 1 - first
+        told(f"step {line.replayed.step + 1}", max(0, done), last - first)  # some lead there
     _sum_up([line for line in lines if line.wanted])
     for line in lines:
         raise_if_diverged(line)
 
 
-def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Trainer:
+def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
     """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
     store = run.policies
-    return make_trainer(
+    return make_learner(
         assets=store.assets(started.assets_digest),
         reference=store.held_weights(started.policy.digest),
-        config=config or msgspec.convert(started.config, Config),
+        config=config or logged_config(started.config),
         log=run.log,
     )
 
@@ -95,7 +106,7 @@ def rebuilder(run: OpenRun) -> Rebuilder:
         run.bus,
         run.topics,
         store,
-        make_trainer=lambda started: open_trainer(run, started),
+        make_learner=lambda started: open_trainer(run, started),
         clock=SystemClock(),
         told=lambda rebuilt: say(rebuilt.line),
     )
@@ -105,45 +116,49 @@ def replay_trajectories(
     run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
-    from dora_pipe.producers.role import sampling_params
-    from dora_pipe.producers.tokenizer import Tokenizer
+    from dora_pipe.producers.worker.role import sampling_params
+    from dora_pipe.producers.worker.tokenizer import Tokenizer
 
-    ledger = build_ledger(run.bus, run.topics)
-    if ledger.started is None or ledger.config is None:
-        raise InvariantBroken(f"{run.topics.control} has no `run started`")
-    names = sorted({*wanted, *(pick(ledger, random, seed) if random else ())})
-    assets = run.policies.assets(ledger.started.assets_digest)
+    started, _ = policy_after(run.bus, run.topics, 0)
+    config = logged_config(started.config)
+    assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
-    config = ledger.config
     params: dict[Purpose, SamplingParams] = {
         "train": sampling_params(config.sampling, tokenizer.stop_ids),
         "eval": sampling_params(config.evaluation.sampling, tokenizer.stop_ids),
     }
     found: list[Regenerated] = []
-    for name, some in engines_of(run.bus, run.topics, ledger, names).items():
-        own = with_engine(config, name or config.workers.engine)
-        engine = open_engine(assets=assets, config=own, decode=tokenizer.full_text)
-        try:
-            again = regenerate(
-                run.bus,
-                run.topics,
-                run.policies,
-                ledger,
-                engine,
-                some,
-                params,
-                weights_of=rebuilder(run).weights,
-            )
-            for one in again:
-                found.append(one)
-                _print_trajectory(one, as_json=as_json)
-        finally:
-            engine.close()
+    with closing(run.tables()) as tables:
+        names = chosen(tables, wanted, random, seed)
+        for name, some in engines_of(run.bus, run.topics, tables, names).items():
+            own = with_engine(config, name or config.workers.engine)
+            with closing(
+                open_engine(assets=assets, config=own, decode=tokenizer.full_text)
+            ) as engine:
+                for one in regenerate(
+                    run.bus,
+                    run.topics,
+                    run.policies,
+                    tables,
+                    engine,
+                    some,
+                    params,
+                    weights_of=rebuilder(run).weights,
+                ):
+                    found.append(one)
+                    _print_trajectory(one, as_json=as_json)
     equal = sum(one.equal for one in found)
     tokens = sum(one.tokens for one in found)
     say(f"{equal} of {len(found)} trajectories bit-equal, {tokens} sampled tokens")
     for one in found:
         raise_if_different(one)
+
+
+def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> list[str]:
+    """The trajectories that were named, and so many random ones; sorted. Raises UsageError."""
+    for name in wanted:
+        counted_record(tables, name)
+    return sorted({*wanted, *(pick(tables, random, seed) if random else ())})
 
 
 def _settings(changes: Sequence[str]) -> dict[str, float | int | str | bool]:
@@ -169,10 +184,16 @@ def _print_step(line: StepLine, *, as_json: bool) -> None:
         emit_json(_step_json(line))
         return
     verdict = "equal" if step.equal else f"DIFFERS, first in {step.tensor}"
+    if step.equal and line.figures:
+        verdict = "equal weights, OTHER FIGURES"
     lead_in = "" if line.wanted else "  (leads there)"
     ratio = "" if line.time_ratio is None else f" ({line.time_ratio:.2f}x)"
     times = f"{step.compute_s_committed:.3f} s then, {step.compute_s_replayed:.3f} s now{ratio}"
-    typer.echo(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
+    emit_line(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
+    for one in line.figures[:FIGURES_SHOWN_MAX]:
+        emit_line(f"    {one.line}")
+    if more := line.figures[FIGURES_SHOWN_MAX:]:
+        emit_line(f"    and {len(more)} figures more")
     if line.distances:
         rows = [
             (one.tensor, one.differing, one.elements, f"{one.absolute_max:.3e}", one.relative_max)
@@ -186,7 +207,12 @@ def _step_json(line: StepLine) -> Mapping[str, Any]:
     return {
         "step": step.step,
         "wanted": line.wanted,
-        "equal": step.equal,
+        "equal": line.equal,
+        "weights_equal": step.equal,
+        "figures": [
+            {"name": one.name, "committed": one.committed, "replayed": one.replayed}
+            for one in line.figures
+        ],
         "digest_committed": step.digest_committed,
         "digest_replayed": step.digest_replayed,
         "tensor": step.tensor,
@@ -207,7 +233,7 @@ def _step_json(line: StepLine) -> Mapping[str, Any]:
 
 
 def _sum_up(lines: Sequence[StepLine]) -> None:
-    equal = sum(line.replayed.equal for line in lines)
+    equal = sum(line.equal for line in lines)
     then_s = sum(line.replayed.compute_s_committed for line in lines)
     now_s = sum(line.replayed.compute_s_replayed for line in lines)
     ratio = f" ({show(now_s / then_s)}x)" if then_s > 0 else ""
@@ -223,7 +249,7 @@ def _print_trajectory(found: Regenerated, *, as_json: bool) -> None:
             {
                 "trajectory": found.trajectory,
                 "version": found.version,
-                "stays": found.stays,
+                "prefills": found.prefills,
                 "tokens": found.tokens,
                 "equal": found.equal,
                 "difference": found.difference,
@@ -231,8 +257,8 @@ def _print_trajectory(found: Regenerated, *, as_json: bool) -> None:
         )
         return
     verdict = "equal" if found.equal else f"DIFFERS: {found.difference}"
-    stays = f"{found.stays} stay{'s' if found.stays != 1 else ''}"
-    typer.echo(
+    prefills = f"{found.prefills} prefill{'s' if found.prefills != 1 else ''}"
+    emit_line(
         f"{found.trajectory}  version {found.version:>4}  {found.tokens:>5} tokens  "
-        f"{stays}  {verdict}"
+        f"{prefills}  {verdict}"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dora_pipe.catalogue.statuses import role_costs
 from dora_pipe.cli.output import emit_table
-from dora_pipe.cli.rundir import OpenRun
-from dora_pipe.views.costs import role_costs
+from dora_pipe.launch.run_dir import OpenRun
 
 
 def report_costs(run: OpenRun) -> None:
@@ -12,21 +12,21 @@ def report_costs(run: OpenRun) -> None:
     costs = role_costs(run.bus, run.topics)
     rows = [
         (
-            one.role,
-            one.epoch,
-            one.cost.total_s,
-            one.cost.bus_s,
-            one.cost.control_s,
-            one.cost.codec_s,
-            one.cost.rss_bytes / 1e6,
+            role,
+            epoch,
+            cost.total_s,
+            cost.bus_s,
+            cost.control_s,
+            cost.codec_s,
+            cost.rss_bytes / 1e6,
         )
-        for one in costs
+        for role, epoch, cost in costs
     ]
-    columns = ("role", "role epoch", "CPU s", "bus s", "control s", "codec s", "RSS MB")
+    columns = ("role", "incarnation", "CPU s", "bus s", "control s", "codec s", "RSS MB")
     emit_table(columns, rows, title="CPU time after imports")
-    total_s = sum(one.cost.total_s for one in costs) or 1.0
-    bus_s = sum(one.cost.bus_s + one.cost.control_s for one in costs)
-    codec_s = sum(one.cost.codec_s for one in costs)
+    total_s = sum(cost.total_s for _, _, cost in costs) or 1.0
+    bus_s = sum(cost.bus_s + cost.control_s for _, _, cost in costs)
+    codec_s = sum(cost.codec_s for _, _, cost in costs)
     emit_table(
         ("share of all roles' CPU time", ""),
         [

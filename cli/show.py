@@ -1,89 +1,41 @@
-"""`show`: everything the log knows of one trajectory, group or step."""
+"""`show`: what a run is; or a step, a group or a trajectory of it."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING
 
-import typer
+from dora_pipe.cli.output import emit_json
+from dora_pipe.core.errors import InvariantBroken
 
-from dora_pipe.cli.audit_index import remembered_of
-from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
-from dora_pipe.cli.rundir import RUNS, opened
-from dora_pipe.errors import PolicyError
-from dora_pipe.history.story import TRACE, Decode, Story, tell
-from dora_pipe.telemetry import tree
-
-CELL_CHARACTERS_MAX: Final = 600
-"""Longer cells are cut in tables; `--json` gives them whole."""
+if TYPE_CHECKING:
+    from dora_pipe.launch.run_dir import OpenRun
 
 
-def show(
-    run: RunArgument,
-    wanted: Annotated[
-        str, typer.Argument(metavar="ID", help="g0000000042-003, g0000000042, or 7 (a step).")
-    ],
-    archive: ArchiveOption = None,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Show where a trajectory, group or step came from, what became of it, and its trace."""
-    with opened(run, root, archive) as open_run, remembered_of(open_run) as known:
-        story = tell(
-            open_run.bus,
-            open_run.topics,
-            open_run.policies,
-            wanted,
-            decoder=_decoder,
-            known=known,
-        )
+def tell_of_run(run: OpenRun, *, as_json: bool) -> None:
+    """Print how a run goes or went."""
+    from dora_pipe.cli.show_run import overview, print_overview
+
+    found = overview(run)
+    if as_json:
+        emit_json(found.plain())
+    else:
+        print_overview(found)
+
+
+def tell_of_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
+    """Print where a step, group or trajectory came from and went."""
+    from dora_pipe.audit.describe import DAMAGE, tell
+    from dora_pipe.cli.audit_index import remembered_of
+    from dora_pipe.cli.show_step import is_step, print_step
+    from dora_pipe.cli.show_story import print_story, text_decoder
+
+    with remembered_of(run) as known:
+        story = tell(run.bus, run.topics, run.policies, wanted, decoder=text_decoder, known=known)
     if as_json:
         emit_json(story)
-        return
-    _print(story)
-
-
-def _decoder(assets: Path) -> Decode | None:
-    """The run's tokenizer; None, and said, where it cannot be used."""
-    if importlib.util.find_spec("tokenizers") is None:
-        say("texts are shown as token ids: `tokenizers` is not installed (dora-pipe[torch])")
-        return None
-    if not any(assets.glob("tokenizer*")):
-        say("texts are shown as token ids: the model directory has no tokenizer")
-        return None
-    from dora_pipe.producers.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer(assets).full_text
-    except (PolicyError, OSError) as error:
-        say(f"texts are shown as token ids: {error}")
-        return None
-
-
-def _print(story: Story) -> None:
-    for section, content in story.items():
-        if isinstance(content, Mapping):
-            emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
-        elif section == TRACE:
-            emit_table(tree.COLUMNS, tree.draw(content), title=section)
-        else:
-            _print_rows(section, content)
-        typer.echo()
-
-
-def _print_rows(section: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    if not columns:
-        emit_pairs({"none": "-"}, title=section)
-        return
-    cells = [[_cut(row.get(column)) for column in columns] for row in rows]
-    emit_table(columns, cells, title=section)
-
-
-def _cut(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) <= CELL_CHARACTERS_MAX:
-        return value
-    return f"{value[:CELL_CHARACTERS_MAX]}... ({len(value)} characters)"
+    elif is_step(story) and not everything:
+        print_step(story, run.topics.run)
+    else:
+        print_story(story)
+    for one in story.get(DAMAGE, ()):
+        raise InvariantBroken(one["what"], hint="`dora-pipe audit` looks at the whole log")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import os
 import statistics
 import subprocess
@@ -13,19 +11,16 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import IO, Annotated, Any, Final
+from typing import IO, Any, Final
 
 import msgspec
-import typer
 
-from dora_pipe.cli.output import emit_json, emit_pairs, emit_table, say
-from dora_pipe.errors import InvariantBroken, UsageError
+from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.sim.coverage import Coverage
-from dora_pipe.sim.draw import FAULTS, Draw, draw
-from dora_pipe.sim.swarm import Played, play
-
-STEPS: Final = 10
-"""A seed's run has at least so many steps."""
+from dora_pipe.sim.scenario import FAULTS, Scenario, draw
+from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 BUG_SEEDS: Final = 500
 """A planted bug is looked for in so many seeds."""
@@ -44,36 +39,10 @@ LOOK_S: Final = 0.2
 _MAIN: Final = "from dora_pipe.cli.main import main; main()"
 
 
-def sim(
-    context: typer.Context,
-    seed: Annotated[int | None, typer.Option(min=0, help="Play this one and tell of it.")] = None,
-    seeds: Annotated[str, typer.Option(help="Play these: A..B, both ends included.")] = "",
-    count: Annotated[int, typer.Option(min=1, help="Play so many, from 0.")] = 100,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least.")] = STEPS,
-    bugs: Annotated[bool, typer.Option("--bugs", help="Look for planted bugs instead.")] = False,
-    resident: Annotated[
-        bool, typer.Option("--resident", help="Most workers host several versions at once.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a seed.")] = False,
-) -> None:
-    """Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks."""
-    if context.invoked_subcommand is not None:
-        return
-    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)  # What breaks here is meant to.
-    gc.set_threshold(*COLLECT_AFTER)
-    if bugs:
-        _bugs(steps)
-    elif seed is not None:
-        _one(seed, steps, resident, as_json)
-    else:
-        first, last = _range(seeds) if seeds else (0, count - 1)
-        _many((first, last), jobs, steps, resident, as_json)
-
-
-def _one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
+def play_one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
+    """Play a seed and tell of it. Raises InvariantBroken."""
     drawn = draw(seed, steps=steps, resident=resident)
-    played = play(seed, steps=steps, resident=resident)
+    played = run_seed(seed, steps=steps, resident=resident)
     if as_json:
         emit_json(msgspec.to_builtins(played))
     else:
@@ -93,7 +62,8 @@ def _one(seed: int, steps: int, resident: bool, as_json: bool) -> None:
     _raise_if_broken([played])
 
 
-def _many(seeds: tuple[int, int], jobs: int, steps: int, resident: bool, as_json: bool) -> None:
+def play_many(seeds: tuple[int, int], jobs: int, steps: int, resident: bool, as_json: bool) -> None:
+    """Play these seeds, both ends included, and sum up. Raises InvariantBroken."""
     coverage = Coverage()
     for played in _played(*seeds, jobs, steps, resident):
         coverage.add(played)
@@ -130,7 +100,7 @@ def _sum_up(coverage: Coverage) -> None:
     )
 
 
-def _raise_if_broken(broken: Sequence[Played]) -> None:
+def _raise_if_broken(broken: Sequence[SeedResult]) -> None:
     for played in broken:
         if not played.holds:
             raise InvariantBroken(
@@ -139,13 +109,14 @@ def _raise_if_broken(broken: Sequence[Played]) -> None:
             )
 
 
-def _bugs(steps: int) -> None:
-    from dora_pipe.sim.planted import BUGS, planted
+def look_for_bugs(steps: int) -> None:
+    """Look for every planted bug. Raises InvariantBroken where one is not found."""
+    from dora_pipe.sim.mutants import BUGS, planted
 
     rows, missed = [], []
     for name, bug in BUGS.items():
         with planted(name):
-            tried = (play(seed, steps=steps) for seed in range(BUG_SEEDS))
+            tried = (run_seed(seed, steps=steps) for seed in range(BUG_SEEDS))
             found = next((one for one in tried if not one.holds), None)
         rows.append(
             (name, bug.what, found.seed + 1 if found else None, found.check if found else None)
@@ -157,12 +128,12 @@ def _bugs(steps: int) -> None:
         raise InvariantBroken(f"{missed[0]} was not found within {BUG_SEEDS} seeds")
 
 
-def _played(first: int, last: int, jobs: int, steps: int, resident: bool) -> Iterator[Played]:
+def _played(first: int, last: int, jobs: int, steps: int, resident: bool) -> Iterator[SeedResult]:
     """Every seed of a range, in this process or in several."""
     jobs = min(jobs, last - first + 1)
     if jobs == 1:
         for seed in range(first, last + 1):
-            yield play(seed, steps=steps, resident=resident)
+            yield run_seed(seed, steps=steps, resident=resident)
         return
     size = max(1, min(CHUNK_MAX, -(-(last - first + 1) // jobs)))
     waiting = deque(
@@ -201,13 +172,13 @@ def _process(seeds: str, steps: int, resident: bool) -> tuple[subprocess.Popen[b
     return process, lines
 
 
-def _from_json(plain: dict[str, Any]) -> Played:
+def _from_json(plain: dict[str, Any]) -> SeedResult:
     for name in ("faults", "kinds", "states"):
         plain[name] = Counter(plain[name])
-    return Played(**plain)
+    return SeedResult(**plain)
 
 
-def _drawn(drawn: Draw) -> dict[str, Any]:
+def _drawn(drawn: Scenario) -> dict[str, Any]:
     config = drawn.config
     staleness, groups, timing = config.staleness, config.groups, config.timing
     first = drawn.workers[: drawn.first]
@@ -230,7 +201,8 @@ def _drawn(drawn: Draw) -> dict[str, Any]:
     }
 
 
-def _range(text: str) -> tuple[int, int]:
+def range_of(text: str) -> tuple[int, int]:
+    """The two ends of A..B. Raises UsageError."""
     first, dots, last = text.partition("..")
     if not (dots and first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise UsageError(f"no seeds: {text!r}", hint="for instance --seeds 0..99")

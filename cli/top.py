@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Annotated, Final
+from dataclasses import replace
+from typing import Final
 
-import typer
 from rich.console import Console, Group
 from rich.layout import Layout
 from rich.live import Live
@@ -18,15 +17,16 @@ from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from dora_pipe.cli.look import ArchiveOption, RunArgument, RunsOption
-from dora_pipe.cli.rundir import RUNS, OpenRun, opened
-from dora_pipe.errors import UsageError
-from dora_pipe.telemetry.log_feed import LogFeed
-from dora_pipe.telemetry.tally import Tally
-from dora_pipe.views.top import Frame, Line, Panel, Style, frame, step_line
+from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.cli.output import draws_blocks, emit_line
+from dora_pipe.core.errors import printable
+from dora_pipe.launch.disk_watch import broker_words, full_disk
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.top import Frame, Line, Panel, Style, frame, step_line
 
-EVERY_S: Final = 1.0
-EVERY_MIN_S: Final = 0.1
+ASK_S: Final = 5.0
+"""Between two questions to brokers about their disks."""
 
 WIDE: Final = 140
 """From so many columns on there are two panels beside each other below, too."""
@@ -49,65 +49,81 @@ STYLES: Final[dict[Style, str]] = {
 }
 
 
-def top(
-    run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Show one frame, and end.")] = False,
-    every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="Between two frames.")
-    ] = EVERY_S,
-    archive: ArchiveOption = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """Show a run while it goes on: workers, queue, staleness, step, reward, decisions, waits.
-
-    In a pipe: plain lines, one per step. It ends with the run, or with Ctrl-C.
-    """
-    if every < EVERY_MIN_S:
-        raise UsageError(f"--every {every:g} is too short", hint=f"at least {EVERY_MIN_S:g}")
+def watch(run: OpenRun, every_s: float, *, once: bool) -> None:
+    """Show a run until it is over, or `once`: on a screen, or in lines for a pipe."""
     console = Console(highlight=False)
     screen = console.is_terminal and not console.is_dumb_terminal
-    with opened(run, root, archive) as found, closing(_feed(found)) as feed:
-        _catch_up(feed)
-        plain = not _has_blocks()
+    stats = RunStats(run.topics.run)
+    with closing(stats.follow(run.bus, run.topics)) as follower:
+        _catch_up(follower)
+        plain = not draws_blocks()
+        full = _looking(run)
         if once:
-            _show_once(console, feed.tally, screen=screen, plain=plain)
+            _show_once(console, stats, full, screen=screen, plain=plain)
         elif screen:
-            _follow(console, feed, every, plain=plain)
+            _follow(console, follower, stats, every_s, full, plain=plain)
         else:
-            _tell(feed, every)
+            _print_steps(follower, stats, every_s)
 
 
-def _feed(run: OpenRun) -> LogFeed:
-    return LogFeed(run.bus, run.topics, Tally(run.topics.run))
-
-
-def _catch_up(feed: LogFeed) -> None:
-    while feed.advance():
+def _catch_up(follower: LogFollower) -> None:
+    while follower.advance():
         pass
 
 
-def _show_once(console: Console, tally: Tally, *, screen: bool, plain: bool) -> None:
-    shown = frame(tally, time.time_ns(), plain=plain)
+Full = Callable[[], str]
+"""Which disk is full, this machine's or a broker's, in words; empty where none is."""
+
+
+def _looking(run: OpenRun) -> Full:
+    """Looks at this machine's disks every time, and asks brokers now and then."""
+    asked_s, said = 0.0, ""
+
+    def full() -> str:
+        nonlocal asked_s, said
+        if time.monotonic() - asked_s >= ASK_S:
+            asked_s, said = time.monotonic(), broker_words(run.config, run.bus, run.topics)
+        return full_disk(run.directory.path, run.store) or said
+
+    return full
+
+
+def _frame(stats: RunStats, full: Full, *, plain: bool) -> Frame:
+    """The run as its log tells it, and what nobody can write into the log."""
+    shown = frame(stats, time.time_ns(), plain=plain)
+    found = "" if stats.over else full()
+    return replace(shown, head=f"{found}; {shown.head}") if found else shown
+
+
+def _show_once(console: Console, stats: RunStats, full: Full, *, screen: bool, plain: bool) -> None:
+    shown = _frame(stats, full, plain=plain)
     if screen:
         width, height = console.size
         rows = height - PROMPT_ROWS
         console.print(layout(shown, width, rows), height=rows)
         return
     for line in shown.lines():
-        typer.echo(line)
+        emit_line(line)
 
 
-def _follow(console: Console, feed: LogFeed, every_s: float, *, plain: bool) -> None:
+def _follow(
+    console: Console,
+    follower: LogFollower,
+    stats: RunStats,
+    every_s: float,
+    full: Full,
+    *,
+    plain: bool,
+) -> None:
     """A screen of its own, until the run is over; what it showed last stays."""
-    tally = feed.tally
     with Live(console=console, screen=True, auto_refresh=False) as live, _interrupts_wait():
-        while not tally.over:
-            _catch_up(feed)
-            shown = frame(tally, time.time_ns(), plain=plain)
+        while not stats.over:
+            _catch_up(follower)
+            shown = _frame(stats, full, plain=plain)
             live.update(layout(shown, *console.size), refresh=True)
-            if not tally.over and signal.sigtimedwait(_INTERRUPT, every_s) is not None:
+            if not stats.over and signal.sigtimedwait(_INTERRUPT, every_s) is not None:
                 raise KeyboardInterrupt
-    _show_once(console, tally, screen=True, plain=plain)
+    _show_once(console, stats, full, screen=True, plain=plain)
 
 
 @contextmanager
@@ -121,26 +137,20 @@ def _interrupts_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _tell(feed: LogFeed, every_s: float) -> None:
+def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None:
     """Lines for a pipe: each step, and at the end how it ended."""
-    tally, told = feed.tally, -1
+    last = -1
     while True:
-        for step in tally.steps:
-            if step.step > told:
-                typer.echo(step_line(step))
-                told = step.step
+        for step in stats.steps:
+            if step.step > last:
+                emit_line(step_line(step))
+                last = step.step
         sys.stdout.flush()
-        if tally.over:
+        if stats.over:
             break
         time.sleep(every_s)
-        _catch_up(feed)
-    typer.echo(frame(tally, time.time_ns()).head)
-
-
-def _has_blocks() -> bool:
-    """Whether the terminal can be trusted with more than ASCII."""
-    encoding = os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding or "ascii"
-    return encoding.lower().startswith("utf")
+        _catch_up(follower)
+    emit_line(frame(stats, time.time_ns()).head)
 
 
 def layout(shown: Frame, width: int, height: int) -> Layout:
@@ -170,7 +180,7 @@ def _longest(*panels: Panel) -> int:
 
 def _head(shown: Frame, width: int) -> Group:
     bar = ProgressBar(total=1.0, completed=shown.done, width=width)
-    return Group(Text(shown.head, style="bold", no_wrap=True, overflow="ellipsis"), bar)
+    return Group(Text(printable(shown.head), style="bold", no_wrap=True, overflow="ellipsis"), bar)
 
 
 def _box(panel: Panel, rows: int) -> Box:
@@ -179,4 +189,4 @@ def _box(panel: Panel, rows: int) -> Box:
 
 
 def _text(line: Line) -> Text:
-    return Text(line.text, style=STYLES[line.style], no_wrap=True, overflow="ellipsis")
+    return Text(printable(line.text), style=STYLES[line.style], no_wrap=True, overflow="ellipsis")

@@ -1,55 +1,118 @@
-"""Traces of a run: `export --traces`, and the role that follows a run which is configured so."""
+"""`export --traces`: the traces of a run, to a file or an address."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from random import random
 from typing import Final
 
-from dora_pipe.cli.output import say
-from dora_pipe.cli.rundir import OpenRun, RunDir
-from dora_pipe.clock import SystemClock
-from dora_pipe.config.model import Config
-from dora_pipe.errors import ResourceError, UsageError
-from dora_pipe.schemas.topics import Topics
-from dora_pipe.telemetry.follow import Follower, Mark, Sent
-from dora_pipe.telemetry.keeping import Share
-from dora_pipe.telemetry.sinks import FileSink, HttpSink, Sink, is_address
-from dora_pipe.telemetry.tracer import Tracer
+from dora_pipe.cli.damage import raise_if_damaged
+from dora_pipe.cli.writing import may_write_file
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.launch.plan import started
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
+from dora_pipe.observe.traces.sinks import (
+    FileSink,
+    HttpSink,
+    RetryingSink,
+    Sink,
+    address_of,
+    is_address,
+)
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.observe.traces.tracer import Tracer
 
-NICE: Final = 5
-"""The follower of a run has time; workers and trainer go first."""
+CHECKPOINTS: Final = "traces-sent"
+CHECKPOINT_DIGITS: Final = 16
+"""Where it is remembered what was sent, a file for each address and share of the groups."""
 
 
-def export_traces(run: OpenRun, target: str, *, follow: bool, ratio: float) -> None:
-    """Send the traces of a log to a file or an address; `follow` waits for more."""
-    share = Share(ratio=ratio, slow=run.config.telemetry.traces_slow)
+def export_traces(
+    run: OpenRun,
+    target: str,
+    *,
+    follow: bool,
+    ratio: float,
+    force: bool,
+    told: Callable[[str], None],
+) -> None:
+    """Send the traces of a log to a file or an address; `follow` waits for more.
+
+    `told` hears what it does at present.
+    """
+
+    def waits(line: str) -> None:
+        told(f"waiting for {target}, which is busy")
+        say(line)
+
+    policy = SamplingPolicy(ratio=ratio, slow=run.config.telemetry.traces_slow)
     if is_address(target):
-        sink = HttpSink(target)
+        checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
+        before = checkpoint.read()
+        sink = RetryingSink(HttpSink(target), clock=SystemClock(), chance=random, tell=waits)
         try:
-            done = _follow(run, sink, share) if follow else _whole(run, sink, share)
+            if follow:
+                done = _follow(run, sink, policy, checkpoint)
+            else:
+                done = _whole(run, sink, policy, checkpoint, told)
         finally:
             sink.close()
+        if before >= 0:
+            say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
     elif follow:
         raise UsageError("--follow sends to an address", hint="e.g. --traces http://127.0.0.1:4318")
     else:
+        may_write_file(Path(target), force=force)
         with FileSink(Path(target)) as file:
-            done = _whole(run, file, share)
+            done = _whole(run, file, policy, Checkpoint(None), told)
     _tell(target, done)
+    raise_if_damaged(done.damage, ", and their traces told by facts alone")
 
 
-def _whole(run: OpenRun, sink: Sink, share: Share) -> Sent:
+def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path | None:
+    """The file that says how far these groups of this run were sent to this address.
+
+    Beside the run; for one whose directory is not here or not to be changed, in the user's cache.
+    None for a log that holds no run yet.
+    """
+    first = started(run.bus, run.topics)
+    if first is None:
+        return None
+    said = (address, first.run, first.at_ns, policy.ratio, policy.slow)
+    name = hashlib.sha256("\n".join(map(str, said)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
+    own = run.directory
+    if own.path.is_dir() and not own.is_archive:
+        return own.path / CHECKPOINTS / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dora-pipe" / CHECKPOINTS / name
+
+
+def _whole(
+    run: OpenRun,
+    sink: Sink,
+    policy: SamplingPolicy,
+    checkpoint: Checkpoint,
+    told: Callable[[str], None],
+) -> Sent:
     """Everything that has ended in the log. Raises ResourceError where it cannot be sent."""
-    tracer = Tracer(run.bus, run.topics, share)
+    tracer = Tracer(run.bus, run.topics, policy, after=checkpoint.read())
     sent = Sent()
     try:
         while not tracer.caught_up:
-            for traced in tracer.turn(timeout_s=1.0):
+            for traced in tracer.turn():
                 assert tracer.run is not None
+                told("sending traces")
                 sink.send(tracer.run, traced.spans)
                 sent.spans += len(traced.spans)
-        sent.groups, sent.left_out, sent.whole = tracer.kept, tracer.left_out, True
+                checkpoint.write(traced.offset)
+        sent.groups, sent.left_out, sent.whole = tracer.sampled, tracer.left_out, True
+        sent.damage = tracer.damage
         if tracer.open:
             say(f"note: {tracer.open} groups are open yet, and left out")
     finally:
@@ -57,40 +120,15 @@ def _whole(run: OpenRun, sink: Sink, share: Share) -> Sent:
     return sent
 
 
-def _follow(run: OpenRun, sink: Sink, share: Share) -> Sent:
+def _follow(run: OpenRun, sink: Sink, policy: SamplingPolicy, checkpoint: Checkpoint) -> Sent:
     """Until the run is over, or Ctrl-C."""
-    return Follower(run.bus, run.topics, sink, share, clock=SystemClock()).run()
+    return Follower(
+        run.bus, run.topics, sink, policy, clock=SystemClock(), checkpoint=checkpoint
+    ).run()
 
 
 def _tell(target: str, sent: Sent) -> None:
-    share = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
-    say(f"{target}: {sent.groups} groups, {sent.spans} spans{share}")
+    left_out = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
+    say(f"{target}: {sent.groups} groups, {sent.spans} spans{left_out}")
     if not sent.whole:
-        raise ResourceError("not everything was sent", hint="the same command sends it all again")
-
-
-def follow_run(directory: RunDir, config: Config, stop: Callable[[], bool]) -> None:
-    """Be the follower of a run; what it has not sent when it ends is said."""
-    os.nice(NICE)
-    telemetry = config.telemetry
-    share = Share(ratio=telemetry.traces_ratio, slow=telemetry.traces_slow)
-    sink = HttpSink(telemetry.traces)
-    bus = directory.open_bus(config)
-    try:
-        sent = Follower(
-            bus,
-            Topics(config.run.name),
-            sink,
-            share,
-            clock=SystemClock(),
-            stop=stop,
-            mark=Mark(directory.path / "traces.sent"),
-        ).run()
-    finally:
-        bus.close()
-        sink.close()
-    say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {sent.spans} spans")
-    if not sent.whole and not stop():
-        say(
-            f"not everything was sent; dora-pipe export {config.run.name} --traces URL sends it all"
-        )
+        raise ResourceError("not everything was sent", hint="the same command goes on from there")

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dora_pipe.cli.metrics import contributions_of
-from dora_pipe.cli.output import say
-from dora_pipe.cli.rundir import OpenRun
-from dora_pipe.clock import SystemClock
-from dora_pipe.telemetry.trackers.follow import Tracking
-from dora_pipe.telemetry.trackers.port import Tracker
-from dora_pipe.telemetry.trackers.tensorboard import TensorBoardTracker
-from dora_pipe.telemetry.trackers.wandb import WandbTracker
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.trackers.follow import Tracking
+from dora_pipe.observe.trackers.port import Tracker
+from dora_pipe.observe.trackers.tensorboard import TensorBoardTracker
+from dora_pipe.observe.trackers.wandb import WandbTracker
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:

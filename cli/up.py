@@ -16,15 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Final
-
-import typer
+from typing import Final
 
 from dora_pipe import __file__ as PACKAGE
 from dora_pipe.bus.open import open_bus
-from dora_pipe.cli.output import emit_table, say
-from dora_pipe.clock import Clock, SystemClock
-from dora_pipe.errors import BusError, ResourceError, UsageError
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import BusError, ResourceError, UsageError
 
 SINGLE: Final = "single"
 CLUSTER: Final = "cluster"
@@ -58,8 +55,7 @@ PAGE_LIMIT_S: Final = 5.0
 RUN_VARIABLE: Final = "DORA_PIPE_RUN"
 """The run that is observed, as compose.yaml asks for it."""
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
-_LOOK: Final = "docker compose ps --all, docker compose logs SERVICE"
+LOOK_HINT: Final = "docker compose ps --all, docker compose logs SERVICE"
 _INSTALL: Final = "install Docker with its compose plugin; `make kafka` starts a broker without it"
 
 
@@ -86,56 +82,6 @@ PAGES: Final = (
     Page(what="takes traces (OTLP)", where="http://127.0.0.1:4318", profile=OBSERVE),
     Page(what="topics and records (kafka-ui)", where="http://127.0.0.1:8080/", profile=KAFKA_UI),
 )
-
-
-def up(
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="Three brokers in place of one.")
-    ] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="The demo too, every role apart.")] = False,
-    no_observe: Annotated[
-        bool, typer.Option("--no-observe", help="No metrics, dashboards and traces.")
-    ] = False,
-    kafka_ui: Annotated[bool, typer.Option("--kafka-ui", help="Topics in a browser too.")] = False,
-    run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="The run to observe; default demo.")
-    ] = "",
-    build: Annotated[
-        bool, typer.Option("--build", help="Build the images anew, after a change of the code.")
-    ] = False,
-) -> None:
-    """Start a broker and what shows a run on it, in containers, and say which page is where."""
-    if run and not _NAME.fullmatch(run):
-        raise UsageError(f"--run {run!r} is no name of a run", hint="letters, digits, - and _")
-    profiles = profiles_of(cluster=cluster, demo=demo, observe=not no_observe, kafka_ui=kafka_ui)
-    file = compose_file()
-    check_docker()
-    running = _asked([*compose_words(file, (SINGLE, CLUSTER)), "ps", "--services"]).split()
-    refuse_clash(profiles, running)
-    if DEMO in profiles:
-        say("the demo warms its model up first, which takes minutes")
-    words = [*compose_words(file, profiles), "up", "--detach", *(["--build"] if build else [])]
-    _run(words, {RUN_VARIABLE: run} if run else {})
-    pages = pages_of(profiles)
-    silent = silent_of(pages, SystemClock())
-    emit_table(("what", "where"), [(page.what, page.where) for page in pages])
-    if silent:
-        raise ResourceError(
-            f"no answer within {PAGES_LIMIT_S:.0f} s: {', '.join(page.where for page in silent)}",
-            hint=_LOOK,
-        )
-
-
-def down(
-    volumes: Annotated[
-        bool, typer.Option("--volumes", help="Delete the log, the store and all other data too.")
-    ] = False,
-) -> None:
-    """Stop what `up` started; the log and everything else is kept unless --volumes says so."""
-    file = compose_file()
-    check_docker()
-    _run([*compose_words(file, PROFILES), "down", *(["--volumes"] if volumes else [])], {})
-    say("all data is deleted" if volumes else "stopped; `dora-pipe up` goes on with the same data")
 
 
 # Decisions.
@@ -215,7 +161,7 @@ def answers(page: Page) -> bool:
 
 def compose_file() -> Path:
     """The one of the checkout this is called in, or is installed from. Raises UsageError."""
-    for place in (Path.cwd(), Path(PACKAGE).resolve().parents[1]):
+    for place in (Path.cwd(), Path(PACKAGE).resolve().parent):
         if (place / INCLUDED).is_file() and (place / COMPOSE_FILE).is_file():
             return place / COMPOSE_FILE
     raise UsageError(
@@ -266,7 +212,7 @@ def _probe(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise ResourceError(f"docker cannot be started: {error.strerror}", hint=_INSTALL) from None
 
 
-def _asked(words: Sequence[str]) -> str:
+def asked_of(words: Sequence[str]) -> str:
     """What docker prints. Raises ResourceError with what it complains of."""
     done = _probe(words)
     if done.returncode:
@@ -275,7 +221,7 @@ def _asked(words: Sequence[str]) -> str:
     return done.stdout
 
 
-def _run(words: Sequence[str], variables: Mapping[str, str]) -> None:
+def run_compose(words: Sequence[str], variables: Mapping[str, str]) -> None:
     """Let docker work as long as it takes; it says itself what it does. Raises ResourceError."""
     done = subprocess.run(
         words, stdin=subprocess.DEVNULL, env={**os.environ, **variables}, check=False
@@ -283,5 +229,5 @@ def _run(words: Sequence[str], variables: Mapping[str, str]) -> None:
     if done.returncode:
         raise ResourceError(
             f"docker compose ended with {done.returncode}",
-            hint=f"what it said stands above; {_LOOK}",
+            hint=f"what it said stands above; {LOOK_HINT}",
         )

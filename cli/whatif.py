@@ -2,70 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from dora_pipe.cli.look import ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
-from dora_pipe.cli.rundir import RUNS, opened
-from dora_pipe.config.load import load_config
-from dora_pipe.config.paradigms import PARADIGMS
-from dora_pipe.errors import UsageError
+from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 
 
-def whatif(
-    run: RunArgument,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Another setting."),
-    ] = None,
-    paradigm: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(PARADIGMS)}; in the simulator also one-batch, proportional, "
-            "legacy-fill, drop, roll-flash."
-        ),
-    ] = "",
-    cores: Annotated[
-        int, typer.Option(min=0, help="Cores the run had; 0: those of this machine.")
-    ] = 0,
-    archive: ArchiveOption = None,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
-    """Say how long a finished run would have taken with other settings, and how far to trust it.
-
-    The run is simulated as it was first: the error of that is printed.
-    """
-    from dora_pipe.sim.whatif import SCHEDULERS, answer, as_it_was
-    from dora_pipe.sim.whatif_facts import measure
-
-    known = [*PARADIGMS, *SCHEDULERS]
-    if paradigm and paradigm not in known:
-        raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(known)}")
-    with opened(run, root, archive) as found:
-        measured = measure(found.bus, found.topics)
-        laid = paradigm if paradigm in PARADIGMS else ""
-        changed = load_config(found.directory.config_file, override or (), paradigm=laid)
-    cores = cores or os.cpu_count() or 1
-    was = as_it_was(measured)
-    again = answer(measured, measured.config, what="simulated", cores=cores)
-    answers = [was, again]
-    if override or paradigm:
-        what = " ".join([paradigm, *(override or ())]).strip()
-        scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
-        answers.append(answer(measured, changed, what=what, cores=cores, scheduler=scheduler))
-    error = again.wall_s / was.wall_s - 1
-    if as_json:
-        emit_json(_plain(measured, answers, error, cores))
-        return
-    _emit(measured, answers, error, cores)
-
-
-def _plain(measured: Any, answers: list[Any], error: float, cores: int) -> dict[str, Any]:
+def plain_answers(measured: Any, answers: list[Any], error: float, cores: int) -> dict[str, Any]:
+    """What JSON shows."""
     return {
         "error": error,
         "cores": cores,
@@ -79,7 +23,8 @@ def _plain(measured: Any, answers: list[Any], error: float, cores: int) -> dict[
     }
 
 
-def _emit(measured: Any, answers: list[Any], error: float, cores: int) -> None:
+def emit_answers(measured: Any, answers: list[Any], error: float, cores: int) -> None:
+    """What a person sees."""
     speed = measured.speed
     emit_pairs(
         {
@@ -116,12 +61,12 @@ def _emit(measured: Any, answers: list[Any], error: float, cores: int) -> None:
         ],
         title="From the last worker's join to the last commit",
     )
-    typer.echo(f"error of the reproduction: {error:+.1%}")
+    emit_line(f"error of the reproduction: {error:+.1%}")
     if len(answers) > 2:
         ratio = answers[2].wall_s / answers[1].wall_s
-        typer.echo(f"the run would take {ratio:.2f} of the time it takes as it was, simulated both")
+        emit_line(f"the run would take {ratio:.2f} of the time it takes as it was, simulated both")
     if measured.commands or measured.rejoined:
-        typer.echo(
+        emit_line(
             f"not in the model: {measured.commands} user commands, "
             f"{measured.rejoined} workers that came back"
         )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dora_pipe.errors import InvariantBroken, SchemaError
-from dora_pipe.orchestrator.planner import is_cut
-from dora_pipe.orchestrator.rules_control import apply_control, read_control
-from dora_pipe.orchestrator.rules_decision import apply_decision
+from dora_pipe.core.errors import InvariantBroken, SchemaError
+from dora_pipe.orchestrator.apply_control import apply_control, read_control
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.planner_cuts import is_cut
 from dora_pipe.orchestrator.state import State, is_comparable
-from dora_pipe.orchestrator.transitions import note_progress, press
+from dora_pipe.orchestrator.state_ops import note_progress, press
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
@@ -45,6 +45,7 @@ __all__ = [
     "fold_round",
     "is_digest_due",
     "read_control",
+    "rounds_to_digest",
 ]
 
 
@@ -63,7 +64,7 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
             press(state, worker, observation.used_tokens)
         else:
             worker.silent = True
-            state.index.mark(worker)
+            state.mark(worker)
 
 
 def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
@@ -116,15 +117,18 @@ def fold_decisions(state: State, round_: Round) -> None:
 def check_digest(state: State, round_: Round) -> None:
     """A round that led to `state` carries its digest when that is due. Raises InvariantBroken."""
     found = round_.state_digest
-    if found is None and is_digest_due(state, round_.ordinal):
-        raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
-    if found is not None and is_comparable(found) and found != state.digest():
+    if found is None:
+        if is_digest_due(state, round_.ordinal):
+            raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
+        return
+    digest = state.digest()  # Of another form too: what is touched and never settled piles up.
+    if is_comparable(found) and found != digest:
         raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
 
 
 def close_round(state: State, round_: Round) -> None:
     """What a round says about itself enters the state last; a whole plan has seen its trigger."""
-    if round_.planned and not is_cut(round_.decisions):
+    if round_.planned and not is_cut(round_.decisions, state.planner):
         state.trigger = ""
     state.rounds = round_.ordinal + 1
     state.round_epoch = round_.role_epoch
@@ -134,6 +138,11 @@ def close_round(state: State, round_: Round) -> None:
 def is_digest_due(state: State, ordinal: int) -> bool:
     """Whether the round with this ordinal, that led to `state`, carries its digest."""
     return (ordinal + 1) % STATE_DIGEST_EVERY == 0 or state.done
+
+
+def rounds_to_digest(ordinal: int) -> int:
+    """How many rounds after this one the next digest is due; 0: now."""
+    return STATE_DIGEST_EVERY - 1 - ordinal % STATE_DIGEST_EVERY
 
 
 def _check_follows(state: State, round_: Round) -> None:

@@ -1,8 +1,9 @@
-"""Keeps what would have to be looked for among all workers; it decides nothing.
+"""Keeps what would have to be looked for among all workers and groups; it decides nothing.
 
-Everything here follows from `State.workers` and is no part of the state's digest: whoever changes a
-worker calls `touch`, and a test finds the whole index again from scratch after every kind of run.
-With it a round costs as much as what has changed, however many workers there are.
+Everything here follows from `State.workers` and `State.groups` and is no part of the state's
+digest: whoever changes a worker calls `touch`, a group that begins or ends to generate is told, and
+a test finds the whole index again from scratch after every kind of run. With it a round costs as
+much as what has changed, however many workers and groups there are.
 
 Warning: nothing here may depend on the order of changes, since a state that was folded from the log
 came to be in another order than the one that wrote it. Iterate sorted, or by a key without ties.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import Worker
+    from dora_pipe.schemas.rounds import GroupSpec
 
 STALE_MIN: Final = 64
 """A heap may hold so many entries that are out of date, whatever its size."""
@@ -85,6 +87,9 @@ class Index:
     """A user asked to drain them."""
     pressed: dict[str, Worker] = field(default_factory=dict)
     """Their KV cache is too full."""
+    generating: dict[int, dict[str, None]] = field(default_factory=dict)
+    """Training groups some siblings of which run, by deadline, in the order of their dispatch. No
+    empty one stays."""
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def touch(self, worker: Worker) -> None:
@@ -124,6 +129,17 @@ class Index:
         self._leave(worker, seen)
         for kept in (self.idle, self.emptying, self.silent, self.draining, self.pressed):
             kept.pop(worker.name, None)
+
+    def begin(self, spec: GroupSpec) -> None:
+        """A training group is dispatched; those before it were told before it."""
+        self.generating.setdefault(spec.deadline, {})[spec.group] = None
+
+    def end(self, spec: GroupSpec) -> None:
+        """Nothing of a training group is waited for any more."""
+        groups = self.generating[spec.deadline]
+        del groups[spec.group]
+        if not groups:
+            del self.generating[spec.deadline]
 
     def orphans(self, versions: Iterable[int]) -> list[int]:
         """Those of the versions that no usable worker hosts, oldest first."""

@@ -1,12 +1,15 @@
 """Decides which workers have been silent for too long, on the orchestrator's own receive clock.
 
 A lease starts only when the orchestrator has caught up with the log, and stands still while the
-orchestrator does not react: an outage of the bus, a stopped process or a restart fences nobody.
+orchestrator does not react (an outage of the bus, a stopped process, a restart) or cannot read what
+was said (somebody died inside an append): none of that fences anybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+
+from dora_pipe.orchestrator.state import State
 
 Incarnation = tuple[str, int]
 """A worker's name and role epoch."""
@@ -25,6 +28,7 @@ class Leases:
         self._turned_ns: int | None = None
         self._gaps_ns = 0
         """All gaps so far: time that counts against nobody."""
+        self._held = False
         self._heard_ns: dict[Incarnation, int] | None = None
         """Without the gaps before it; who was silent for longest comes first."""
 
@@ -32,8 +36,12 @@ class Leases:
         """The orchestrator reacts now; a gap since the last time counts against nobody."""
         gap_ns = 0 if self._turned_ns is None else now_ns - self._turned_ns
         self._turned_ns = now_ns
-        if gap_ns > self._gap_ns and self._heard_ns is not None:
+        if (self._held or gap_ns > self._gap_ns) and self._heard_ns is not None:
             self._gaps_ns += gap_ns
+
+    def hold(self, held: bool) -> None:
+        """From this turn on, what is said may be unreadable: silence counts against nobody."""
+        self._held = held
 
     def start(self, living: Iterable[Incarnation], now_ns: int) -> None:
         """The log has been read: from now on silence counts."""
@@ -61,6 +69,18 @@ class Leases:
 
     def due_ns(self) -> int | None:
         """When the next lease expires if nothing is heard; None if none runs."""
-        if not self._heard_ns:
+        if self._held or not self._heard_ns:
             return None
         return next(iter(self._heard_ns.values())) + self._gaps_ns + self._lease_ns
+
+
+class Living:
+    """The incarnations that are there, to be asked for one by one."""
+
+    def __init__(self, state: State) -> None:
+        self._workers = state.workers
+
+    def __contains__(self, one: object) -> bool:
+        assert isinstance(one, tuple)
+        worker = self._workers.get(one[0])
+        return worker is not None and worker.epoch == one[1]

@@ -1,8 +1,8 @@
 """The orchestrator without IO: facts and time go in, rounds come out.
 
-One reaction: apply what was read, observe what time and metrics say, plan, and write one round with
-all of it. A round is written when control advanced or something was observed or decided; reading
-metrics alone writes none.
+One reaction: apply what was read, observe what time and metrics say, plan (`pace` says when that is
+left to the next one), and write one round with all of it. A round is written when control advanced
+or something was observed or decided; reading metrics alone writes none.
 
 Nothing is observed or planned before everything that was in the log at the start has been read: a
 restarted orchestrator must not decide on half of what happened.
@@ -18,29 +18,37 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.config.model import Timing
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
+from dora_pipe.core.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
+from dora_pipe.core.wait_tracker import Limits, WaitTracker
 from dora_pipe.orchestrator.fold import (
     apply_control,
     apply_observation,
     close_round,
     is_digest_due,
     read_control,
+    rounds_to_digest,
 )
-from dora_pipe.orchestrator.leases import Incarnation, Leases
-from dora_pipe.orchestrator.planner import decide, is_cut
-from dora_pipe.orchestrator.snapshots import WriteSnapshot, body_of
+from dora_pipe.orchestrator.leases import Incarnation, Leases, Living
+from dora_pipe.orchestrator.pace import Pace
+from dora_pipe.orchestrator.planner import decide
+from dora_pipe.orchestrator.planner_cuts import is_cut
+from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State, Worker
+from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
 from dora_pipe.orchestrator.waits import waits
-from dora_pipe.runtime import CaughtUp, Now, Outputs, Publish, Published, StopAsked
 from dora_pipe.schemas.control import (
     RequestFailed,
     Resume,
+    StepCommitted,
     TrajectoriesLogged,
     WorkerJoined,
     WorkerReady,
 )
 from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
-from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
+from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics, merged
+from dora_pipe.schemas.names import worker_name_error
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
@@ -49,12 +57,10 @@ from dora_pipe.schemas.rounds import (
     PlanPeriod,
     Progressed,
     Round,
-    chain_of,
     fold_bytes,
+    seal,
 )
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import encode
-from dora_pipe.waiting import Limits, WaitBook
 
 LOG = logging.getLogger(__name__)
 
@@ -67,16 +73,13 @@ GAP_HEARTBEATS: Final = 2
 PRESSURE_NS: Final = 5_000_000_000
 """A KV cache that stays too full is observed so often: what was decided must first take effect."""
 
-DEAD_LETTER_BYTES_MAX: Final = 9 * 1024 * 1024
-"""A dead letter above this leaves the value out."""
-
 
 class OrchestratorMachine:
-    """A `dora_pipe.runtime.Machine` that owns the State.
+    """A `core.runtime.Machine` that owns the State.
 
     `state` is where the log's rounds lead to; `metrics` are the positions to read status from.
     `snapshot_every`, a multiple of `STATE_DIGEST_EVERY`: rounds from one snapshot to the next; 0
-    takes none.
+    takes none. `metrics_keep_ns`: how long statuses are kept; 0 is for ever.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class OrchestratorMachine:
         timing: Timing,
         cost: Callable[[], Cost],
         snapshot_every: int = 0,
+        metrics_keep_ns: int = 0,
     ) -> None:
         self.state = state
         self._topics = topics
@@ -105,24 +109,29 @@ class OrchestratorMachine:
         self._press_due_ns: dict[Incarnation, int] = {}
         """A cache that is still full then is observed once more."""
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
-        self._waits = WaitBook("orchestrator", limits)
-        self._stands = (state.version, state.training is not None)
-        self._stands_ns: int | None = None
+        self._waits = WaitTracker("orchestrator", limits)
+        self._last_progress = (state.version, state.training is not None)
+        self._last_progress_ns: int | None = None
         self._folded: list[bytes] = []
         self._control_next = state.control_next
         self._observed: list[AnyObservation] = []
         assert snapshot_every % STATE_DIGEST_EVERY == 0
         self._snapshot_every = snapshot_every
-        self._snapshot: tuple[str, bytes] | None = None
+        self._snapshot: tuple[str, Body] | None = None
         """Digest and body of a state whose round is not durable yet."""
         self._publish: list[Publish] = []
-        self._effects: list[WriteSnapshot] = []
+        self._effects: list[WriteSnapshot | TrimMetrics] = []
         self._caught_up = False
+        self._misnamed: set[str] = set()
+        self._held_back: list[str] = []
+        """Topics with acknowledged records that cannot be read yet."""
         self._stopped = False
+        self._pace = Pace()
         self._more = False
         self._started: Now | None = None
         self._started_ns = 0
-        self._status_due_ns = 0
+        self._schedule = StatusSchedule(heartbeat_ns=self._heartbeat_ns, quiet_ns=quiet_ns(timing))
+        self._trims = TrimSchedule(keep_ns=metrics_keep_ns, whole_ns=whole_ns(timing))
         self._period_due_ns = 0
 
     def positions(self) -> Mapping[TopicPartition, int]:
@@ -132,14 +141,15 @@ class OrchestratorMachine:
     @property
     def finished(self) -> bool:
         """Whether the run is over, or this role was asked to stop and its state is in the log."""
-        return self.state.done or self._stopped
+        halted = bool(self.state.failures.halted) and self._caught_up
+        return self.state.done or self._stopped or halted
 
     def wake_at(self) -> int:
         """At the next heartbeat, period or lease; at once if a plan was cut short."""
         if self._more or self._started is None:
             return 0
         lease_ns = self._leases.due_ns()
-        due_ns = self._status_due_ns
+        due_ns = self._schedule.due_ns
         if self._caught_up:
             due_ns = min(due_ns, self._period_due_ns)
         return due_ns if lease_ns is None else min(due_ns, lease_ns)
@@ -147,6 +157,7 @@ class OrchestratorMachine:
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """One turn; see the head of this file."""
         self._publish, self._effects = [], []
+        self._pace.begin()
         self._begin(now)
         self._leases.turn(now.mono_ns)
         for one in inputs:
@@ -156,8 +167,14 @@ class OrchestratorMachine:
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
                 self._leases.start(self._living(), now.mono_ns)
+                self._misnamed = {one for one in self.state.workers if worker_name_error(one)}
+            elif isinstance(one, HeldBack):
+                self._held_back = sorted({tp.topic for tp in one.partitions})
+                self._leases.hold(bool(one.partitions))
             elif isinstance(one, Published):
                 self._on_durable(one)
+            elif isinstance(one, MetricsTrimmed):
+                self._trims.note_trimmed(one, mono_ns=now.mono_ns)
             elif isinstance(one, StopAsked):
                 self._stopped = True
         self._round(now)
@@ -170,7 +187,6 @@ class OrchestratorMachine:
         if self._started is None:
             self._started = now
             self._started_ns = max(now.wall_ns, self.state.now_ns)
-            self._status_due_ns = now.mono_ns
 
     def _round_ns(self, now: Now) -> int:
         assert self._started is not None
@@ -195,8 +211,11 @@ class OrchestratorMachine:
         elif isinstance(found, WorkerJoined):
             self._leases.hear((found.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(found.worker))
+            self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
         elif isinstance(found, TrajectoriesLogged | RequestFailed | WorkerReady):
             self._leases.hear((found.worker, found.epoch), now.mono_ns)
+        elif isinstance(found, StepCommitted):
+            self._pace.committing(self.state, found)
         rejected = self.state.tally.rejected
         apply_control(self.state, record.offset, found)
         if self.state.tally.rejected > rejected:
@@ -205,14 +224,17 @@ class OrchestratorMachine:
         self._control_next = record.offset + 1
 
     def _note_status(self, record: Record, now: Now) -> None:
+        self._trims.note(record)
         try:
             found = decode_metrics(record.value)
         except SchemaError as error:
             self._bury(record, error, now)
             return
         if isinstance(found, WorkerStatus):
-            self._statuses[found.worker, found.epoch] = found
-            self._note_pressure(found, now)
+            at = (found.worker, found.epoch)
+            self._statuses[at] = merged(self._statuses.get(at), found)
+            if self._caught_up:
+                self._note_pressure(self._statuses[at], now)
             self._leases.hear((found.worker, found.epoch), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
@@ -242,10 +264,16 @@ class OrchestratorMachine:
 
     def _observe(self, now: Now) -> None:
         """What time and metrics say: leases that ended, full KV caches, the planning period."""
-        for name, epoch in self._leases.expired(_Living(self.state), now.mono_ns):
+        ended = self._leases.expired(Living(self.state), now.mono_ns)
+        # Nothing that such a worker logs could be read: it has no lease. The fold, which old logs
+        # must pass as they did, knows nothing of it.
+        misnamed = sorted(self._misnamed & self.state.workers.keys())
+        ended += [(name, self.state.workers[name].epoch) for name in misnamed]
+        self._misnamed.clear()
+        for name, epoch in dict.fromkeys(ended):
             self._observed.append(LeaseExpired(worker=name, epoch=epoch))
             self._note_lost(self.state.workers[name])
-        living = _Living(self.state)
+        living = Living(self.state)
         for (name, epoch), used_tokens in self._pressures.items():
             if (name, epoch) in living:
                 found = KvPressure(worker=name, epoch=epoch, used_tokens=used_tokens)
@@ -266,8 +294,9 @@ class OrchestratorMachine:
             apply_observation(state, observation)
         before_ns, state.now_ns = state.now_ns, self._round_ns(now)
         due = bool(state.trigger) and self._caught_up
-        decisions = decide(state) if self._caught_up else []
-        self._more = is_cut(decisions)
+        plans = self._caught_up and not self._pace.puts_off(state, self._folded)
+        decisions = decide(state) if plans else []
+        self._more = is_cut(decisions, state.planner) or (self._caught_up and not plans)
         if not (self._folded or self._observed or decisions or due):
             state.now_ns = before_ns
             return
@@ -278,7 +307,7 @@ class OrchestratorMachine:
             control_next=self._control_next,
             observations=tuple(self._observed),
             decisions=tuple(decisions),
-            planned=self._caught_up,
+            planned=plans,
         )
         self._seal(round_)
 
@@ -288,10 +317,11 @@ class OrchestratorMachine:
         close_round(state, round_)
         if is_digest_due(state, round_.ordinal):
             round_ = msgspec.structs.replace(round_, state_digest=state.digest())
-        state.chain = chain_of(state.chain, b"".join(self._folded), round_)
-        round_ = msgspec.structs.replace(round_, chain=state.chain)
+        else:
+            state.leaves.settle(state, rounds_to_digest(round_.ordinal))
+        state.chain, value = seal(state.chain, b"".join(self._folded), round_)
         tag = self._keep(round_)
-        record = Append(topic=self._topics.decisions, value=encode(round_))
+        record = Append(topic=self._topics.decisions, value=value)
         self._publish.append(Publish(record=record, tag=tag))
         self._folded = []
         self._observed = []
@@ -314,21 +344,22 @@ class OrchestratorMachine:
     def _note_turn(self, now: Now) -> None:
         """Since when it is the trainer's turn, or the workers'; unknown for what was before."""
         stands = (self.state.version, self.state.training is not None)
-        if stands != self._stands:
-            self._stands = stands
-            self._stands_ns = now.mono_ns if self._caught_up else None
+        if stands != self._last_progress:
+            self._last_progress = stands
+            self._last_progress_ns = now.mono_ns if self._caught_up else None
 
     def _heartbeat(self, now: Now) -> None:
-        if now.mono_ns < self._status_due_ns:
+        if now.mono_ns < self._schedule.due_ns:
             return
-        self._status_due_ns = now.mono_ns + self._heartbeat_ns
-        living = _Living(self.state)
+        if self._caught_up:
+            self._effects += self._trims.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        living = Living(self.state)
         self._statuses = {at: one for at, one in self._statuses.items() if at in living}
         self._press_due_ns = {at: due for at, due in self._press_due_ns.items() if at in living}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
             waits=self._waits.take(
-                waits(self.state, since_ns=self._stands_ns),
+                waits(self.state, since_ns=self._last_progress_ns, held_back=self._held_back),
                 mono_ns=now.mono_ns,
                 wall_ns=now.wall_ns,
             ),
@@ -338,8 +369,8 @@ class OrchestratorMachine:
             open_groups=len(self.state.groups),
             queued_requests=sum(map(len, self.state.queues.values())),
         )
-        record = Append(topic=self._topics.metrics, key=b"orchestrator", value=encode(status))
-        self._publish.append(Publish(record=record))
+        to = Address(self._topics.metrics, b"orchestrator")
+        self._publish += self._schedule.publish(status, to, now.mono_ns)
 
     def _bury(self, record: Record, error: SchemaError, now: Now) -> None:
         """What cannot be read goes to the dead letters; its partition goes on."""
@@ -355,7 +386,7 @@ class OrchestratorMachine:
             headers=record.headers,
         )
         try:
-            value, headers = encode_dead_letter(letter, record_bytes_max=DEAD_LETTER_BYTES_MAX)
+            value, headers = encode_dead_letter(letter)
         except SchemaError as unfit:
             LOG.error("unreadable record at %s: %s", record.offset, unfit.message)
             return
@@ -364,15 +395,3 @@ class OrchestratorMachine:
 
     def _living(self) -> list[Incarnation]:
         return [(worker.name, worker.epoch) for worker in self.state.workers.values()]
-
-
-class _Living:
-    """The incarnations that are there, to be asked for one by one."""
-
-    def __init__(self, state: State) -> None:
-        self._workers = state.workers
-
-    def __contains__(self, one: object) -> bool:
-        assert isinstance(one, tuple)
-        worker = self._workers.get(one[0])
-        return worker is not None and worker.epoch == one[1]

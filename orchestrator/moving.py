@@ -11,8 +11,9 @@ Hysteresis, so that nothing goes to and fro:
    more finished request is none. While a version has no host, every plan looks.
 2. Nothing moves unless the newest version has requests that wait for a slot.
 3. A move has to pay: the slots that become free so much earlier count more than the time for which
-   the moved requests stand still, `PAYS` times. A worker has to have served for as long as it took
-   to load, and a request to have run `RESTS` stalls since it moved last; its moves are bounded.
+   the moved requests stand still, `MOVE_GAIN_MIN` times. A worker has to have served for as long as
+   it took to load, and a request to have run `MOVE_COOLDOWN` stalls since it moved last; its moves
+   are bounded.
 4. What is on its way counts where it goes: a worker that is being emptied counts as free.
 
 The caller applies each move before it asks for the next one.
@@ -27,10 +28,10 @@ from dora_pipe.orchestrator import hosting, residents
 from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import Request, State, Worker
 
-PAYS: Final = 2
+MOVE_GAIN_MIN: Final = 2
 """The slot time that a move wins is so many times that which it costs."""
 
-RESTS: Final = 4
+MOVE_COOLDOWN: Final = 4
 """Between two moves a request runs so many times as long as a move lets it stand still."""
 
 RELIEF: Final = 0.9
@@ -55,27 +56,27 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
         yield from _for_newest(state, admissible)
 
 
-class _Berths:
+class _FreeSlots:
     """Free slots of the given workers, fewest first: the fullest become quite full."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
-        open_ = [one for one in workers if _berths_on(one)]
+        open_ = [one for one in workers if _free_slots_on(one)]
         open_.sort(key=lambda one: (one.slots - one.load, one.name), reverse=True)
         self._open = open_
-        self.free = sum(map(_berths_on, open_))
+        self.free = sum(map(_free_slots_on, open_))
         """How many there are."""
 
     def take(self) -> Worker | None:
         """A worker with a free slot; the caller moves a request there."""
         while self._open:
-            if _berths_on(self._open[-1]):
+            if _free_slots_on(self._open[-1]):
                 self.free -= 1
                 return self._open[-1]
             self._open.pop()
         return None
 
 
-def _berths_on(worker: Worker) -> int:
+def _free_slots_on(worker: Worker) -> int:
     """Slots that are free now; one that a request has not left yet is not."""
     if not worker.moves or not worker.open:
         return 0
@@ -84,7 +85,7 @@ def _berths_on(worker: Worker) -> int:
 
 def _drained(state: State) -> Iterator[Moved]:
     """What a drained worker has goes where slots are free; the rest is finished there."""
-    berths: dict[int, _Berths] = {}
+    berths: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.draining):
         worker = state.index.draining[name]
         if worker.drain == "told" and worker.moves:
@@ -94,7 +95,7 @@ def _drained(state: State) -> Iterator[Moved]:
 def _relieved(state: State) -> Iterator[Moved]:
     """The newest requests leave a worker whose KV cache is too full: they have least to carry."""
     assert state.config is not None
-    berths: dict[int, _Berths] = {}
+    berths: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.pressed):
         worker = state.index.pressed[name]
         if worker.leaving or not worker.moves or not worker.requests:
@@ -109,13 +110,13 @@ def _relieved(state: State) -> Iterator[Moved]:
 
 
 def _off(
-    state: State, worker: Worker, names: list[str], berths: dict[int, _Berths], why: str
+    state: State, worker: Worker, names: list[str], berths: dict[int, _FreeSlots], why: str
 ) -> Iterator[Moved]:
     """Take these requests off a worker as far as others of their version have slots free."""
     for name in names:
         version = _version(state, name)
         if version not in berths:
-            berths[version] = _Berths(one for one in _hosts(state, version) if one is not worker)
+            berths[version] = _FreeSlots(one for one in _hosts(state, version) if one is not worker)
         to = berths[version].take()
         if to is not None and to is not worker:
             yield name, to, f"{why}; {to.name} has {to.slots - to.load} slots free"
@@ -160,7 +161,7 @@ def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
             break
 
 
-def _empty(worker: Worker, names: list[str], berths: _Berths, why: str) -> Iterator[Moved]:
+def _empty(worker: Worker, names: list[str], berths: _FreeSlots, why: str) -> Iterator[Moved]:
     for name in names:
         to = berths.take()
         assert to is not None, "it fitted"
@@ -168,10 +169,10 @@ def _empty(worker: Worker, names: list[str], berths: _Berths, why: str) -> Itera
         yield name, to, f"{why}: {count}, {to.name} has {to.slots - to.load} slots free"
 
 
-def _spare(state: State) -> tuple[list[Worker], dict[int, _Berths]]:
+def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
     """Of older versions: workers whose requests fit into the others' slots, and those slots."""
     spare: list[Worker] = []
-    berths: dict[int, _Berths] = {}
+    berths: dict[int, _FreeSlots] = {}
     for version in sorted(state.index.hosts):
         hosts = state.index.hosts[version]
         if not 0 <= version < state.version or not hosts.free:
@@ -181,7 +182,7 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _Berths]]:
         names.update(state.residents)
         rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
         if rest:
-            berths[version] = _Berths(kept)
+            berths[version] = _FreeSlots(kept)
             spare += rest
     return spare, berths
 
@@ -194,10 +195,10 @@ def _hosts(state: State, version: int) -> list[Worker]:
     return single + residents.holders(state, version)
 
 
-def _fellows(state: State, worker: Worker) -> _Berths:
+def _fellows(state: State, worker: Worker) -> _FreeSlots:
     """Slots of the other workers of the same version."""
     workers = state.index.hosts[worker.target].workers.values()
-    return _Berths(one for one in workers if one is not worker)
+    return _FreeSlots(one for one in workers if one is not worker)
 
 
 def staying(state: State, worker: Worker) -> list[str]:
@@ -220,7 +221,7 @@ def _may_move(state: State, request: Request, *, rested: bool) -> bool:
         return False
     if request.moves >= state.config.planner.moves_max:
         return False
-    rest_ns = RESTS * state.seen.stall_ns if rested and request.moves else 0
+    rest_ns = MOVE_COOLDOWN * state.seen.stall_ns if rested and request.moves else 0
     return state.now_ns - request.moved_ns >= rest_ns
 
 
@@ -233,7 +234,7 @@ def _pays(state: State, worker: Worker, names: list[str], slots: int, outlook: O
     ages = (state.now_ns - state.requests[name].began_ns for name in names)
     longest_ns = max((outlook.left_ns(age) for age in ages), default=0)
     won_ns = slots * (longest_ns - outlook.stall_ns)
-    return won_ns >= PAYS * len(names) * outlook.stall_ns
+    return won_ns >= MOVE_GAIN_MIN * len(names) * outlook.stall_ns
 
 
 def _version(state: State, name: str) -> int:

@@ -1,9 +1,9 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
-A plan is made in stages, each on what the ones before it left: fence, end, take the batch, drain,
-dispatch a due evaluation, place what was released, assign, place, move, admit, stop. Every decision
-is applied to the state as it is made, by the functions that the fold of the log uses, so the
-planner has no idea of its own of what a decision does. `decide` changes the state it is given;
+A plan is made in stages, each on what the ones before it left: fence, end, halt, take the batch,
+drain, dispatch a due evaluation, place what was released, assign, place, move, admit, stop. Every
+decision is applied to the state as it is made, by the functions that the fold of the log uses, so
+the planner has no idea of its own of what a decision does. `decide` changes the state it is given;
 `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
@@ -14,18 +14,22 @@ log can make every plan again: `audit` does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import heapq
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
-from dora_pipe.orchestrator import hosting, residents, transitions
+from dora_pipe.orchestrator import hosting, residents
+from dora_pipe.orchestrator import state_ops as transitions
+from dora_pipe.orchestrator.apply_decision import apply_decision, dispatch, may_cancel, take_batch
 from dora_pipe.orchestrator.moving import moves
-from dora_pipe.orchestrator.rules_decision import apply_decision, dispatch, may_cancel
+from dora_pipe.orchestrator.planner_cuts import size_max, size_of
 from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.names import worker_name_error
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -41,16 +45,6 @@ from dora_pipe.schemas.rounds import (
     StopRun,
     TakeBatch,
 )
-
-PLANNER: Final = "consolidate-2"
-"""Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
-
-DECISIONS_MAX: Final = 1000
-"""A plan of this size (`size_of`) stops and goes on in the next round: no round grows too big.
-
-What belongs together is not cut: a group's cancels and end, an admitted group's placements, and
-the groups of one evaluation may lead beyond it.
-"""
 
 
 @dataclass(slots=True)
@@ -87,6 +81,12 @@ class Draft:
         apply_decision(self.state, decision)
         self._decisions.append(decision)
         self._size += 1
+
+    def take(self, decision: TakeBatch) -> None:
+        """The batch that was just made of this state is taken."""
+        take_batch(self.state, decision)
+        self._decisions.append(decision)
+        self._size += size_of([decision], self.state.planner)
 
     def dispatch(self, spec: GroupSpec, reason: str) -> None:
         """A group that was just made for this state is admitted."""
@@ -126,27 +126,21 @@ class Draft:
         return self._size >= self.limit
 
 
-def size_of(decisions: Sequence[AnyDecision]) -> int:
-    """Decisions, those that place several requests counted once for each."""
-    return sum(len(one.siblings) if isinstance(one, Place) else 1 for one in decisions)
-
-
-def is_cut(decisions: Sequence[AnyDecision]) -> bool:
-    """Whether a plan may go on in the next round."""
-    return len(decisions) > 0 and size_of(decisions) >= DECISIONS_MAX
-
-
-def plan(state: State, *, limit: int = DECISIONS_MAX) -> tuple[AnyDecision, ...]:
+def plan(state: State, *, limit: int | None = None) -> tuple[AnyDecision, ...]:
     """What to decide now; the state is left as it is. `plan(state with plan applied) == ()`."""
     return tuple(decide(copy.deepcopy(state), limit=limit))
 
 
-def decide(state: State, *, limit: int = DECISIONS_MAX) -> list[AnyDecision]:
-    """What to decide now, already applied to `state`; unless it is cut, its trigger is answered."""
-    draft = Draft(state, limit)
+def decide(state: State, *, limit: int | None = None) -> list[AnyDecision]:
+    """What to decide now, already applied to `state`; unless it is cut, its trigger is answered.
+
+    `limit`: where it is cut; by default where the run's planner does.
+    """
+    draft = Draft(state, size_max(state.planner) if limit is None else limit)
     if state.facts is not None and not state.done:
         for stage in _STAGES:
-            stage(draft)
+            if not state.failures.halted:
+                stage(draft)
     if not draft.full:
         state.trigger = ""
     return draft.decisions()
@@ -154,16 +148,13 @@ def decide(state: State, *, limit: int = DECISIONS_MAX) -> list[AnyDecision]:
 
 def may_still_admit(state: State) -> int:
     """Groups that the bound, the cap, the end of the run and a pause leave room for."""
-    if state.paused:
-        return 0
-    return admissible(state.deadlines, state.standing())
+    return 0 if state.paused else admissible(state.deadlines, state.standing())
 
 
 def _fence(draft: Draft) -> None:
-    silent = draft.state.index.silent
-    for name in sorted(silent):
-        fence = Fence(worker=name, epoch=silent[name].epoch, reason="nothing heard for a lease")
-        draft.add(fence)
+    for name, worker in sorted(draft.state.index.silent.items()):
+        why = worker_name_error(name) or "nothing heard for a lease"
+        draft.add(Fence(worker=name, epoch=worker.epoch, reason=why))
 
 
 def _end_groups(draft: Draft) -> None:
@@ -177,20 +168,42 @@ def _end_groups(draft: Draft) -> None:
         draft.add(End(group=name, fate=group.verdict.fate, reason=group.verdict.why))
 
 
+def _halt(draft: Draft) -> None:
+    """Nothing is trained, and nothing will be: say so instead of going on for ever."""
+    if not draft.full and (halt := transitions.halt_now(draft.state)) is not None:
+        draft.add(halt)
+
+
 def _end_surplus(draft: Draft) -> None:
     """Groups that no step is left for: those of the latest deadlines; late stop."""
     state = draft.state
     count = surplus(state.deadlines, state.standing())
     if not count and not state.stop_now:
         return
-    open_ = [group for group in state.groups.values() if may_cancel(state, group)]
-    train = sorted((one for one in open_ if one.spec.purpose == "train"), key=lambda one: one.key)
-    evals = [one for one in open_ if one.spec.purpose == "eval"]
-    for group in [*train[::-1][:count], *evals]:
+    train = latest(state, min(count, draft.limit))
+    for group in [*train, *(_evaluations(state) if state.stop_now else ())]:
         if draft.full:
             return
         _cancel_siblings(draft, group, "the run stops")
         draft.add(End(group=group.spec.group, fate="cancelled", reason="stop: no step is left"))
+
+
+def latest(state: State, count: int) -> list[Group]:
+    """So many groups of U, the latest deadline first."""
+    generating = state.index.generating
+    running = (
+        state.groups[name].key
+        for deadline in sorted(generating, reverse=True)
+        for name in reversed(generating[deadline])
+    )
+    both = heapq.merge(running, reversed(state.finished), reverse=True)
+    return [state.groups[one.group] for one in islice(both, count)]
+
+
+def _evaluations(state: State) -> list[Group]:
+    """The evaluation groups that generate, in the order of their dispatch."""
+    found = [group for group in state.groups.values() if group.spec.purpose == "eval"]
+    return sorted((one for one in found if may_cancel(state, one)), key=lambda one: one.key)
 
 
 def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
@@ -222,7 +235,7 @@ def _take_batch(draft: Draft) -> None:
     if not batch:
         return
     groups = tuple(state.groups[one.group].taken() for one in batch)
-    draft.add(
+    draft.take(
         TakeBatch(
             step=at.step,
             attempt=state.attempt,
@@ -362,6 +375,7 @@ def _stop(draft: Draft) -> None:
 _STAGES: Final = (
     _fence,
     _end_groups,
+    _halt,
     _end_surplus,
     _take_batch,
     _drain,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.errors import BusError, LogTruncated, SchemaError
+from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
 from dora_pipe.orchestrator.fold import fold_round, read_control
 from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log
 from dora_pipe.orchestrator.state import State

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
-from dora_pipe.clock import Clock
 from dora_pipe.config.model import Timing
-from dora_pipe.errors import UsageError
+from dora_pipe.core.background_writer import BackgroundWriter
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import RunHalted, UsageError
+from dora_pipe.core.runtime import Meter, Port, Runtime
+from dora_pipe.core.stable_offset import await_stable_offset
 from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.memory import Tidying
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.orchestrator.snapshot_port import SnapshotPort
 from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY
 from dora_pipe.orchestrator.state import State
-from dora_pipe.runtime import Meter, Runtime
-from dora_pipe.schemas.control import Control, RoleStarted, RunStarted
+from dora_pipe.orchestrator.trim_port import TrimPort
+from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+
+HALTED_HINT: Final = (
+    "mend what they failed with, then `run --resume`, or `tell RUN resume` and start this role; "
+    "groups.failed_share_max says how many may fail"
+)
+
+
+STATUS_TAIL: Final = 10_000
+"""Statuses that a new incarnation reads of what was said before it, per partition: those of 512
+workers in ten seconds, one of which says all its progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +46,18 @@ class Instance:
     package: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trimmed:
+    """How long statuses are kept, and how the thread that deletes older ones opens the log.
+
+    Example: ``Trimmed(keep_ns=3600 * 10**9, open_bus=lambda: SqliteBus(path))``
+    """
+
+    keep_ns: int
+    """0: for ever."""
+    open_bus: Callable[[], Bus]
+
+
 def run_orchestrator(
     bus: Bus,
     topics: Topics,
@@ -41,20 +68,23 @@ def run_orchestrator(
     instance: Instance,
     run_started: RunStarted | None = None,
     snapshots: Path | None = None,
+    resumed_by: str = "",
+    trimmed: Trimmed | None = None,
 ) -> State:
     """Be the orchestrator of a run until it is over or `stop` says so; the state at the end.
 
     The topics exist. `run_started` starts a log that has none yet, and is ignored by another.
     `timing` is this process's own (leases, heartbeats). In the folder `snapshots` the state is
     kept now and then, so that the next start folds only what came after. The order of starting
-    matters: only what is read after the predecessor was fenced is the whole log.
+    matters: only what is read after the predecessor was fenced, and once nothing is held back any
+    more (`core.stable_offset`), is the whole log. A halted run goes on for `resumed_by`, a user.
 
-    Raises Fenced when a successor took over, UsageError when there is no run to orchestrate,
-    InvariantBroken and LogTruncated when the log was changed, BusError.
+    Raises RunHalted, Fenced when a successor took over, UsageError when there is no run to
+    orchestrate, InvariantBroken and LogTruncated when the log was changed, BusError.
     """
     meter = Meter()
-    ports = [] if snapshots is None else [SnapshotPort(snapshots, topics.run)]
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
+    status = BackgroundWriter(bus.writer())
     try:
         machine = start_machine(
             bus=bus,
@@ -66,25 +96,42 @@ def run_orchestrator(
             meter=meter,
             run_started=run_started,
             snapshots=snapshots,
+            resumed_by=resumed_by,
+            metrics_keep_ns=0 if trimmed is None else trimmed.keep_ns,
         )
         runtime = Runtime(
             machine,
             bus=bus,
             writer=writer,
-            ports=ports,
+            ports=_ports(topics.run, snapshots, trimmed, clock),
             clock=clock,
             meter=meter,
             exclusive=True,
+            status=status,
+            waiting=Tidying(),
         )
         try:
             runtime.run(stop)
         finally:
             runtime.close()
-        return machine.state
+        return _unless_halted(machine.state, topics.run)
     finally:
-        for port in ports:
-            port.close()
+        status.close()
         writer.close()
+
+
+def _ports(
+    run: str, snapshots: Path | None, trimmed: Trimmed | None, clock: Clock
+) -> Sequence[Port]:
+    found: list[Port] = [] if snapshots is None else [SnapshotPort(snapshots, run)]
+    return found if trimmed is None else [*found, TrimPort(trimmed.open_bus, sleep=clock.sleep)]
+
+
+def _unless_halted(state: State, run: str) -> State:
+    """The state at the end. Raises RunHalted where that is not the run's."""
+    if halted := state.failures.halted:
+        raise RunHalted(f"{run}: {halted}", hint=HALTED_HINT)
+    return state
 
 
 def start_machine(
@@ -98,8 +145,12 @@ def start_machine(
     meter: Meter,
     run_started: RunStarted | None = None,
     snapshots: Path | None = None,
+    resumed_by: str = "",
+    metrics_keep_ns: int = 0,
 ) -> OrchestratorMachine:
     """A machine at the end of the log; its role epoch is announced unless the run is over."""
+    folded = (topics.control, topics.decisions)
+    await_stable_offset(bus, [TopicPartition(topic, 0) for topic in folded], clock)
     found = recover(bus, topics, snapshots)
     if not found.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
@@ -107,6 +158,8 @@ def start_machine(
     records = [_role_started(clock, instance, role_epoch)]
     if not found.run_started and run_started is not None:
         records.insert(0, run_started)
+    if resumed_by and found.state.failures.halted:
+        records.append(Command(at_ns=clock.wall_ns(), user=resumed_by, verb="resume"))
     if not found.state.done:
         writer.append([Append(topic=topics.control, value=encode(record)) for record in records])
     partitions = range(bus.partitions(topics.metrics))
@@ -115,10 +168,11 @@ def start_machine(
         state=found.state,
         topics=topics,
         role_epoch=role_epoch,
-        metrics={at: bus.end(at) for at in metrics},
+        metrics={at: max(bus.begin(at), bus.end(at) - STATUS_TAIL) for at in metrics},
         timing=timing,
         cost=meter.cost,
         snapshot_every=0 if snapshots is None else SNAPSHOT_EVERY,
+        metrics_keep_ns=metrics_keep_ns,
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from dora_pipe.config.model import LOGGED, Config
+
+LATER: Final = frozenset({"groups.failed_share_max"})
+"""Keys that older runs do not have: None, and not among their logged keys."""
 
 
 def logged_keys(config: Config) -> dict[str, Any]:
@@ -12,7 +15,9 @@ def logged_keys(config: Config) -> dict[str, Any]:
     found = {}
     for key in sorted(LOGGED):
         section, _, name = key.partition(".")
-        found[key] = getattr(getattr(config, section), name)
+        value = getattr(getattr(config, section), name)
+        if value is not None or key not in LATER:
+            found[key] = value
     return found
 
 

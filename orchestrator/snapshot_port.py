@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, unanswered
 from dora_pipe.orchestrator.snapshots import (
     SNAPSHOTS_KEPT,
     WriteSnapshot,
@@ -21,11 +21,14 @@ LOG = logging.getLogger(__name__)
 CLOSE_S: Final = 5.0
 """Closing waits this long for a snapshot under way."""
 
+WAITING_MAX: Final = 1
+"""Beside the one that is being written."""
+
 TEMPORARY: Final = ".tmp"
 
 
 class SnapshotPort:
-    """A `dora_pipe.runtime.Port`. While one snapshot is being written, others are passed by."""
+    """A `core.runtime.Port`. While one snapshot is being written, others are passed by."""
 
     effects: tuple[type, ...] = (WriteSnapshot,)
     busy = False
@@ -33,36 +36,29 @@ class SnapshotPort:
     def __init__(self, folder: Path, run: str) -> None:
         self._folder = folder
         self._run = run
-        self._todo: queue.Queue[WriteSnapshot | None] = queue.Queue(maxsize=1)
-        self._thread = threading.Thread(target=self._work, name="snapshots", daemon=True)
-        self._thread.start()
+        handlers: Handlers = {WriteSnapshot: Handler(do=self._write, failed=_left_out)}
+        self._runner = EffectRunner("snapshots", handlers, asked_max=WAITING_MAX)
 
     def start(self, effect: WriteSnapshot) -> None:
         """Hand it to the thread, if that has nothing to do."""
-        try:
-            self._todo.put_nowait(effect)
-        except queue.Full:
-            LOG.info("the snapshot at decisions offset %d is left out", effect.offset)
+        self._runner.start(effect)
 
     def poll(self) -> list[Any]:
         """Nobody waits for a snapshot."""
-        return []
+        return self._runner.poll()
 
     def close(self) -> None:
         """Wait a little for what is under way; idempotent."""
-        if self._thread.is_alive():
-            try:
-                self._todo.put(None, timeout=CLOSE_S)
-            except queue.Full:
-                return
-            self._thread.join(CLOSE_S)
+        self._runner.close(wait_s=CLOSE_S)
 
-    def _work(self) -> None:
-        while (effect := self._todo.get()) is not None:
-            try:
-                write(self._folder, self._run, effect)
-            except OSError as error:
-                LOG.warning("no snapshot at decisions offset %d: %s", effect.offset, error)
+    def _write(self, effect: WriteSnapshot) -> Iterator[Any]:
+        write(self._folder, self._run, effect)
+        yield from ()
+
+
+def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Any]:
+    LOG.warning("no snapshot at decisions offset %d", effect.offset)
+    return unanswered(effect, error)
 
 
 def write(folder: Path, run: str, effect: WriteSnapshot) -> Path:

@@ -12,17 +12,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
+from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 import zstandard
 
 import dora_pipe.orchestrator
 import dora_pipe.schemas
-from dora_pipe.errors import DoraError
+from dora_pipe.core.errors import DoraError
+from dora_pipe.orchestrator.digest import TABLES, Kind, Leaves
+from dora_pipe.orchestrator.queues import push, queue_key
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY, decode_round
 from dora_pipe.schemas.wire import sha256_hex
@@ -37,10 +41,13 @@ SNAPSHOTS_KEPT: Final = 2
 """The newest, and one more in case that one is damaged."""
 
 SUFFIX: Final = ".snapshot"
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 BODY_BYTES_MAX: Final = 1 << 30
 """A state beyond this is not read; 10 000 workers with 64 requests each come to a fifth of it."""
+
+PIECE_BUCKETS: Final = 16
+"""Some hundred lines of a busy run."""
 
 LEVEL: Final = 1
 """Of zstd: the file is read once, if ever."""
@@ -80,51 +87,118 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A state as bytes: an object on the first line, then a line for each of its entities.
+
+    It is made of what the digest has encoded anyway, so that the round which takes it encodes the
+    first line alone and lists the buckets; whoever writes it joins the lines in them.
+    """
+
+    head: bytes
+    buckets: list[dict[str, bytes]] = field(default_factory=list)
+    """The lines, as `Leaves.settled` has them."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of it, `PIECE_BUCKETS` at a time: the loop goes on between two of them."""
+        yield self.head
+        for start in range(0, len(self.buckets), PIECE_BUCKETS):
+            some = self.buckets[start : start + PIECE_BUCKETS]
+            if piece := b"\n".join(chain.from_iterable(map(_LINES, some))):
+                yield b"\n" + piece
+
+    def joined(self) -> bytes:
+        """All of it."""
+        return b"".join(self.pieces())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSnapshot:
     """Keep a state that is in the log: its last round is durable. No event follows."""
 
     offset: int
     """Of that round in decisions."""
     digest: str
-    body: bytes
+    body: Body
 
 
-_SAVED: Final = tuple(one.name for one in fields(State) if one.name != "index")
-_HINTS: Final = get_type_hints(State)
-_BODY: Final = msgspec.json.Decoder(
-    msgspec.defstruct("Body", [(name, _HINTS[name]) for name in _SAVED], kw_only=True)
+_FOLLOWS: Final = frozenset({"index", "leaves", "queues", "finished"})
+"""Fields of a state that follow from the others."""
+
+_SAVED: Final = tuple(
+    one.name for one in fields(State) if one.name not in {*_FOLLOWS, *TABLES.values()}
 )
+_HINTS: Final = get_type_hints(State)
+_HEAD: Final = msgspec.json.Decoder(
+    msgspec.defstruct("Head", [(name, _HINTS[name]) for name in _SAVED], kw_only=True)
+)
+_LINE: Final = msgspec.json.Decoder(tuple[Kind, str, msgspec.Raw])
+_ENTITY: Final = {
+    kind: msgspec.json.Decoder(get_args(_HINTS[table])[1]) for kind, table in TABLES.items()
+}
 _HEADER: Final = msgspec.json.Decoder(Header)
 _ENCODER: Final = msgspec.json.Encoder()
+_LINES: Final = dict[str, bytes].values
 
 
-def body_of(state: State) -> bytes:
-    """Everything of a state but its index, which follows from the rest."""
-    return _ENCODER.encode({name: getattr(state, name) for name in _SAVED})
+def body_of(state: State) -> Body:
+    """Everything of a state but what follows from the rest."""
+    head = _ENCODER.encode({name: getattr(state, name) for name in _SAVED})
+    return Body(head=head, buckets=state.leaves.settled(state))
 
 
 def state_of(body: bytes) -> State:
-    """The state that `body_of` wrote. Raises msgspec.DecodeError."""
-    found = _BODY.decode(body)
+    """The state of a `Body`. Raises msgspec.DecodeError, or ValueError for what is no state."""
+    head, *lines = body.split(b"\n")
+    found = _HEAD.decode(head)
     state = State(**{name: getattr(found, name) for name in _SAVED})
-    for worker in state.workers.values():
-        state.index.mark(worker)
+    for kind, name, value in sorted(_LINE.decode(line) for line in lines):
+        getattr(state, TABLES[kind])[name] = _ENTITY[kind].decode(value)
+    state.leaves = Leaves.of(state)
+    try:
+        _follow(state)
+    except KeyError as error:
+        raise ValueError(f"its state lacks {error}") from None
     return state
 
 
-def file_bytes(body: bytes, *, run: str, offset: int, digest: str) -> tuple[str, bytes]:
+def _follow(state: State) -> None:
+    """Find again what follows from the groups, requests and workers."""
+    for name, request in state.requests.items():
+        if request.worker:
+            state.workers[request.worker].requests.add(name)
+        else:
+            spec = state.groups[request.group].spec
+            push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    for worker in state.workers.values():
+        state.index.mark(worker)
+    for group in state.groups.values():
+        if group.spec.purpose == "train" and group.phase == "generating":
+            state.index.begin(group.spec)
+        elif group.phase == "finished":
+            state.finished.append(group.key)
+    state.finished.sort()
+
+
+def file_bytes(body: Body, *, run: str, offset: int, digest: str) -> tuple[str, bytes]:
     """Name and content of a snapshot's file."""
+    content, size = sha256(), 0
+    packer = zstandard.ZstdCompressor(level=LEVEL).compressobj()
+    packed = []
+    for piece in body.pieces():
+        content.update(piece)
+        size += len(piece)
+        packed.append(packer.compress(piece))
     header = Header(
         format=FORMAT,
         run=run,
         source=source_digest(),
         offset=offset,
         digest=digest,
-        body_sha256=sha256_hex(body),
-        body_bytes=len(body),
+        body_sha256=content.hexdigest(),
+        body_bytes=size,
     )
-    packed = zstandard.ZstdCompressor(level=LEVEL).compress(body)
-    return header.name, _ENCODER.encode(header) + b"\n" + packed
+    head = _ENCODER.encode(header) + b"\n"
+    return header.name, b"".join((head, *packed, packer.flush()))
 
 
 def snapshots_in(folder: Path) -> list[Path]:

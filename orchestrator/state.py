@@ -4,10 +4,12 @@ Rules:
 
 1. State changes only in `orchestrator.rules_*` and `orchestrator.transitions`, driven by `fold`.
    The planner applies its decisions through the same functions.
-2. States compare by digest: sha256 of the canonical JSON of everything but the chain, the frozen
-   keys, and the index, which follows from the rest.
-3. Whoever changes a worker, or what it has, calls `index.touch` (or, where rare, `mark`).
-4. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
+2. States compare by digest; `orchestrator.digest` says what it covers.
+3. Whoever changes a worker, or what it has, calls `State.touch` (or, where rare, `mark`); whoever
+   changes a group or a request calls `leaves.touch`.
+4. What there are many of, groups, requests, workers, is not tracked by the garbage collector: no
+   cycle goes through them, and to look at all of them takes it longer than a round takes.
+5. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
    the run is.
 
 Warning: nothing here may depend on the order in which a set of strings iterates: that order
@@ -16,22 +18,22 @@ differs between processes. Sort, or use a dict.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from dora_pipe.config.model import Config, in_flight_batches
+from dora_pipe.orchestrator.digest import STATE_FORM, Leaves
 from dora_pipe.orchestrator.estimates import Estimates
+from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.index import Index
 from dora_pipe.orchestrator.queues import QueueKey
 from dora_pipe.orchestrator.residents import Residence
-from dora_pipe.orchestrator.settings import logged_keys
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
-from dora_pipe.schemas.wire import canonical, sha256_hex
 
 Phase = Literal["generating", "finished", "taken", "ending"]
 """Of an open group: siblings run; complete and in U; in a batch; its fate is known, not yet said.
@@ -40,13 +42,6 @@ U is exactly the training groups that are generating or finished.
 """
 
 Drain = Literal["no", "asked", "told"]
-
-STATE_FORM: Final = "1"
-"""What a digest covers, by name: another form with every field that comes or goes, so that a later
-version can go on with a log whose digests it cannot make again."""
-
-RESIDENT_FORM: Final = "2"
-"""Of a state in which workers host several versions at once: with `residents`."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +56,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     assets_digest: str
 
 
-@dataclass(slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, kw_only=True, gc=False):
     """A sibling that has not ended: queued (`worker` is empty) or placed."""
 
     group: str
@@ -86,8 +80,7 @@ class Request:
     """Round time of its first placement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How a sibling ended; without a trajectory when it failed."""
 
     taken: TakenTrajectory | None
@@ -95,16 +88,18 @@ class Result:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group's fate before the decision says so. Example: ``Verdict(fate="filtered", why=...)``"""
 
     fate: Fate
     why: str
+    error: str = ""
+    """Of the sibling that decided it, where its fate is `failed`: class and first line."""
+    trajectory: str = ""
+    """That sibling."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Group:
+class Group(msgspec.Struct, kw_only=True, gc=False):
     """An open group and what its siblings have come to, by sibling."""
 
     spec: GroupSpec
@@ -121,17 +116,16 @@ class Group:
 
     def taken(self) -> TakenGroup:
         """The group as a batch lists it, siblings in order."""
-        found = [result.taken for result in self.results if result is not None]
+        ended = [one.taken for one in self.results if one is not None]
         return TakenGroup(
             group=self.spec.group,
             version=self.spec.version,
             deadline=self.spec.deadline,
-            trajectories=tuple(one for one in found if one is not None),
+            trajectories=tuple([one for one in ended if one is not None]),
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class Worker:
+class Worker(msgspec.Struct, kw_only=True, gc=False):
     """One incarnation of a worker: what it shall be (`target`) and what it reported (`hosted`)."""
 
     name: str
@@ -149,7 +143,7 @@ class Worker:
     silent: bool = False
     """Its lease has expired; it is fenced next."""
     drain: Drain = "no"
-    requests: set[str] = field(default_factory=set)
+    requests: set[str] = msgspec.field(default_factory=set)
     """Trajectory ids of the open requests placed on it."""
     arriving: int = 0
     """Requests that move here and are not placed yet; they have their room."""
@@ -187,7 +181,13 @@ class Worker:
     @property
     def open(self) -> bool:
         """Whether a request may be placed on it."""
-        return self.target == self.hosted and not self.pressed and self.usable and self.room > 0
+        return (  # `usable` and `room`, in one: a plan asks thousands of times.
+            self.target == self.hosted
+            and not self.pressed
+            and not self.silent
+            and self.drain == "no"
+            and self.slots + self.prefetch > len(self.requests) + self.arriving
+        )
 
     @property
     def settled(self) -> bool:
@@ -242,10 +242,15 @@ class Tally:
 class State:
     """Everything; see the rules at the head of this file."""
 
+    TRANSIENT = ("leaves",)
+    """Not kept by `history.freeze`."""
+
     facts: Facts | None = None
     """None before `run started`; everything else is illegal until then."""
     config: Config | None = None
     """The frozen keys of `run started`, the logged ones as they are in force."""
+    planner: str = ""
+    """That of `run started`: whoever goes on with a run cuts its plans where it did."""
 
     version: int = 0
     """t: the number of committed steps."""
@@ -293,6 +298,8 @@ class State:
     """Evaluations are not waited for either."""
     done: bool = False
     """`stop run` was decided: the log of the run is complete."""
+    failures: Failures = field(default_factory=Failures)
+    """Training groups that failed lately, and whether the run was halted for it."""
 
     orchestrator_epoch: int = -1
     trainer_epoch: int = -1
@@ -307,7 +314,9 @@ class State:
     tally: Tally = field(default_factory=Tally)
     chain: str = GENESIS_CHAIN
     index: Index = field(default_factory=Index)
-    """Follows from the workers; see `orchestrator.index`."""
+    """Follows from the workers and groups; see `orchestrator.index`."""
+    leaves: Leaves = field(default_factory=Leaves)
+    """What the digest has seen of groups, requests and workers."""
 
     def standing(self) -> Standing:
         """Where the run stands, for the rules of `staleness`."""
@@ -342,26 +351,33 @@ class State:
         steps = self.config.run.steps
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
+    def touch(self, worker: Worker) -> None:
+        """A worker has joined or has changed in any way."""
+        self.index.touch(worker)
+        self._touch_leaves(worker)
+
+    def mark(self, worker: Worker) -> None:
+        """As `touch`, of what changes rarely: silence, drain, pressure."""
+        self.index.mark(worker)
+        self._touch_leaves(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker is out."""
+        self._touch_leaves(worker)
+        del self.workers[worker.name]
+        self.residents.pop(worker.name, None)
+        self.index.remove(worker)
+
     def digest(self) -> str:
-        """Form and hex digest of everything but chain, index and the keys that no run changes."""
-        left_out = {"chain", "index"} | (set() if self.residents else {"residents"})
-        names = [one.name for one in fields(self) if one.name not in left_out]
-        plain = {name: getattr(self, name) for name in names}
-        form = RESIDENT_FORM if self.residents else STATE_FORM
-        return f"{form}:{sha256_hex(canonical(_plain(plain)))}"
+        """Form and hex digest; costs what has changed since the last one."""
+        return self.leaves.digest(self)
+
+    def _touch_leaves(self, worker: Worker) -> None:
+        self.leaves.touch("worker", worker.name)
+        if worker.name in self.residents:
+            self.leaves.touch("resident", worker.name)
 
 
 def is_comparable(digest: str) -> bool:
     """Whether a recorded digest covers what the digests of this version cover."""
-    return digest.partition(":")[0] in (STATE_FORM, RESIDENT_FORM)
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Maps keyed by a number become sorted pairs: canonical JSON has no such maps."""
-    state["config"] = state["config"] and logged_keys(state["config"])
-    for name in ("policies", "pins", "deadlines", "queues"):
-        state[name] = sorted(state[name].items())
-    tally: Tally = state["tally"]
-    counters = {one.name: getattr(tally, one.name) for one in fields(tally)}
-    state["tally"] = counters | {"staleness": sorted(tally.staleness.items())}
-    return state
+    return digest.partition(":")[0] == STATE_FORM

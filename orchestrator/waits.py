@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Final
 
+from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
 from dora_pipe.orchestrator.staleness import waits_until
 from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.metrics import Blocker
-from dora_pipe.waiting import Found, LimitKind
 
 NAMED_MAX: Final = 3
 """Groups that a sentence names; the others are counted."""
 
 
-def waits(state: State, *, since_ns: int | None = None) -> list[Found]:
-    """What the run waits for, and versions with queued requests that nobody hosts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocking:
+    """Groups that something waits for."""
 
-    `since_ns` is the monotonic time at which the trainer began or ended its last step, if known.
+    first: list[Group]
+    """Those of the earliest deadlines, in order."""
+    count: int
+    """Of all."""
+
+
+def waits(
+    state: State, *, since_ns: int | None = None, held_back: Sequence[str] = ()
+) -> list[PendingWait]:
+    """What the run waits for, versions with queued requests that nobody hosts, and the log.
+
+    `since_ns` is the monotonic time at which the trainer began or ended its last step, if known;
+    `held_back` are topics with records that cannot be read yet: no lease runs meanwhile.
     """
     standing = _standing(state, since_ns)
-    return ([] if standing is None else [standing]) + _hostless(state)
+    found = ([] if standing is None else [standing]) + _hostless(state)
+    if held_back:
+        found.append(held_back_by(held_back))
+    return found
 
 
-def _standing(state: State, since_ns: int | None) -> Found | None:
+def held_back_by(topics: Sequence[str]) -> PendingWait:
+    """The wait for a broker to end what somebody left open in these topics."""
+    return PendingWait(
+        name="held-back",
+        words=f"the log to end an append that a dead role left open in {', '.join(topics)}",
+        key=",".join(topics),
+        blockers=[Blocker("topic", topic) for topic in topics],
+    )
+
+
+def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     """The one wait that stands between the run and its next step; None when the run is over."""
     if state.facts is None:
         return _still("start", "the start of the run", "", "short")
     if state.done:
         return None
+    if state.failures.halted:
+        words = f"a user to resume it: {state.failures.halted}"
+        return _still("halted", words, "", "free", [Blocker("user", "resume")])
     if state.training is not None:
         step = state.training.step
         words = f"the trainer: step {step}, attempt {state.training.attempt}"
@@ -37,16 +69,17 @@ def _standing(state: State, since_ns: int | None) -> Found | None:
     if not any(worker.usable for worker in state.workers.values()):
         known = [Blocker("worker", name) for name in sorted(state.workers)]
         return _still("worker", f"a worker{_rejection(state)}", "", "short", known)
-    found = blockers(state)
-    if found:
-        named = [Blocker("group", group.spec.group) for group in found]
-        return _still("groups", _names(found), str(state.version), "work", named, since_ns)
+    found = blockers(state, BLOCKERS_MAX)
+    if found.count:
+        named = [Blocker("group", group.spec.group) for group in found.first]
+        more = found.count - len(named)
+        return _still("groups", _names(found), str(state.version), "work", named, since_ns, more)
     if state.paused:
         return _still("pause", "the end of a pause", "", "free", [Blocker("user", "resume")])
     return _still("admission", "new groups", str(state.version), "work", _loading(state))
 
 
-def _hostless(state: State) -> list[Found]:
+def _hostless(state: State) -> list[PendingWait]:
     """Versions with queued requests and no worker that has, or gets, them."""
     hosted = {worker.target for worker in state.workers.values() if worker.usable}
     hosted.update(
@@ -56,7 +89,7 @@ def _hostless(state: State) -> list[Found]:
         for version in one.held
     )
     return [
-        Found(
+        PendingWait(
             name="host",
             words=f"a worker for {len(queue)} queued requests of version {version}",
             key=str(version),
@@ -81,8 +114,9 @@ def _still(
     limit: LimitKind,
     blockers_: Sequence[Blocker] = (),
     since_ns: int | None = None,
-) -> Found:
-    return Found(
+    more: int = 0,
+) -> PendingWait:
+    return PendingWait(
         name=name,
         words=words,
         key=key,
@@ -90,31 +124,33 @@ def _still(
         still=True,
         since_ns=since_ns,
         blockers=blockers_,
+        more=more,
     )
 
 
-def blockers(state: State) -> list[Group]:
-    """The unfinished groups that the next step waits for, earliest deadline first.
+def blockers(state: State, most: int) -> Blocking:
+    """The unfinished groups that the next step waits for, the first `most` of them by name.
 
     At the end of the run: the evaluation groups that are open.
     """
     at = state.standing()
     if at.step >= at.steps:
-        return sorted(state.groups.values(), key=lambda group: group.key)
+        groups = state.groups.values()
+        first = heapq.nsmallest(most, groups, key=lambda group: group.key)
+        return Blocking(first=first, count=len(groups))
     until = waits_until(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
-    found = [
-        group
-        for group in state.groups.values()
-        if group.phase == "generating"
-        and group.spec.purpose == "train"
-        and (until is None or group.spec.deadline <= until)
-    ]
-    return sorted(found, key=lambda group: group.key)
+    generating = state.index.generating
+    due = [one for one in sorted(generating) if until is None or one <= until]
+    names = islice(chain.from_iterable(generating[one] for one in due), most)
+    return Blocking(
+        first=[state.groups[name] for name in names],
+        count=sum(len(generating[one]) for one in due),
+    )
 
 
-def _names(found: Sequence[Group]) -> str:
-    names = ", ".join(_words(group) for group in found[:NAMED_MAX])
-    more = len(found) - NAMED_MAX
+def _names(found: Blocking) -> str:
+    names = ", ".join(_words(group) for group in found.first[:NAMED_MAX])
+    more = found.count - NAMED_MAX
     return f"groups {names}" + (f" and {more} more" if more > 0 else "")
 
 

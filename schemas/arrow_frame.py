@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.arrow_message import body_is_compressed, check_schema, metadata_bytes
 
 RAW_BYTES_MAX = 64 * 1024 * 1024

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 
 METADATA_BYTES_MAX: Final = 16 * 1024
 """Of one message; ours have 2 KiB. Bounds what Arrow's own check of a flatbuffer costs too."""

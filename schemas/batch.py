@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import TakenGroup
 
 _BATCH_DIGEST_HEAD = b"dora-pipe batch 1\n"
@@ -37,15 +37,26 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     """
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
-    lines: list[str] = []
-    for group in sorted(groups, key=attrgetter("group")):
-        lines.append(f"{group.group}\t{group.version}\t{group.deadline}\n")
-        lines += [
-            f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t"
-            f"{one.partition}\t{one.offset}\t{one.sha256}\n"
-            for one in sorted(group.trajectories, key=attrgetter("trajectory"))
-        ]
-    return hashlib.sha256(_BATCH_DIGEST_HEAD + "".join(lines).encode()).hexdigest()
+    return lines_digest(map(batch_lines, sorted(groups, key=attrgetter("group"))))
+
+
+def batch_lines(group: TakenGroup) -> bytes:
+    """The lines of one group in the text that `batch_digest` digests."""
+    head = f"{group.group}\t{group.version}\t{group.deadline}\n"
+    lines = [
+        f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t"
+        f"{one.partition}\t{one.offset}\t{one.sha256}\n"
+        for one in sorted(group.trajectories, key=attrgetter("trajectory"))
+    ]
+    return (head + "".join(lines)).encode()
+
+
+def lines_digest(lines: Iterable[bytes]) -> str:
+    """`batch_digest` of groups whose lines are there already, sorted by the group's id."""
+    digest = hashlib.sha256(_BATCH_DIGEST_HEAD)
+    for one in lines:
+        digest.update(one)
+    return digest.hexdigest()
 
 
 def _refuse_twice(ids: Sequence[str]) -> None:

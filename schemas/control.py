@@ -6,17 +6,22 @@ A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.schemas.wire import Unknown, decode_tagged, kebab, kinds_of
+from dora_pipe.schemas.wire import Unknown, canonical, decode_tagged, kebab, kinds_of, sha256_hex
 
 ExclusiveRole = Literal["orchestrator", "trainer"]
 FinishReason = Literal["stop", "length", "environment", "error"]
 """Why a trajectory ended: stop token or string, token limit, environment done, an error."""
+
+ERROR_CHARACTERS_MAX = 200
+"""Of the error of a trajectory in control; its own record has more of it."""
 
 
 class Control(
@@ -56,9 +61,24 @@ class RunStarted(Control, frozen=True, kw_only=True):
     package: str
     lineage: Lineage | None = None
 
+    def check_config(self) -> None:
+        """What every role asks before it obeys it. Raises InvariantBroken."""
+        found = config_digest(self.config)
+        if found != self.config_digest:
+            raise InvariantBroken(
+                f"the configuration in `run started` of {self.run} was changed: its sha256 is "
+                f"{found}, logged is {self.config_digest}",
+                hint="`dora-pipe audit` says what else does not hold",
+            )
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Hex sha256 of a configuration's plain values as canonical JSON."""
+    return sha256_hex(canonical(config))
+
 
 class RoleStarted(Control, frozen=True, kw_only=True):
-    """An exclusive role has fenced its predecessor and takes this role epoch."""
+    """An exclusive role has fenced its predecessor: its next incarnation begins."""
 
     role: ExclusiveRole
     role_epoch: int
@@ -69,7 +89,7 @@ class RoleStarted(Control, frozen=True, kw_only=True):
 
 
 class WorkerJoined(Control, frozen=True, kw_only=True):
-    """A worker is there and hosts nothing yet. Its role epoch is the offset of this record."""
+    """A worker is there and hosts nothing yet. The offset of this record names its incarnation."""
 
     worker: str
     instance: str
@@ -109,6 +129,10 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     offset: int
 
 
+RUN_STOPPED = "the run stopped"
+"""How the reason of a worker begins that leaves because a decision said so."""
+
+
 class WorkerLeft(Control, frozen=True, kw_only=True):
     """A worker stops in order; its open requests go on elsewhere from their progress records."""
 
@@ -119,7 +143,7 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
     """Trajectory id to its newest progress record."""
 
 
-class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One trajectory of a `trajectories logged` record; its version is the record's."""
 
     trajectory: str
@@ -133,6 +157,8 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """None exactly when the trajectory is not valid."""
     finish: FinishReason
+    error: str = ""
+    """Why it is not valid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +304,7 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     adopted: bool = False
     """The weights before this step were adopted, not replayed (`--adopt`)."""
     dropped: tuple[int, ...] = ()
-    """Versions whose files the trainer deletes once this commit is durable (docs/retention.md)."""
+    """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):

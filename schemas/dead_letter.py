@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.wire import decode, sha256_hex
 
 HEADER = "dead-letter"
 """Name of the one header of a dead letter."""
+
+DEAD_LETTER_BYTES_MAX = 9 * 1024 * 1024
+"""A dead letter above this leaves the value out."""
 
 WHY_CHARACTERS_MAX = 2000
 _OVERHEAD_BYTES = 1024  # What a bus may count beside key, value and headers.
@@ -67,7 +70,7 @@ class DeadLetter:
 
 
 def encode_dead_letter(
-    letter: DeadLetter, *, record_bytes_max: int
+    letter: DeadLetter, *, record_bytes_max: int = DEAD_LETTER_BYTES_MAX
 ) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
     """(value, headers) of a dead letter that fits into `record_bytes_max`.
 

@@ -1,6 +1,7 @@
-"""Finds a NaN or an infinity in a record: msgspec would write it as null, and no reader takes that.
+"""Which numbers records may hold: finite ones, and rewards within a bound.
 
-Only fields whose type can hold a float are walked, so a record without any costs one look-up.
+msgspec would write a NaN or an infinity as null, and no reader takes that. Only fields whose type
+can hold a float are walked, so a record without any costs one look-up.
 """
 
 from __future__ import annotations
@@ -8,11 +9,21 @@ from __future__ import annotations
 import functools
 import math
 import typing
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
+
+REWARD_MAX: Final = 1e6
+"""Largest absolute value of a reward that a task may give.
+
+Within it nothing that is made of rewards overflows: an advantage is a difference of two of them,
+2e6 at most, or that divided by their standard deviation; its square is 4e12, the sum of those over
+a batch of 1e9 trajectories is 4e21, and float32, in which losses and gradients are computed, ends
+at 3e38. That bound is the task's: readers take every finite reward, since older logs hold some
+beyond it, and a trainer says of a batch that overflows that it is `NonFinite`.
+"""
 
 
 def refuse_non_finite(value: Any, path: str = "$") -> None:

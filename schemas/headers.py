@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.trajectory import Headers, Meta, Trajectory
 
 _TEXT_CHARACTERS_MAX = 500

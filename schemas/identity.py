@@ -13,7 +13,7 @@ import re
 from functools import lru_cache
 from typing import Literal
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 
 Purpose = Literal["train", "eval"]
 """What a group is for; evaluation groups never enter a batch."""

@@ -63,7 +63,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=k
         return self.waits[0].words if self.waits and self.waits[0].still else ""
 
 
-class WorkerStatus(Metrics, frozen=True, kw_only=True):
+class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker does now."""
 
     worker: str
@@ -76,9 +76,29 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True):
     tokens_total: int
     """Tokens sampled by this incarnation."""
     progress: dict[str, Resume]
-    """Of every open request that has a progress record."""
+    """Of every open request that has a progress record; where `since` is true, of those alone that
+    have a newer one than the last status of this incarnation said."""
     weights_at: str = ""
-    """URL of the weights it hosts, for other workers; empty: nowhere (docs/transfers.md)."""
+    """URL of the weights it hosts, for other workers; empty: nowhere (docs/storage.md)."""
+    since: bool = False
+    """Whether `progress` is what has changed since the last status; absent: it is whole."""
+    ended: tuple[str, ...] = ()
+    """With `since`: requests that were in `progress` before and are not any more, sorted."""
+
+
+def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
+    """A status with its progress whole, after the one before it of the same worker, merged itself.
+
+    Without that one, or after another incarnation's, it has what it says by itself: all of it is
+    true, and the rest comes with the next whole status.
+    """
+    if not status.since:
+        return status
+    known = {} if before is None or before.epoch != status.epoch else before.progress
+    progress = known | status.progress
+    for name in status.ended:
+        progress.pop(name, None)
+    return msgspec.structs.replace(status, progress=progress, since=False, ended=())
 
 
 class TrainerStatus(Metrics, frozen=True, kw_only=True):

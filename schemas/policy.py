@@ -32,7 +32,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: str
     bytes: int
     peer: str = ""
-    """Where a KV cache can be fetched from another machine; see docs/transfers.md."""
+    """Where a KV cache can be fetched from another machine; see docs/storage.md."""
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from dora_pipe.errors import InvariantBroken, SchemaError
+from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.schemas.control import Resume, TakenGroup
 from dora_pipe.schemas.identity import Purpose, trajectory_id
 from dora_pipe.schemas.policy import Blob
@@ -159,7 +159,7 @@ class Move(Decision, frozen=True, kw_only=True):
     to: str
     """Worker that shall go on with it."""
     to_epoch: int
-    """Role epoch of `to`."""
+    """Incarnation of `to`."""
 
 
 class Cancel(Decision, frozen=True, kw_only=True):
@@ -223,7 +223,21 @@ class StopRun(Decision, frozen=True, kw_only=True):
     """No group is open and no step is left (or a user stopped the run): every role may go."""
 
 
-AnyDecision = Dispatch | Place | Move | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun
+class Halt(Decision, frozen=True, kw_only=True):
+    """Too many training groups fail: nothing more is decided until a user says `resume`.
+
+    The orchestrator ends with it; open groups stay open.
+    """
+
+    error: str
+    """What most of them failed with: class and first line."""
+    trajectory: str
+    """One that failed with it."""
+
+
+AnyDecision = (
+    Dispatch | Place | Move | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun | Halt
+)
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -238,7 +252,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     observations: tuple[AnyObservation, ...] = ()
     decisions: tuple[AnyDecision, ...] = ()
     planned: bool = True
-    """Whether a plan was made; an orchestrator that is still reading the log makes none."""
+    """Whether a plan was made; none is while the log is still read, nor beside much other work."""
     state_digest: str | None = None
     """Form and digest of the state after this round, every `STATE_DIGEST_EVERY`-th and the last."""
     chain: str = ""
@@ -294,6 +308,17 @@ class Succession:
 def fold_bytes(offset: int, value: bytes) -> bytes:
     """What one control record contributes to the chain: its offset, its length, its bytes."""
     return offset.to_bytes(8, "big") + len(value).to_bytes(8, "big") + value
+
+
+def seal(previous: str, folded: bytes, round_: Round) -> tuple[str, bytes]:
+    """The chain after a round that has none yet, and the round's bytes with it; encoded once.
+
+    `folded` is as for `chain_of`. The chain is the last field of a round.
+    """
+    assert not round_.chain
+    bare = encode(round_)
+    chain = sha256_hex(bytes.fromhex(previous), folded, bare)
+    return chain, bare[:-1] + b',"chain":"' + chain.encode() + b'"}'
 
 
 def chain_of(previous: str, folded: bytes, round_: Round) -> str:

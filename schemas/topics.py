@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from dora_pipe.errors import ConfigError
-
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+from dora_pipe.schemas.names import check_run_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +14,7 @@ class Topics:
     run: str
 
     def __post_init__(self) -> None:
-        if not _RUN_NAME.fullmatch(self.run):
-            raise ConfigError(
-                f"not a run name: {self.run[:120]!r}",
-                hint="letters, digits, '-' and '_', at most 100, starting with a letter or digit",
-            )
+        check_run_name(self.run)
 
     @property
     def control(self) -> str:
@@ -30,7 +23,7 @@ class Topics:
 
     @property
     def metrics(self) -> str:
-        """Periodic status; lossy."""
+        """Periodic status; lossy: old ones are deleted while a run goes on."""
         return f"{self.run}.metrics"
 
     @property

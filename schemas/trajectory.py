@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id
 
@@ -105,9 +105,11 @@ class Trajectory:
     """One sibling's record.
 
     Arrays have one entry per token of the sequence, prompt first; a writer may give lists, tuples
-    or numpy arrays (NaN is None there), a reader gets lists. `logprobs` are the model's own
-    (log-softmax of its logits); `sampler_logprobs` are of the distribution that was sampled from
-    (temperature, top-k, top-p, min-p applied). Both are None exactly where `loss_mask` is 0.
+    or numpy arrays (NaN is None there), a reader gets lists. `logprobs` are of the policy that is
+    trained: log-softmax of logits / `sampling.temperature`, or of the logits themselves where that
+    is 0 (greedy) or the run's `sampling.logprobs` is "raw", as it is where its configuration has no
+    such key. `sampler_logprobs` are of the distribution that was sampled from (top-k, top-p and
+    min-p applied, too; 0 if greedy). Both are None exactly where `loss_mask` is 0.
     """
 
     trajectory: str
@@ -163,7 +165,7 @@ class Headers(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     """Weights digest (hex)."""
     worker: str
     epoch: int
-    """The worker's role epoch."""
+    """The worker's incarnation."""
     tokens: int
     """Length of the sequence."""
     sampled: int
@@ -316,3 +318,21 @@ def _check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> 
         at = segment.end
     if at != len(mask):
         raise SchemaError("segments do not reach the end", path="$.segments")
+
+
+def turns_of(
+    segments: Sequence[Segment], token_ids: Sequence[int]
+) -> list[tuple[SegmentKind, list[int]]]:
+    """Every turn but the prompt, with its token ids; a turn of several segments is one."""
+    found: list[tuple[SegmentKind, list[int]]] = []
+    last: tuple[SegmentKind, int] | None = None
+    for segment in segments:
+        if segment.kind == "prompt":
+            continue
+        ids = token_ids[segment.start : segment.end]
+        if last == (segment.kind, segment.turn):
+            found[-1][1].extend(ids)
+        else:
+            found.append((segment.kind, list(ids)))
+        last = (segment.kind, segment.turn)
+    return found

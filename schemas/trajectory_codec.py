@@ -2,7 +2,8 @@
 
 A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`). Log-probs and
 nothing else are rounded: to float32, once, by the writer. `sampler_logprobs` is a null column where
-it equals `logprobs` (plain sampling at temperature 1); reading restores it.
+it equals `logprobs` (nothing is truncated, and they are at the sampler's temperature); reading
+restores it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers

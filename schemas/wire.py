@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.finite import refuse_non_finite
 
 T = TypeVar("T")

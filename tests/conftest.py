@@ -11,6 +11,7 @@ with CI=true, where that is a failure.
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,24 @@ settings.register_profile(
 settings.load_profile("house")
 
 
+CLIENT_THREADS = "kafka-"
+"""How the names of threads of Kafka's client begin, and of ours that wait for it."""
+
+THREAD_LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clients_end() -> Iterator[None]:
+    """Who makes a Kafka client closes it. A thread that is left goes on looking for its cluster,
+    draws its pauses from the global `random`, and Hypothesis blames the test that runs then."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(CLIENT_THREADS):
+            thread.join(THREAD_LIMIT_S)
+            assert not thread.is_alive(), f"this module leaves {thread.name} behind"
+
+
 @pytest.fixture(autouse=True)
 def _log_levels_stay() -> Iterator[None]:
     """A command that runs in this process may set them; the next test starts with its own."""
@@ -37,6 +56,13 @@ def _log_levels_stay() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed has the width of a pipe, unless a test asks: workers of xdist set these."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dora_pipe.config.objectives import Advantage, Averaging
+from dora_pipe.core.errors import NonFinite
 
 __all__ = [
     "STD_FLOOR",
@@ -24,6 +25,9 @@ __all__ = [
 
 STD_FLOOR: Final = 1e-4
 """Added to the standard deviation, so that nearly equal rewards do not blow up."""
+
+FLOAT32_MAX: Final = 3.4e38
+"""What advantages are turned into ends there."""
 
 Rewards = Sequence[float | None]
 
@@ -83,8 +87,22 @@ def batch_advantages(
 ) -> list[list[float | None]]:
     """The advantages of a whole batch, group by group, by the rule `objective.advantage`.
 
-    `groups` are (version, rewards of the siblings), in the order of the batch.
+    `groups` are (version, rewards of the siblings), in the order of the batch. Raises NonFinite
+    where an advantage is no finite float32; rewards within `REWARD_MAX` give none such.
     """
+    try:
+        found = _by_rule(groups, advantage, divide_by_std)
+    except OverflowError:
+        found = [[math.inf]]
+    if not all(one is None or abs(one) <= FLOAT32_MAX for row in found for one in row):
+        largest = max(abs(one) for _, row in groups for one in row if one is not None)
+        raise NonFinite(f"advantages overflow: the batch has a reward of size {largest:g}")
+    return found
+
+
+def _by_rule(
+    groups: Sequence[tuple[int, Rewards]], advantage: Advantage, divide_by_std: bool
+) -> list[list[float | None]]:
     if advantage == "version-baseline":
         return version_advantages(groups, divide_by_std=divide_by_std)
     rule = group_advantages if advantage == "group" else leave_one_out_advantages

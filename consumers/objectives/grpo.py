@@ -80,10 +80,11 @@ def gspo(inputs: Inputs, knobs: Knobs) -> Terms:
     """The clip on s = (product of ratios) ^ (1 / length), one per trajectory.
 
     GSPO (arXiv 2507.18071, equations 5 and 7), in the form per token that has the same value and
-    gradient (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)).
+    gradient (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)). Where a mask
+    leaves tokens out, s is that of the others: a token that is not trained has no part in it.
     """
     log_ratio = inputs.logprobs - inputs.around
-    ratio = row_geometric(log_ratio, inputs.lengths)
+    ratio = row_geometric(log_ratio, inputs.lengths, inputs.kept)
     own = (inputs.logprobs - inputs.logprobs.detach()).exp()
     return _clipped(ratio * own, inputs.advantages, knobs)
 

@@ -35,6 +35,8 @@ class Inputs:
     """Of the step's first weights, as the trainer computed them (p)."""
     reference: Tensor | None = None
     """Of version 0; needed for a KL term."""
+    kept: Tensor | None = None
+    """Bool: False where a mask leaves the token out; None where there is no mask."""
 
     @property
     def around(self) -> Tensor:
@@ -46,7 +48,9 @@ class Inputs:
 
         Their ratios may be infinite: a loss of 0 alone would leave them a gradient of 0 times that.
         """
-        return replace(self, logprobs=self.logprobs.where(kept, self.logprobs.detach()))
+        kept = kept if self.kept is None else kept & self.kept
+        logprobs = self.logprobs.where(kept, self.logprobs.detach())
+        return replace(self, logprobs=logprobs, kept=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +130,18 @@ def row_ratios(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
     return total.exp().to(log_ratio.dtype)
 
 
-def row_geometric(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Per token, the geometric mean of its trajectory's ratios, [N]; detached, below infinity."""
-    counts = log_ratio.double().new_tensor(np.repeat(lengths, lengths).tolist())
-    mean = row_sums(log_ratio.detach(), lengths) / counts
+def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None = None) -> Tensor:
+    """Per token, the geometric mean of its trajectory's ratios, [N]; detached, below infinity.
+
+    With `kept` it is that of the tokens that are kept, and 1 where none of a trajectory's is.
+    """
+    log_ratio = log_ratio.detach()
+    if kept is None:
+        counts = log_ratio.double().new_tensor(np.repeat(lengths, lengths).tolist())
+    else:
+        log_ratio = log_ratio.where(kept, log_ratio.new_zeros(()))
+        counts = row_sums(kept.double(), lengths).clamp(min=1.0)
+    mean = row_sums(log_ratio, lengths) / counts
     return mean.clamp(-LOG_MAX, LOG_MAX).exp().to(log_ratio.dtype)
 
 

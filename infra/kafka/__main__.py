@@ -1,11 +1,11 @@
 """`make kafka`, `make kafka-cluster`, `make demo-kafka`: brokers in the foreground of a terminal.
 
 python -m infra.kafka [--brokers 3] [--port 9092] [--folder DIR] [-- COMMAND {bootstrap} ...]
+python -m infra.kafka --brokers 3 [--folder DIR] --start 2
 """
 
 import argparse
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import FrameType
 from infra.kafka.broker import KafkaBroker
 from infra.kafka.cluster import NODES, KafkaCluster
 from infra.kafka.jars import CACHE, BrokerError, missing_tools
+from infra.kafka.launcher import Launcher, ask_to_start
 
 PORT = 9092
 CLUSTER_PORT = 29092
@@ -23,7 +24,8 @@ CLUSTER_PORT = 29092
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run brokers until Ctrl-C, or until COMMAND ends; their data is kept for the next time.
 
-    `{bootstrap}` in COMMAND becomes their addresses.
+    `{bootstrap}` in COMMAND becomes their addresses. A broker that dies is told, the others go on.
+    With --start N nothing is run: the program that runs the brokers starts that one again.
     """
     options = _parser().parse_args(arguments)
     missing = missing_tools()
@@ -37,20 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     port = options.port or (PORT if single else CLUSTER_PORT)
     brokers = KafkaBroker(folder, port=port) if single else KafkaCluster(folder, port=port)
     try:
-        brokers.start()
-        _say(f"kafka://{brokers.bootstrap}, data in {folder}; Ctrl-C stops it")
-        if options.command:
-            code = _run(options.command, brokers.bootstrap)
-            _say(f"the log stays in {folder}")
-            return code
-        return brokers.wait()
+        if options.start:
+            ask_to_start(folder, options.start, say)
+            return 0
+        with Launcher(brokers, folder, say) as launcher:
+            return launcher.run(options.command)
     except KeyboardInterrupt:
         return 0
     except BrokerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    finally:
-        brokers.stop()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,21 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--brokers", type=int, choices=(1, NODES), default=1)
     parser.add_argument("--port", type=int, help=f"the first; {PORT}, a cluster's {CLUSTER_PORT}")
     parser.add_argument("--folder", type=Path, help="where data lies")
+    parser.add_argument("--start", type=int, metavar="N", help="start broker N again, that died")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     return parser
 
 
-def _run(command: Sequence[str], bootstrap: str) -> int:
-    words = [word.replace("{bootstrap}", bootstrap) for word in command]
-    with subprocess.Popen(words) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # Ctrl-C reached the command too
-            process.send_signal(signal.SIGINT)
-            return process.wait()
-
-
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line for whoever looks on."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

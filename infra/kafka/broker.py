@@ -158,11 +158,6 @@ class KafkaBroker:
         path = self.folder / "broker.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self) -> int:
-        """Block until the broker ends by itself; its exit status."""
-        assert self._process is not None, "the broker is not running"
-        return self._process.wait()
-
     def __enter__(self) -> "KafkaBroker":
         self.start()
         return self
@@ -231,16 +226,25 @@ class KafkaBroker:
             self._process.send_signal(signal.SIGCONT)  # a frozen one hears nothing
             self._process.send_signal(how)
 
-    def join(self) -> None:
-        """Wait for the end of a broker that was told to, and make sure of it."""
-        process, self._process = self._process, None
+    def join(self, limit_s: float = STOP_LIMIT_S) -> bool:
+        """Wait for the end of a broker that was told to, and make sure of it: whether in time."""
+        process = self._process
         if process is None:
-            return
+            return True
+        in_time = True
         try:
-            process.wait(STOP_LIMIT_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            in_time = False
             process.kill()
             process.wait(STOP_LIMIT_S)
+        self._process = None
+        return in_time
+
+    @property
+    def ended(self) -> int | None:
+        """The exit status of a broker that ended and was not waited for; negative: a signal."""
+        return None if self._process is None else self._process.poll()
 
     def _properties(self) -> dict[str, str]:
         own = [(one, self.address(one.name)) for one in self.listeners]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from infra.kafka.broker import (
     MAX_STARTS,
     POLL_S,
+    STOP_LIMIT_S,
     KafkaBroker,
     Listener,
     new_cluster,
@@ -33,6 +34,14 @@ PORT_STEP = 10_000
 """Between two brokers of a cluster on chosen ports: 29092, 39092, 49092."""
 ELECTION_LIMIT_S = 30.0
 """A dead leader is missed after 3 s (broker.session.timeout.ms); a loaded machine takes longer."""
+
+
+def end_all(nodes: Sequence[KafkaBroker], how: signal.Signals) -> list[KafkaBroker]:
+    """Tell all to end, then wait; those that did not in time, and were killed."""
+    for node in nodes:
+        node.signal(how)
+    until_s = time.monotonic() + STOP_LIMIT_S
+    return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
 
 
 class KafkaCluster:
@@ -100,15 +109,11 @@ class KafkaCluster:
 
     def stop(self) -> None:
         """Ask all brokers to shut down, then wait for each."""
-        self._end(signal.SIGTERM)
+        end_all(self.nodes, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL for all of them at once."""
-        self._end(signal.SIGKILL)
-
-    def wait(self) -> int:
-        """Block until the first broker ends by itself; its exit status."""
-        return self.nodes[0].wait()
+        end_all(self.nodes, signal.SIGKILL)
 
     def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
         """The broker that leads a partition. Raises BrokerError if none does for too long."""
@@ -154,12 +159,6 @@ class KafkaCluster:
         cluster = new_cluster()
         with ThreadPoolExecutor(NODES) as pool:
             list(pool.map(lambda node: node.format(cluster), self.nodes))
-
-    def _end(self, how: signal.Signals) -> None:
-        for node in self.nodes:
-            node.signal(how)
-        for node in self.nodes:
-            node.join()
 
     def _leader(self, topic: str, partition: int) -> KafkaBroker | None:
         number = self._partition(topic, partition)["leader_id"]

@@ -1,4 +1,4 @@
-"""The panels of every dashboard; what each query's metrics mean is in docs/metrics.md.
+"""The panels of every dashboard; what each query's metrics mean is in docs/reference/metrics.md.
 
 It decides which questions a dashboard answers.
 """

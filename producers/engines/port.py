@@ -55,6 +55,14 @@ class SamplingParams:
     """Token ids that end the request; the stop token itself is part of the output."""
     stop: tuple[str, ...] = ()
     """Strings that end the request as soon as the decoded output contains one."""
+    logprob_temperature: float = 1.0
+    """What logits are divided by before `logprobs` are taken of them."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the distribution that `logprobs` are of."""
+        whole = self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
+        return whole and self.temperature == self.logprob_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +116,9 @@ class EngineRequest:
 class TokensSampled:
     """Tokens of a running request since the last event of that request; arrays of equal length.
 
-    `logprobs` are the model's own (temperature not applied), `sampler_logprobs` those of the
-    distribution that was sampled from (0.0 when greedy).
+    `logprobs` are of softmax(logits / `logprob_temperature`), `sampler_logprobs` those of the
+    distribution that was sampled from: of softmax(logits / temperature) what top-k, top-p and min-p
+    leave (0.0 when greedy).
     """
 
     request: str

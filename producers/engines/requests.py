@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sized
 from typing import Protocol
 
+from dora_pipe.config.rollout_sections import TEMPERATURE_MAX, TEMPERATURE_MIN
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.engines.stops import Decode, StopText
 
@@ -68,8 +69,12 @@ def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:
 
 
 def _check_params(name: str, params: SamplingParams) -> None:
-    if not 0 <= params.temperature < float("inf"):
-        raise ValueError(f"{name}: temperature {params.temperature} is not in [0, inf)")
+    hot = params.temperature
+    if hot and not TEMPERATURE_MIN <= hot <= TEMPERATURE_MAX:
+        limits = f"0, or {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}"
+        raise ValueError(f"{name}: temperature {hot} is not {limits}")
+    if not TEMPERATURE_MIN <= params.logprob_temperature <= TEMPERATURE_MAX:
+        raise ValueError(f"{name}: log-probs at temperature {params.logprob_temperature}")
     if not 0 < params.top_p <= 1:
         raise ValueError(f"{name}: top_p {params.top_p} is not in (0, 1]")
     if params.top_k < 0:

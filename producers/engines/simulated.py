@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.errors import PolicyError
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,

@@ -30,7 +30,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The tokens of a batch and their log-probs: the model's, and the sampler's (0 if greedy)."""
+    """The tokens of a batch and their log-probs: the policy's, and the sampler's (0 if greedy)."""
 
     tokens: Integers
     logprobs: Floats

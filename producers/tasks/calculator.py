@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.port import Environment, Observation, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 

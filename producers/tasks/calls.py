@@ -1,4 +1,4 @@
-"""What the task pool is asked and what it answers; decides nothing.
+"""What the task pool is asked and what it answers, and the frames in which both travel.
 
 A request has at most one call at a time. Its life is ``PromptCall``, for an episode some
 ``EnvStep``, then ``RewardCall`` (which ends the episode) or ``Forget``. Every call gets exactly
@@ -11,113 +11,208 @@ one event, `Forget` none:
 An episode that lies idle when its process dies gets an `EpisodeLost` too. `TaskFailed` is the
 fault of that call (it raised, hung or killed its process): the trajectory is invalid, and
 repeating would not help. `EpisodeLost` is the fault of another: the request may start again.
+
+Between the pool and its processes go frames: a length (4 bytes, big-endian) and JSON. Down the
+pipe: `Setup`, then `Call`s. Up: `Hello` or `Refused`, then exactly one `Answer` per call, in order.
+`End` has no answer. An episode is known by the number of the call that started it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 import msgspec
 
+from dora_pipe.config import model
 from dora_pipe.producers.tasks.port import Split
 
+LENGTH_BYTES: Final = 4
+FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A longer frame is no text that a model or environment wrote."""
 
-class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
+MESSAGE_CHARS_MAX: Final = 300
+"""Errors travel into every trajectory's record: one line, cut here."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A call of a request, or an event of it."""
+
+    request: str
+
+
+class PromptCall(Message, frozen=True, kw_only=True):
     """Ask for a row's prompt; starts an episode where the row has an environment.
 
     Example: ``PromptCall(request="g0000000042-003", split="train", index=17)``.
     """
 
-    request: str
     split: Split
     index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvStep:
+class EnvStep(Message, frozen=True, kw_only=True):
     """Hand a model turn to the request's episode."""
 
-    request: str
     text: str
 
 
-class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
+class RewardCall(Message, frozen=True, kw_only=True):
     """Score a finished trajectory. `text` is its last model turn, `turns` all segments but the
     prompt, in order. Goes to the request's episode where there is one, and ends it."""
 
-    request: str
     split: Split
     index: int
     text: str
-    turns: Sequence[str]
+    turns: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
 
-    request: str
 
-
-TaskCall = PromptCall | EnvStep | RewardCall
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptReady:
+class PromptReady(Message, frozen=True, kw_only=True):
     """The prompt, as text. With `episode`, finished turns go to `EnvStep`."""
 
-    request: str
     text: str
     episode: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvObserved:
+class EnvObserved(Message, frozen=True, kw_only=True):
     """What the environment answered (see `Observation`)."""
 
-    request: str
     text: str
     done: bool
     tool: str
     ok: bool
 
 
-class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid reward; all numbers are finite."""
+class Rewarded(Message, frozen=True, kw_only=True):
+    """A valid reward, within `REWARD_MAX`; all numbers are finite."""
 
-    request: str
     reward: float
     raw: float | None
     parts: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFailed:
+class TaskFailed(Message, frozen=True, kw_only=True):
     """The call raised, hung, killed its process or gave something that is no answer.
 
     Example: ``TaskFailed(request=..., error="TimedOut", message="timed out after 10 s")``.
     """
 
-    request: str
     error: str
     """Class of what was raised, or `TimedOut`, `ProcessDied`, `NoAnswer`."""
     message: str
     """One line of at most `MESSAGE_CHARS_MAX` characters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLost:
+class EpisodeLost(Message, frozen=True, kw_only=True):
     """The process that held the request's episode is gone, for no fault of the request."""
 
-    request: str
     message: str
 
 
-TaskEvent = PromptReady | EnvObserved | Rewarded | TaskFailed | EpisodeLost
+TaskCall = PromptCall | EnvStep | RewardCall
+Answered = PromptReady | EnvObserved | Rewarded | TaskFailed
+"""Events that come from a task process."""
+TaskEvent = Answered | EpisodeLost
 
-MESSAGE_CHARS_MAX = 300
-"""Errors travel into every trajectory's record: one line, cut here."""
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what travels."""
+
+
+class Setup(Frame, frozen=True):
+    """The first frame: what to serve, and whose death ends it."""
+
+    task: model.Task
+    parent_pid: int
+
+
+class Call(Frame, frozen=True):
+    """A call, with the episode that it is for."""
+
+    number: int
+    episode: int | None
+    call: TaskCall
+
+
+class End(Frame, frozen=True):
+    """Close an episode; unknown ones are ignored."""
+
+    episode: int
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task brings; equal in every process of a run. Digests are hex sha256."""
+
+    train_digest: str
+    train_rows: int
+    eval_digest: str
+    eval_rows: int
+    reward_digest: str
+    """Empty where the source cannot be known."""
+    single_turn: bool = True
+    """No prompt has an environment."""
+
+
+class Hello(Frame, frozen=True):
+    """The task is open."""
+
+    facts: Facts
+
+
+class Refused(Frame, frozen=True):
+    """The task cannot be opened."""
+
+    message: str
+    hint: str | None
+    config: bool
+    """Whether it is the configuration's fault."""
+
+
+class Answer(Frame, frozen=True):
+    """What became of the call with this number."""
+
+    number: int
+    event: Answered
+
+
+Down = Setup | Call | End
+Up = Hello | Refused | Answer
+
+_ENCODER = msgspec.json.Encoder()
+DOWN: Final = msgspec.json.Decoder(Down)
+UP: Final = msgspec.json.Decoder(Up)
+
+
+def pack(frame: Frame) -> bytes:
+    """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
+    body = _ENCODER.encode(frame)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ValueError(f"{len(body)} bytes of text, above the limit of {FRAME_BYTES_MAX}")
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def unpack(buffer: bytearray) -> Iterator[bytes]:
+    """Take the whole frames off the front of `buffer`; a torn one stays.
+
+    Raises ValueError for a length that no frame has: then the stream is lost.
+    """
+    at = 0
+    try:
+        while len(buffer) - at >= LENGTH_BYTES:
+            start = at + LENGTH_BYTES
+            size = int.from_bytes(buffer[at:start], "big")
+            if size > FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {size} bytes")
+            if len(buffer) < start + size:
+                break
+            at = start + size
+            yield bytes(buffer[start:at])
+    finally:
+        del buffer[:at]
 
 
 def one_line(text: str) -> str:

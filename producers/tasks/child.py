@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora_pipe.config import model
-from dora_pipe.producers.tasks import wire
+from dora_pipe.core.process_names import own_name
+from dora_pipe.producers.tasks.calls import UP, End, Setup, Up, pack, unpack
 
 READ_BYTES: Final = 1 << 16
 """What a pipe holds: a shorter read has emptied it."""
@@ -66,7 +67,7 @@ class Child:
     def start(cls, task: model.Task, selector: selectors.BaseSelector, now_ns: int) -> Child:
         """Start a process of its own session, so that it can be killed with all it started."""
         process = subprocess.Popen(
-            _COMMAND,
+            [*_COMMAND, f"task of {own_name()}".strip()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -80,7 +81,7 @@ class Child:
         os.set_blocking(outbox, False)
         child = cls(process=process, selector=selector, born_ns=now_ns, inbox=inbox, outbox=outbox)
         selector.register(outbox, selectors.EVENT_READ, child)
-        child._down += wire.pack(wire.Setup(task, os.getpid()))
+        child._down += pack(Setup(task, os.getpid()))
         return child
 
     @property
@@ -98,7 +99,7 @@ class Child:
     def end(self, episode: int) -> None:
         """Ask to close an episode."""
         if self.episodes.pop(episode, None) is not None:
-            self._down += wire.pack(wire.End(episode))
+            self._down += pack(End(episode))
 
     def flush(self) -> None:
         """Write what the pipe takes. A process that is gone is found out by `read`."""
@@ -112,7 +113,7 @@ class Child:
             else:
                 self.selector.unregister(self.inbox)
 
-    def read(self, *, to_the_end: bool = False) -> tuple[list[wire.Up], bool]:
+    def read(self, *, to_the_end: bool = False) -> tuple[list[Up], bool]:
         """Frames that have arrived, and whether the pipe has ended.
 
         Raises ValueError (msgspec's errors are ValueErrors) for what is no frame.
@@ -127,7 +128,7 @@ class Child:
             ended = not data
             if ended or (len(data) < READ_BYTES and not to_the_end):
                 break
-        return [wire.UP.decode(body) for body in wire.unpack(self._up)], ended
+        return [UP.decode(body) for body in unpack(self._up)], ended
 
     def kill(self) -> int:
         """SIGKILL to the process and all it started; its exit status. What it wrote is readable."""

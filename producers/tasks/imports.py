@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from dora_pipe.errors import ConfigError, TaskError
+from dora_pipe.core.errors import ConfigError, TaskError
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

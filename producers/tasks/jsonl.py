@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.errors import ConfigError, TaskError
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks.imports import load_attribute
 from dora_pipe.producers.tasks.port import Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed

@@ -18,24 +18,30 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from dora_pipe.clock import Clock, SystemClock
 from dora_pipe.config import model
-from dora_pipe.errors import ConfigError, ResourceError, TaskError
-from dora_pipe.producers.tasks import wire
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks.calls import (
+    Answered,
+    Call,
     EnvStep,
     EpisodeLost,
+    Facts,
     Forget,
+    Hello,
     PromptCall,
+    PromptReady,
+    Refused,
     RewardCall,
+    Rewarded,
     TaskCall,
     TaskEvent,
     TaskFailed,
+    Up,
     one_line,
+    pack,
 )
 from dora_pipe.producers.tasks.child import CLOSE_S, Child, OpenCall
-from dora_pipe.producers.tasks.translate import event_of, frame_of, how_it_ended
-from dora_pipe.producers.tasks.wire import Facts
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -198,7 +204,9 @@ class TaskPool:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
-            frame = frame_of(self._number, call, held[1] if held else None)
+            if held is None and isinstance(call, EnvStep):
+                raise ValueError("the request has no episode")
+            frame = pack(Call(self._number, held[1] if held else None, call))
         except ValueError as error:  # too long, or no Unicode
             self._fail(call.request, type(error).__name__, str(error))
             return
@@ -258,24 +266,25 @@ class TaskPool:
         if ended:
             self._bury(child, now_ns, "ProcessDied", "")
 
-    def _answered(self, child: Child, frame: wire.Up, now_ns: int) -> None:
+    def _answered(self, child: Child, frame: Up, now_ns: int) -> None:
         match frame:
-            case wire.Hello():
+            case Hello():
                 self._greet(child, frame.facts)
                 return
-            case wire.Refused():
+            case Refused():
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
-        if not child.sent or child.sent[0].number != frame.number:
+        first = child.sent[0] if child.sent else None
+        if first is None or (first.number, first.request) != (frame.number, frame.event.request):
             raise ValueError(f"an answer to call {frame.number}, which is not its turn")
         call = child.sent.popleft()
         child.head_since_ns = now_ns
         self._deaths_in_a_row = 0
-        self._settle(child, call, frame)
+        self._settle(child, call, frame.event)
 
-    def _settle(self, child: Child, call: OpenCall, answer: wire.Answer) -> None:
-        """Turn an answer into an event, and keep the book of episodes."""
-        if isinstance(answer, wire.Prompted) and answer.episode:
+    def _settle(self, child: Child, call: OpenCall, event: Answered) -> None:
+        """Keep account of episodes, and pass an event on whose request was not forgotten."""
+        if isinstance(event, PromptReady) and event.episode:
             child.episodes[call.number] = call.request
             if call.forgotten:
                 child.end(call.number)
@@ -284,9 +293,9 @@ class TaskPool:
         if call.forgotten:
             return
         del self._open[call.request]
-        if isinstance(answer, wire.Scored | wire.Failed):
+        if isinstance(event, Rewarded | TaskFailed):
             self._end_episode(call.request)
-        self._events.append(event_of(call.request, answer))
+        self._events.append(event)
 
     def _greet(self, child: Child, facts: Facts) -> None:
         if self._facts not in (None, facts):
@@ -319,7 +328,7 @@ class TaskPool:
             for frame in child.read(to_the_end=True)[0]:
                 self._answered(child, frame, now_ns)
         child.release()
-        message = message or how_it_ended(status)
+        message = message or _how_it_ended(status)
         answered_after_all = error == "TimedOut" and len(child.sent) < last
         if child.sent and not answered_after_all:
             self._blame(child.sent.popleft(), error, message)
@@ -375,6 +384,13 @@ class TaskPool:
 
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
+
+
+def _how_it_ended(status: int) -> str:
+    """``_how_it_ended(-9) == "its process was killed by signal 9"``."""
+    if status < 0:
+        return f"its process was killed by signal {-status}"
+    return f"its process ended with status {status}"
 
 
 def survey(task: model.Task, *, clock: Clock | None = None) -> Facts:

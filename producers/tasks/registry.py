@@ -1,4 +1,5 @@
-"""Which class a configured task is, and the digests of what it brings: data and reward."""
+"""Which class a configured task is, the digests of what it brings (data and reward), and whether
+those are the run's."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.errors import ConfigError, TaskError
+from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
+from dora_pipe.producers.tasks.calls import Facts
 from dora_pipe.producers.tasks.imports import load_attribute, nearest
 from dora_pipe.producers.tasks.jsonl import JsonlTask
 from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.wire import canonical
 
 BUILT_IN: Mapping[str, type[Task]] = {
@@ -120,3 +123,23 @@ def reward_digest(task: Task) -> str:
         digest.update(text.encode())
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+def check_data(facts: Facts, run: RunStarted) -> None:
+    """Whether a task has the run's data here. Raises TaskError, InvariantBroken where `run started`
+    says another number of rows than the data with its digest has."""
+    for what, mine, wanted, rows, said in (
+        ("data set", facts.train_digest, run.dataset_digest, facts.train_rows, run.dataset_rows),
+        ("evaluation data", facts.eval_digest, run.eval_digest, facts.eval_rows, run.eval_rows),
+    ):
+        if mine != wanted:
+            raise TaskError(
+                f"the {what} here is another one ({mine[:12]}) than the run's ({wanted[:12]})",
+                hint="give every worker the files that the run started with",
+            )
+        if rows != said:
+            raise InvariantBroken(
+                f"`run started` of {run.run} was changed: the {what} with its digest has {rows} "
+                f"rows, logged are {said}",
+                hint="`dora-pipe audit` says what else does not hold",
+            )

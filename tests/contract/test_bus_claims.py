@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.claims import ClaimBus, ClaimFiles, ClaimWriter
+from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, ClaimWriter
 from dora_pipe.bus.port import Bus, Writer
 from tests.support import bus_checks_writing as writing
 from tests.support.bus_contract import CHECKS
@@ -45,6 +45,10 @@ class ClaimHarness:
         """Of the writer below."""
         assert isinstance(writer, ClaimWriter)
         self.inner.make_next_append_unknown(writer.inner)
+
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """In the log below."""
+        return self.inner.leave_open(topic)
 
 
 @pytest.fixture(params=["memory", "sqlite"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.errors import BusError
+from dora_pipe.core.errors import BusError
 from tests.support import bus_checks_reading as reading
 from tests.support import bus_checks_writing as writing
 from tests.support import bus_steps
 from tests.support.bus_broken import (
+    CarefreeReader,
     ConfidentWriter,
     CreatingBus,
     DenseLog,
@@ -36,6 +37,10 @@ BROKEN: list[tuple[MemoryHarness, Check]] = [
     (
         MemoryHarness(bus=bus_with(reader=LastOffsetReader)),
         reading.caught_up_means_position_and_not_last_offset,
+    ),
+    (
+        MemoryHarness(bus=bus_with(reader=CarefreeReader)),
+        reading.readers_know_that_they_are_held_back,
     ),
     (
         MemoryHarness(bus=bus_with(reader=HeaderlessReader)),

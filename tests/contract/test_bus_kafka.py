@@ -14,11 +14,12 @@ import pytest
 from kafka import KafkaAdminClient
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from dora_pipe.bus import kafka, kafka_bounds
-from dora_pipe.bus.kafka import KafkaBus
-from dora_pipe.bus.kafka_client import send
+from dora_pipe.bus.kafka import bus as kafka
+from dora_pipe.bus.kafka import bus as kafka_bus
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, Fenced
+from dora_pipe.core.errors import BusError, Fenced
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import appends, catch_up, topic_on
 from tests.support.kafka_broker import KafkaBroker, Listener
@@ -46,7 +47,7 @@ def test_a_writer_fenced_between_two_records_of_one_append_is_told_so(
         time.sleep(0.3)  # by then the broker has refused the first one
         return sent
 
-    monkeypatch.setattr(kafka_bounds, "send", send_slowly)
+    monkeypatch.setattr(kafka_bus, "send", send_slowly)
     with pytest.raises(Fenced):
         old.append(appends(topic, "a", "b", "c"))
 

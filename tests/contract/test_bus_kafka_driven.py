@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from dora_pipe.bus.kafka import KafkaBus
-from dora_pipe.bus.kafka_client import ANSWER_BYTES
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.client import ANSWER_BYTES
 from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
 from tests.support.kafka_broker import KafkaBroker
 

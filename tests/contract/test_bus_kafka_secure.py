@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kafka import KafkaAdminClient
 
-from dora_pipe.bus.kafka import KafkaBus
-from dora_pipe.bus.kafka_security import PLAINTEXT, KafkaSecurity
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
-from dora_pipe.errors import AccessRefused, BusError
+from dora_pipe.core.errors import AccessRefused, BusError
 from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import KafkaHarness
-from tests.support.bus_steps import Check, read, topic_on
+from tests.support.bus_steps import Check, appends, read, topic_on
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.kafka_secure import (
     Certificates,
@@ -200,7 +200,7 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
     address = secure_kafka.address("SECURE")
     harness = SecureHarness(address, admin)
     topic, name = topic_on(harness, harness.open()), harness.topic("w")
-    at, granted = TopicPartition(topic, 0), []
+    at = TopicPartition(topic, 0)
     with_rights = SecureHarness(address, stranger)
 
     def work() -> None:
@@ -210,6 +210,35 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
         bus.writer().append([Append(topic=topic, value=b"plain")])
         bus.writer(exclusive=name).append([Append(topic=topic, value=b"exclusive")])
 
+    granted = granted_for(secure_kafka, work)
+    assert granted == ["Describe", "DescribeConfigs", "Read", "Write", "Write"]
+    reader = harness.open().reader({at: 0})
+    assert [one.value for one in read(reader, 3)] == [b"plain", b"plain", b"exclusive"]
+    harness.close()
+    with_rights.close()
+
+
+def test_a_trim_needs_the_right_to_delete_and_no_other_that_its_role_has_not(
+    secure_kafka: KafkaBroker, admin: KafkaSecurity, stranger: KafkaSecurity
+) -> None:
+    address = secure_kafka.address("SECURE")
+    harness, with_rights = SecureHarness(address, admin), SecureHarness(address, stranger)
+    bus, at = harness.open(), TopicPartition(f"{harness.topic('t')}.metrics", 0)
+    bus.create([TopicSpec(name=at.topic)])
+    offsets = bus.writer().append(appends(at.topic, "a", "b", "c"))
+
+    def work() -> None:
+        with_rights.open().trim(at, offsets[2])
+
+    assert granted_for(secure_kafka, work) == ["Describe", "DescribeConfigs", "Delete"]
+    assert bus.begin(at) == offsets[2]
+    harness.close()
+    with_rights.close()
+
+
+def granted_for(secure_kafka: KafkaBroker, work: Callable[[], None]) -> list[str]:
+    """What hints granted until the stranger could do it."""
+    granted: list[str] = []
     for _ in range(10):
         try:
             work()
@@ -217,11 +246,7 @@ def test_each_missing_right_is_named_and_the_hint_grants_it(
         except AccessRefused as error:
             assert "User:stranger lacks " in error.message, error.message
             granted.append(grant(secure_kafka, error.hint or ""))
-    assert granted == ["Describe", "DescribeConfigs", "Read", "Write", "Write"]
-    reader = harness.open().reader({at: 0})
-    assert [one.value for one in read(reader, 3)] == [b"plain", b"plain", b"exclusive"]
-    harness.close()
-    with_rights.close()
+    return granted
 
 
 def grant(secure_kafka: KafkaBroker, hint: str) -> str:
@@ -297,6 +322,22 @@ def test_somebody_else_s_topic_is_looked_at(
     else:
         bus.create([TopicSpec(name=name)])
         assert said in caplog.text
+    bus.close()
+
+
+def test_retention_of_a_topic_that_may_be_trimmed_is_not_told(
+    secure_kafka: KafkaBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = KafkaAdminClient(bootstrap_servers=secure_kafka.bootstrap)
+    for name in ("kept.control", "kept.metrics"):
+        configs = {"retention.ms": "3600000", "max.message.bytes": str(11 * 1024 * 1024)}
+        made = {name: {"num_partitions": 1, "replication_factor": 1, "configs": configs}}
+        theirs.create_topics(made, wait_for_metadata=True)
+    theirs.close()
+    bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
+    bus.create([TopicSpec(name="kept.control"), TopicSpec(name="kept.metrics")])
+    assert "kept.control forgets records" in caplog.text
+    assert "kept.metrics" not in caplog.text
     bus.close()
 
 

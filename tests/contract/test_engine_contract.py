@@ -17,6 +17,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
 from tests.support import engine_contract as contract
 from tests.support.engine_contract import Decode, Subject
+from tests.support.engine_temperature import check_logprobs_are_at_the_temperature_asked_for
 
 SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm", "vllm-server")
 
@@ -54,7 +55,13 @@ def _simulated(folder: Path) -> Subject:
         return engine
 
     policies = (first, second)
-    return Subject(name="simulated", open=open_engine, vocabulary=VOCABULARY, policies=policies)
+    return Subject(
+        name="simulated",
+        open=open_engine,
+        vocabulary=VOCABULARY,
+        policies=policies,
+        samples=False,
+    )
 
 
 def test_requests_run_to_their_end(subject: Subject) -> None:
@@ -67,6 +74,10 @@ def test_an_engine_says_what_it_is(subject: Subject) -> None:
 
 def test_tokens_are_emitted_as_asked(subject: Subject) -> None:
     contract.check_tokens_are_emitted_as_asked(subject)
+
+
+def test_logprobs_are_at_the_temperature_asked_for(subject: Subject) -> None:
+    check_logprobs_are_at_the_temperature_asked_for(subject)
 
 
 def test_what_cannot_be_taken_is_refused_and_changes_nothing(subject: Subject) -> None:

@@ -14,10 +14,9 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     Kv,
 )
-from dora_pipe.producers.handover import KvLabel
-from dora_pipe.producers.handover_kv import KvHandover
+from dora_pipe.producers.worker.kv_handover import KvHandover, KvLabel
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.store.transfers.files import MappedFiles
 from tests.contract.test_engine_contract import subject
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Subject

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import write_merged
-from dora_pipe.policies.model_dir import write_model_dir
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
@@ -25,7 +23,9 @@ from dora_pipe.producers.engines.port import (
     EngineRequest,
 )
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.store.adapters import write_merged
+from dora_pipe.store.model_dir import write_model_dir
 from tests.support import models
 from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE
@@ -341,12 +341,12 @@ class TestAdapters:
             found = run(engine, [replace(one, version=1), replace(one, request="b", version=0)])
             assert found["r"].logprobs != found["b"].logprobs
 
-    def test_row_whose_adapter_is_not_finite_harms_none_of_another_version(
+    def test_row_whose_adapter_overflows_harms_none_of_another_version(
         self, several: Several, tmp_path: Path
     ) -> None:
         base, digest = several.policies[0]
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
-        broken = random_adapter(base, digest, seed=3, size=float("inf"))
+        broken = random_adapter(base, digest, seed=3, size=1e30)
         made = publish(store, broken)
         engine = several.hosting(0, 1)
         engine.load(store.weights_path(made.digest), version=2, digest=made.digest)

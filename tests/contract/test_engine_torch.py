@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dora_pipe.errors import ConfigError, PolicyError
-from dora_pipe.policies.digest import read_manifest
-from dora_pipe.producers.engines import torch_engine
+from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
@@ -27,7 +25,9 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
     WeightsLoaded,
 )
-from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.engines.torch import engine as torch_engine
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.engine_contract import Result, request, run, take
 from tests.support.engine_moves import finish, steps
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make

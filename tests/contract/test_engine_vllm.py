@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora_pipe.errors import InvariantBroken, PolicyError
+from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import INTERRUPTIBLE
+from dora_pipe.store.model_dir import import_model
 from tests.support import device, models
 from tests.support.engine_contract import Result, Subject, request, requests, run
 from tests.support.vllm_engines import SETTINGS, need_vllm, open_vllm, vllm_subject
@@ -48,7 +49,7 @@ def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
 def test_head_that_is_tied_to_the_embedding_follows_the_weights(
     vllm: Subject, tmp_path: Path, kind: str
 ) -> None:
-    from dora_pipe.policies.store import PolicyStore
+    from dora_pipe.store.store import PolicyStore
     from tests.support.torch_engines import logprob_distance
 
     store = PolicyStore(tmp_path / "policies")
@@ -59,7 +60,7 @@ def test_head_that_is_tied_to_the_embedding_follows_the_weights(
             models.make_qwen2(model, seed, scale=2.0, tie_word_embeddings=True)
         else:
             models.make_llama_gqa(model, seed, scale=2.0, hidden_size=192)
-        manifest, assets = store.import_model(model)
+        manifest, assets = import_model(store, model)
         if engine is None:
             engine = open_vllm(store.assets_path(assets), slots=2, context_tokens=128)
         engine.load(store.weights_path(manifest.digest), version=seed, digest=manifest.digest)
@@ -151,11 +152,11 @@ def test_another_order_of_min_p_and_top_p_is_refused(vllm: Subject) -> None:
 def test_weights_of_another_shape_or_digest_are_refused_and_the_old_ones_stay(
     vllm: Subject, tmp_path: Path
 ) -> None:
-    from dora_pipe.policies.store import PolicyStore
+    from dora_pipe.store.store import PolicyStore
 
     other = models.make_qwen2(tmp_path / "wide", 0, intermediate_size=256)
     store = PolicyStore(tmp_path / "policies")
-    manifest = store.import_model(other)[0]
+    manifest = import_model(store, other)[0]
     engine = vllm.open(slots=2)
     one = request("r", [5, 6], max_tokens=20)
     before = run(engine, [one])
@@ -202,7 +203,7 @@ def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -
 
 
 def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Subject) -> None:
-    from dora_pipe.producers.engines.vllm_core import STEP_TOKENS_MAX
+    from dora_pipe.producers.engines.vllm.core import STEP_TOKENS_MAX
     from tests.support.torch_engines import logprob_distance
 
     count, length = 24, 100

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from dora_pipe.producers.engines.port import EngineRequest, Exported, Kv
-from dora_pipe.producers.handover import KvLabel
-from dora_pipe.producers.handover_kv import KvHandover
+from dora_pipe.producers.worker.kv_handover import KvHandover, KvLabel
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.store.transfers.files import MappedFiles
 from tests.support import engine_moves as moves
 from tests.support import models
 from tests.support.engine_contract import Result, Subject, request, requests, run
@@ -173,7 +172,7 @@ def test_weights_that_change_before_the_first_step_make_the_cache_worth_nothing(
 
 
 def test_request_that_vllm_sets_aside_after_it_moved_ends_right(vllm: Subject) -> None:
-    from dora_pipe.producers.engines.vllm_core import VllmSettings
+    from dora_pipe.producers.engines.vllm.core import VllmSettings
 
     source = vllm.open(slots=12)
     tight = open_vllm(
@@ -214,7 +213,7 @@ def test_request_that_was_set_aside_has_no_cache_to_take_along(vllm: Subject) ->
 
 
 def test_bfloat16_cache_moves_through_a_file(vllm: Subject, tmp_path: Path) -> None:
-    from dora_pipe.producers.engines.vllm_core import VllmSettings
+    from dora_pipe.producers.engines.vllm.core import VllmSettings
 
     (path, digest), _ = vllm.policies
     half = [
@@ -244,7 +243,7 @@ def test_bfloat16_cache_moves_through_a_file(vllm: Subject, tmp_path: Path) -> N
 def test_caches_of_the_torch_engine_and_of_vllm_are_not_taken_for_each_other(
     vllm: Subject,
 ) -> None:
-    from dora_pipe.producers.engines.torch_engine import TorchEngine
+    from dora_pipe.producers.engines.torch.engine import TorchEngine
 
     own = TorchEngine.open(model_of(vllm), slots=2, context_tokens=256, threads=1)
     (path, digest), _ = vllm.policies

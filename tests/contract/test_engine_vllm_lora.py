@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.errors import InvariantBroken, PolicyError
-from dora_pipe.policies.adapters import read_adapter, write_merged
-from dora_pipe.policies.model_dir import write_model_dir
+from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import EngineRequest
-from dora_pipe.producers.engines.vllm_core import BLOCK_TOKENS
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
+from dora_pipe.store.adapters import read_adapter, write_merged
+from dora_pipe.store.model_dir import write_model_dir
 from tests.support.adapters import RANK, make_lora
 from tests.support.adapters import Lora as Published
 from tests.support.device import DEVICE, LORA_DTYPE, MODEL_DISTANCE
@@ -192,7 +192,7 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
 def test_adapter_that_vllm_refuses_is_one_line_and_changes_nothing(
     lora: Lora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora_pipe.producers.engines import vllm_adapters
+    from dora_pipe.producers.engines.vllm import adapters as vllm_adapters
 
     engine = lora.hosting(1, most=1)
     monkeypatch.setattr(vllm_adapters, "write_peft", lambda folder, adapter: None)

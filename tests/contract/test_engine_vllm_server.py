@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from dora_pipe.errors import ConfigError, ResourceError
-from dora_pipe.producers.engines.vllm_http import Address, call
-from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.producers.engines.vllm.http import Address, call
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 from tests.contract.test_engine_vllm import (
     test_another_order_of_min_p_and_top_p_is_refused,
     test_draws_follow_the_distribution,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import read_adapter, write_peft
-from dora_pipe.producers.engines.vllm_adapters import FOLDER_PREFIX
-from dora_pipe.producers.engines.vllm_remote import Remote
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.vllm.adapters import FOLDER_PREFIX
+from dora_pipe.producers.engines.vllm.remote import Remote
+from dora_pipe.store.adapters import read_adapter, write_peft
 from tests.contract.test_engine_vllm_lora import (
     Lora,
     published,

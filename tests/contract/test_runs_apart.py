@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
-from dora_pipe.errors import Fenced
+from dora_pipe.core.errors import Fenced
 from dora_pipe.schemas.topics import Topics
 from tests.support.bus_steps import Harness, catch_up, values
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.telemetry.trackers.port import Figure, Spread, TrackedRun
+from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
 from tests.support.trackers import (
     RUN,
     FakeWandbHarness,

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
-from dora_pipe.consumers.trainers.port import Settings, TrainBatch, Trainer
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
-from dora_pipe.consumers.trainers.torch_lora import LoraOptions
-from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
-from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import stands_on
-from dora_pipe.policies.digest import read_manifest
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.adapters import stands_on
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_batch
@@ -28,11 +29,11 @@ class Subject:
 
     store: PolicyStore
     policy: Manifest
-    make: Callable[[], Trainer]
+    make: Callable[[], Learner]
     lora: bool = False
     """Its policies are adapters on version 0."""
 
-    def fresh(self) -> Trainer:
+    def fresh(self) -> Learner:
         """One that has loaded version 0."""
         trainer = self.make()
         weights = self.store.weights_path(self.policy.digest)
@@ -47,14 +48,14 @@ def _torch_subject(
     root: Path, make_model: Callable[[Path], Path], lora: LoraOptions | None = None
 ) -> Subject:
     store = PolicyStore(root / "policies")
-    policy, assets = store.import_model(make_model(root / "model"))
+    policy, assets = import_model(store, make_model(root / "model"))
     reference = store.weights_path(policy.digest)
     device.prepare()
     options = TorchOptions(micro_batch_tokens=256, device=device.DEVICE, lora=lora)
     return Subject(
         store=store,
         policy=policy,
-        make=lambda: TorchTrainer(store.assets_path(assets), reference=reference, options=options),
+        make=lambda: TorchLearner(store.assets_path(assets), reference=reference, options=options),
         lora=lora is not None,
     )
 
@@ -62,7 +63,7 @@ def _torch_subject(
 def _simulated_subject(root: Path) -> Subject:
     store = PolicyStore(root / "policies")
     return Subject(
-        store=store, policy=store.publish_weights(initial_weights), make=SimulatedTrainer
+        store=store, policy=store.publish_weights(initial_weights), make=SimulatedLearner
     )
 
 
@@ -73,12 +74,12 @@ def _deepspeed_subject(root: Path, kind: str) -> Subject:
     more = [word for word in words if word != "lora"]
     dtype, offload = (more + ["float32", "none"][len(more) :])[:2]
     store = PolicyStore(root / "policies")
-    policy, assets = store.import_model(make_llama_gqa(root / "model"))
+    policy, assets = import_model(store, make_llama_gqa(root / "model"))
     log = deepspeed.BatchLog(root / "log.sqlite")
     return Subject(
         store=store,
         policy=policy,
-        make=lambda: deepspeed.make_trainer(
+        make=lambda: deepspeed.make_learner(
             store.assets_path(assets),
             store.weights_path(policy.digest),
             log,
@@ -116,7 +117,7 @@ def batches(count: int) -> list[TrainBatch]:
     return [make_batch(seed=step, step=step, groups=3, siblings=3) for step in range(count)]
 
 
-def train(trainer: Trainer, *steps: TrainBatch, settings: Settings = SETTINGS) -> list[str]:
+def train(trainer: Learner, *steps: TrainBatch, settings: Settings = SETTINGS) -> list[str]:
     """Train steps one after the other; the weights digest after each."""
     digests = []
     for batch in steps:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.consumers.trainers.port import TrainBatch, Trainer, TrainGroup
-from dora_pipe.consumers.trainers.torch_lora import LoraOptions
-from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.port import Learner, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.producers.engines.port import Engine, EngineRequest, SamplingParams, TokensSampled
-from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
@@ -53,14 +54,14 @@ def _hosting(model_dir: Path) -> Engine:
 
 def _trainer(
     kind: str, assets: Path, reference: Path, root: Path, lora: LoraOptions | None = None
-) -> Trainer:
+) -> Learner:
     if kind == "torch":
         device.prepare()
         options = TorchOptions(device=device.DEVICE, lora=lora)
-        return TorchTrainer(assets, reference=reference, options=options)
+        return TorchLearner(assets, reference=reference, options=options)
     deepspeed.need_deepspeed()
     log = deepspeed.BatchLog(root / "log.sqlite")
-    return deepspeed.make_trainer(assets, reference, log, micro_batch_tokens=16384, lora=lora)
+    return deepspeed.make_learner(assets, reference, log, micro_batch_tokens=16384, lora=lora)
 
 
 @pytest.mark.parametrize("kind", ["torch", "deepspeed"])
@@ -85,7 +86,7 @@ def test_ratio_is_one_on_the_policy_that_sampled(
         pytest.skip("vLLM and DeepSpeed both want the process group of torch")
     ratio_max = RATIO_DISTANCE_MAX["float32" if open_engine is _torch else device.DTYPE]
     store = PolicyStore(tmp_path / "policies")
-    policy, assets = store.import_model(make_model(tmp_path / "model"))
+    policy, assets = import_model(store, make_model(tmp_path / "model"))
     weights = store.weights_path(policy.digest)
     lora = LORA if open_engine is _hosting else None
     trainer = _trainer(kind, store.assets_path(assets), weights, tmp_path, lora)

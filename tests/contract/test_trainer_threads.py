@@ -11,12 +11,12 @@ import pytest
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.clock import SystemClock
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.role import run_trainer
-from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch, Trainer
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import Fenced, InvariantBroken, NonFinite, ReplayDiverged, UsageError
+from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.role import run_trainer
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import Fenced, InvariantBroken, NonFinite, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import RoleStarted
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.trainer_stage import RUN, TrainerStage
@@ -24,7 +24,7 @@ from tests.support.trainer_stage import RUN, TrainerStage
 LIMIT_S = 30.0
 
 
-class SlowTrainer(SimulatedTrainer):
+class SlowTrainer(SimulatedLearner):
     """A step takes as long as the test wants."""
 
     def __init__(self, gate: threading.Event) -> None:
@@ -42,7 +42,7 @@ class Running:
     def __init__(self, stage: TrainerStage, open_bus: Callable[[], Bus], **options: Any) -> None:
         self.stop = threading.Event()
         self.error: BaseException | None = None
-        self._make = options.pop("make", SimulatedTrainer)
+        self._make = options.pop("make", SimulatedLearner)
         self._options = options
         self._stage = stage
         self._open_bus = open_bus
@@ -56,14 +56,14 @@ class Running:
                 self._stage.topics,
                 store=self._stage.store,
                 stop=self.stop.is_set,
-                trainer_factory=self._trainer,
+                learner_factory=self._trainer,
                 **self._options,
             )
         except (Fenced, InvariantBroken, NonFinite, ReplayDiverged, UsageError) as error:
             self.error = error
 
-    def _trainer(self, *, assets: Path, reference: Path, config: Config) -> Trainer:
-        made: Trainer = self._make()
+    def _trainer(self, *, assets: Path, reference: Path, config: Config) -> Learner:
+        made: Learner = self._make()
         return made
 
     def join(self) -> BaseException | None:
@@ -154,7 +154,7 @@ def test_error_in_the_thread_ends_the_role_with_that_error(
 ) -> None:
     stage.start_run()
     name = trajectory_id(group_id("train", 0), 0)
-    running = Running(stage, open_bus, make=lambda: SimulatedTrainer(poison=[name]))
+    running = Running(stage, open_bus, make=lambda: SimulatedLearner(poison=[name]))
     stage.take_new(0)
     error = running.join()
     assert isinstance(error, NonFinite)
@@ -166,8 +166,9 @@ def test_second_trainer_fences_the_first(stage: TrainerStage, open_bus: Callable
     first = Running(stage, open_bus)
     wait_for(lambda: len(epochs(stage)) == 1)
     second = Running(stage, open_bus)
-    assert isinstance(first.join(), Fenced)
+    wait_for(lambda: len(epochs(stage)) == 2)
     stage.take_new(0)
+    assert isinstance(first.join(), Fenced), "its commit is not in the log"
     wait_for(lambda: len(stage.commits()) == 1)
     second.end()
     assert epochs(stage) == [0, 1]
@@ -226,9 +227,9 @@ def test_replay_on_another_machine_diverges_and_adopt_goes_on(
     stage.take_new(0)
     wait_for(lambda: len(stage.commits()) == 1)
     first.end()
-    other = Running(stage, open_bus, make=lambda: SimulatedTrainer(flavour="other"))
+    other = Running(stage, open_bus, make=lambda: SimulatedLearner(flavour="other"))
     assert isinstance(other.join(), ReplayDiverged)
-    adopting = Running(stage, open_bus, make=lambda: SimulatedTrainer(flavour="other"), adopt=True)
+    adopting = Running(stage, open_bus, make=lambda: SimulatedLearner(flavour="other"), adopt=True)
     stage.take_new(1)
     wait_for(lambda: len(stage.commits()) == 2)
     adopting.end()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.transfers import port
-from dora_pipe.transfers.port import AGE_MAX_NS, Lost, NoTransfers, Transfers
+from dora_pipe.store.transfers import port
+from dora_pipe.store.transfers.port import AGE_MAX_NS, Lost, NoTransfers, Transfers
 from tests.support.transfers import PAIRS, Pair
 
 WAIT_S = 20.0
@@ -156,8 +156,8 @@ def test_full_place_takes_nothing_until_forgotten_blobs_are_old(way: str, tmp_pa
 def test_blob_above_the_limit_is_not_taken(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("memory", "files"):
-        monkeypatch.setattr(f"dora_pipe.transfers.{module}.BLOB_BYTES_MAX", 10)
+    for module in ("dora_pipe.store.transfers.files", "tests.support.transfers"):
+        monkeypatch.setattr(f"{module}.BLOB_BYTES_MAX", 10)
     for pair in PAIRS[way](tmp_path):
         assert pair.source.offer([memoryview(b"x" * 6), memoryview(b"y" * 5)]) == Lost(
             port.TOO_LARGE

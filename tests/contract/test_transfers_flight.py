@@ -16,9 +16,10 @@ import pytest
 from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.transfers import flight_auth, flight_client, flight_server, port
-from dora_pipe.transfers.flight import FlightTransfers
-from dora_pipe.transfers.port import Lost
+from dora_pipe.store.transfers import flight as ours
+from dora_pipe.store.transfers import port
+from dora_pipe.store.transfers.flight import FlightTransfers
+from dora_pipe.store.transfers.port import Lost
 from tests.support.transfers import HOST, RUN, TOKEN, mute_peer, nobody, served
 
 WAIT_S = 20.0
@@ -39,131 +40,6 @@ def put_weights(folder: Path, data: bytes = DATA) -> None:
     path = folder / "policies" / NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-
-
-# Who is let in
-
-
-@pytest.mark.parametrize(
-    ("token", "run"),
-    [(b"another token that is long", RUN), (b"", RUN), (TOKEN, "another-run")],
-    ids=["another token", "no token", "another run"],
-)
-def test_peer_without_the_token_of_the_run_gets_nothing(
-    token: bytes, run: str, tmp_path: Path
-) -> None:
-    with (
-        served(tmp_path / "a") as source,
-        served(tmp_path / "b", token=token, run=run) as stranger,
-    ):
-        blob = offered(source)
-        put_weights(tmp_path / "a")
-        assert stranger.fetch(blob, timeout_s=WAIT_S) == Lost(port.REFUSED)
-        assert stranger.copy(source.address, NAME, io.BytesIO()) == Lost(port.REFUSED)
-        stranger.drop(blob)
-        assert isinstance(source.fetch(blob, timeout_s=WAIT_S), np.ndarray)
-
-
-class _Silent(flight.ClientAuthHandler):  # type: ignore[misc]
-    """Says what it is told to, and shows what it was answered."""
-
-    def __init__(self, *messages: bytes) -> None:
-        super().__init__()
-        self.messages = messages
-        self.heard: list[bytes] = []
-
-    def authenticate(self, outgoing: Any, incoming: Any) -> None:
-        for message in self.messages:
-            outgoing.write(message)
-            self.heard.append(incoming.read())
-
-    def get_token(self) -> bytes:
-        return b"no session"
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [(b"",), (b"x" * 32, b"y" * 32), (b"x" * 32, b""), (b"x" * 10_000,)],
-    ids=["nothing", "a wrong proof", "no proof", "a long nonce"],
-)
-def test_wrong_handshake_is_refused(messages: tuple[bytes, ...], tmp_path: Path) -> None:
-    with served(tmp_path / "a") as source:
-        blob = offered(source)
-        client = flight.FlightClient(source.address)
-        with pytest.raises(flight.FlightUnauthenticatedError):
-            client.authenticate(_Silent(*messages), flight.FlightCallOptions(timeout=WAIT_S))
-            list(client.do_get(flight.Ticket(f"kv/{blob.sha256}".encode())))
-        client.close()
-
-
-def test_call_without_a_handshake_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path / "a") as source:
-        blob = offered(source)
-        client = flight.FlightClient(source.address)
-        with pytest.raises(flight.FlightUnauthenticatedError):
-            list(client.do_get(flight.Ticket(f"kv/{blob.sha256}".encode())))
-        with pytest.raises(flight.FlightUnauthenticatedError):
-            list(client.do_action(flight.Action("drop", f"kv/{blob.sha256}".encode())))
-        client.close()
-        assert isinstance(source.fetch(blob, timeout_s=WAIT_S), np.ndarray)
-
-
-def test_token_never_travels_and_proofs_fit_one_connection(tmp_path: Path) -> None:
-    with served(tmp_path / "a") as source:
-        client = flight.FlightClient(source.address)
-        auth = _Silent(b"n" * 32)
-        with pytest.raises(flight.FlightUnauthenticatedError) as refused:
-            client.authenticate(auth, flight.FlightCallOptions(timeout=WAIT_S))
-        client.close()
-        assert "Traceback" not in str(refused.value)
-    answer = auth.heard[0]
-    server = answer[:32]
-    assert answer[32:] == flight_auth.proof(TOKEN, RUN, b"server", b"n" * 32, server)
-    assert TOKEN not in answer
-    proofs = {
-        flight_auth.proof(token, run, who, client, server)
-        for token in (TOKEN, TOKEN[1:])
-        for run in (RUN, "other")
-        for who in (b"server", b"client")
-        for client, server in ((b"a" * 32, b"b" * 32), (b"b" * 32, b"a" * 32))
-    }
-    assert len(proofs) == 16
-
-
-def test_peer_that_does_not_know_the_token_learns_no_proof(tmp_path: Path) -> None:
-    """A client gives its own proof only to who has given one."""
-    heard: list[bytes] = []
-
-    class Impostor(flight.ServerAuthHandler):  # type: ignore[misc]
-        def authenticate(self, outgoing: Any, incoming: Any) -> None:
-            heard.append(incoming.read())
-            outgoing.write(b"s" * 64)
-            heard.append(incoming.read())
-
-        def is_valid(self, token: bytes) -> bytes:
-            return b"anyone"
-
-    server = flight.FlightServerBase(f"grpc://{HOST}:0", auth_handler=Impostor())
-    with served(tmp_path / "b") as target:
-        blob = Blob(sha256="a" * 64, bytes=5, peer=f"grpc://{HOST}:{server.port}")
-        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.REFUSED)
-    server.shutdown()
-    server.wait()
-    assert len(heard[0]) == 32 and b"".join(heard[1:]) == b""
-
-
-def test_oldest_session_is_forgotten_and_its_client_proves_itself_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flight_auth, "SESSIONS_MAX", 1)
-    with (
-        served(tmp_path / "a") as source,
-        served(tmp_path / "b") as first,
-        served(tmp_path / "c") as second,
-    ):
-        blob = offered(source)
-        for target in (first, second, first, second):
-            assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
 
 
 # Peers that are not well
@@ -220,14 +96,18 @@ def test_peer_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
         def do_get(self, context: Any, ticket: Any) -> Any:
             def chunks() -> Any:
                 column = pa.array([1, 2, 3], pa.uint8())
-                yield pa.RecordBatch.from_arrays([column], schema=flight_server.SCHEMA)
+                yield pa.RecordBatch.from_arrays([column], schema=ours.SCHEMA)
                 first.set()
                 gate.wait(WAIT_S)
                 raise flight.FlightServerError("it ended")
 
-            return flight.GeneratorStream(flight_server.SCHEMA, chunks())
+            return flight.GeneratorStream(ours.SCHEMA, chunks())
 
-    server = Half(f"grpc://{HOST}:0", auth_handler=flight_auth.ServerAuth(TOKEN, RUN))
+        def do_action(self, context: Any, action: Any) -> Any:
+            return iter([gatekeeper.hello(action.body.to_pybytes())])
+
+    gatekeeper = ours.Gate(TOKEN, RUN)
+    server = Half(f"grpc://{HOST}:0", middleware={ours.GATE: gatekeeper})
     with served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=f"grpc://{HOST}:{server.port}")
         with ThreadPoolExecutor(1) as pool:
@@ -243,14 +123,14 @@ def test_stream_that_stalls_is_late_and_gives_its_seat_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalled = threading.Event()
-    real = flight_server._Chunks.__next__
+    real = ours._Chunks.__next__
 
     def slow(self: Any) -> Any:
         if self._at and not stalled.is_set():
             stalled.wait(1.0)
         return real(self)
 
-    monkeypatch.setattr(flight_server._Chunks, "__next__", slow)
+    monkeypatch.setattr(ours._Chunks, "__next__", slow)
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
         assert target.fetch(blob, timeout_s=0.3) == Lost(port.LATE)
@@ -264,14 +144,14 @@ def test_peer_that_serves_enough_already_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, gate = threading.Event(), threading.Event()
-    real = flight_server._Chunks.__next__
+    real = ours._Chunks.__next__
 
     def slow(self: Any) -> Any:
         inside.set()
         gate.wait(WAIT_S)
         return real(self)
 
-    monkeypatch.setattr(flight_server._Chunks, "__next__", slow)
+    monkeypatch.setattr(ours._Chunks, "__next__", slow)
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
         with ThreadPoolExecutor(1) as pool:
@@ -286,7 +166,7 @@ def test_peer_that_serves_enough_already_is_busy(
 def test_more_peers_than_connections_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight_client, "PEERS_MAX", 1)
+    monkeypatch.setattr(ours, "PEERS_MAX", 1)
     with (
         served(tmp_path / "a") as first,
         served(tmp_path / "b") as second,

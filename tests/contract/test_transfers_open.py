@@ -15,15 +15,14 @@ import pytest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicSpec
 from dora_pipe.config.model import Transfers as Section
-from dora_pipe.errors import BusError, ConfigError, PolicyError
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.core.errors import BusError, ConfigError, PolicyError
 from dora_pipe.schemas.metrics import Cost, TrainerStatus, WorkerStatus
 from dora_pipe.schemas.wire import encode
-from dora_pipe.transfers.files import MappedFiles
-from dora_pipe.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
-from dora_pipe.transfers.peers import TAIL_RECORDS, PeerBook
-from dora_pipe.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
-from dora_pipe.transfers.weights import PEERS_MAX, PeerWeights
+from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
+from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerBook, PeerWeights
+from dora_pipe.store.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
 from tests.support.stores import Writer
 from tests.support.transfers import served
 from tests.support.worker import TOPICS, VirtualClock
@@ -113,6 +112,27 @@ def test_address_of_another_machine_cannot_be_listened_on(
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     with pytest.raises(ConfigError, match="cannot listen on"):
         opened(tmp_path, kind="flight", host="192.0.2.1")
+
+
+def test_host_that_is_not_given_is_reached_by_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    found = opened(tmp_path, kind="flight").transfers
+    try:
+        assert found.address.startswith("grpc://127.0.0.1:")
+        number = int(found.address.rpartition(":")[2])
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        ]
+        hosts = {
+            row[1][:-5] for row in rows if row[1].endswith(f":{number:04X}") and row[3] == "0A"
+        }
+        assert hosts and all(host.endswith("0100007F") for host in hosts)
+    finally:
+        found.close()
 
 
 @pytest.fixture(scope="module")

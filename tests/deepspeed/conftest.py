@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.trainers.port import Settings, TrainBatch
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.models import make_llama_gqa
 
@@ -24,32 +25,32 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
-        self.policy, assets = self.store.import_model(make_llama_gqa(root / "model"))
+        self.policy, assets = import_model(self.store, make_llama_gqa(root / "model"))
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.policy.digest)
         self.log = deepspeed.BatchLog(root / "log.sqlite")
 
     def deepspeed(self, **options: Any) -> deepspeed.LoggedTrainer:
         """One that has loaded version 0."""
-        made = deepspeed.make_trainer(self.assets, self.weights, self.log, **options)
+        made = deepspeed.make_learner(self.assets, self.weights, self.log, **options)
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made
 
     def torch(self, micro_batch_tokens: int = 256, lora: Any = None) -> Any:
         """The torch trainer, likewise."""
-        from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
+        from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 
         options = TorchOptions(
             micro_batch_tokens=micro_batch_tokens, device=device.DEVICE, lora=lora
         )
-        made = TorchTrainer(self.assets, reference=self.weights, options=options)
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made
 
     def tensors(self, trainer: Any, path: Path) -> dict[str, Any]:
         """The weights of a trainer by name."""
-        from dora_pipe.consumers.trainers.torch_model import read_tensor
-        from dora_pipe.policies.digest import mapped, read_entries
+        from dora_pipe.consumers.learners.torch.model import read_tensor
+        from dora_pipe.store.safetensors_file import mapped, read_entries
 
         trainer.save_weights(path)
         with mapped(path) as data:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.trainers.port import StepResult, TrainBatch
-from dora_pipe.errors import NonFinite
+from dora_pipe.consumers.learners.port import StepResult, TrainBatch
+from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
 from tests.support.batches import SETTINGS, make_batch, poisoned
 

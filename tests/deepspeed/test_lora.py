@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dora_pipe.config.training_sections import LINEAR_LAYERS
-from dora_pipe.consumers.trainers.port import TrainBatch
-from dora_pipe.errors import NonFinite, PolicyError
-from dora_pipe.policies.adapters import base_of, stands_on
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.core.errors import NonFinite, PolicyError
+from dora_pipe.store.adapters import base_of, stands_on
 from tests.deepspeed.conftest import Bench
 from tests.deepspeed.test_arithmetic import DISTANCE_MAX, HARD, assert_same_steps
 from tests.support import deepspeed
@@ -19,7 +19,7 @@ STAGES = range(4)
 
 
 def _options(**more: Any) -> Any:
-    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
+    from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     return LoraOptions(**{"rank": 4, "alpha": 8.0, "targets": LINEAR_LAYERS, **more})
 

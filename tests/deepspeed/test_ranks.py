@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.consumers.trainers.deepspeed_orders import Ready, StepReply
-from dora_pipe.consumers.trainers.port import TrainBatch
-from dora_pipe.errors import ConfigError, InvariantBroken
-from dora_pipe.policies.safetensors_file import Source
+from dora_pipe.consumers.learners.deepspeed.commands import Ready, StepReply
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.store.safetensors_file import Source
 from tests.deepspeed.conftest import Bench
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
@@ -22,7 +22,7 @@ LIMIT_S = 240
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from dora_pipe.errors import ResourceError
+from dora_pipe.core.errors import ResourceError
 from tests.deepspeed.conftest import Bench
 from tests.support.batches import SETTINGS, make_batch
 
@@ -30,8 +30,8 @@ if __name__ == "__main__":
     bench = Bench(Path(sys.argv[1]))
     trainer = bench.deepspeed()
     trainer.train(make_batch(seed=0), SETTINGS)
-    from dora_pipe.consumers.trainers import deepspeed_team
-    child = deepspeed_team._TEAM[0]._children[1]
+    from dora_pipe.consumers.learners.deepspeed import rank_group as ranks
+    child = ranks._GROUP[0]._children[1]
     os.kill(child.pid, signal.SIGKILL)
     if sys.argv[2] == "idle":
         time.sleep(60)
@@ -73,14 +73,14 @@ def test_rank_reads_its_own_share_of_the_batch_from_the_log_and_no_more(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = bench.deepspeed()
-    team, said = trainer.trainer._team, []
-    heard = team.replies
+    group, said = trainer.trainer._group, []
+    heard = group.replies
 
     def replies() -> list[bytes]:
         said.append(heard())
         return said[-1]
 
-    monkeypatch.setattr(team, "replies", replies)
+    monkeypatch.setattr(group, "replies", replies)
     settings = {**SETTINGS, "trainer.minibatches": 1}
     result = trainer.train(make_batch(seed=3, groups=5, siblings=5), settings)
     ((ready,), (reply,)) = said
@@ -91,17 +91,17 @@ def test_rank_reads_its_own_share_of_the_batch_from_the_log_and_no_more(
     assert 0 <= between <= rows / 2
 
 
-def test_team_of_another_size_is_one_line(bench: Bench) -> None:
-    from dora_pipe.consumers.trainers.deepspeed_team import the_team
+def test_rank_group_of_another_size_is_one_line(bench: Bench) -> None:
+    from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
 
     with pytest.raises(ConfigError, match=r"trainer.ranks is 3, but this process has 2"):
-        the_team(3, "cpu")
+        rank_group(3, "cpu")
 
 
 def test_disk_that_fills_up_while_weights_are_written_leaves_the_ranks_in_step(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora_pipe.consumers.trainers import deepspeed_trainer
+    from dora_pipe.consumers.learners.deepspeed import learner as deepspeed_trainer
 
     trainer = bench.deepspeed(zero_stage=3)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.policies.adapters import stands_on
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted
+from dora_pipe.store.adapters import stands_on
 from tests.support import deepspeed
 from tests.support.user_run import assert_clean, facts, furnish, start, steps
 

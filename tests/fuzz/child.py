@@ -15,10 +15,10 @@ from typing import Final
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 MODULES: Final = (
-    "dora_pipe.bus.archive_format",
-    "dora_pipe.bus.archive_segment",
+    "dora_pipe.bus.archive.manifest",
+    "dora_pipe.bus.archive.segment",
     "dora_pipe.config",
-    "dora_pipe.policies",
+    "dora_pipe.store",
     "dora_pipe.schemas",
     "msgspec",
     "tomllib",

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import msgspec
 import zstandard
 
-from dora_pipe.bus.archive_format import (
+from dora_pipe.bus.archive.manifest import (
     SEGMENT_BYTES_MAX,
     Entry,
     Manifest,
@@ -27,15 +27,15 @@ from dora_pipe.bus.archive_format import (
     genesis,
     problems_of,
 )
-from dora_pipe.bus.archive_segment import decode_segment, records_of, write_segment
+from dora_pipe.bus.archive.segment import decode_segment, records_of, write_segment
 from dora_pipe.bus.checks import PARTITIONS_MAX
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.load import load_config
-from dora_pipe.errors import MESSAGE_CHARACTERS_MAX, DoraError, InvariantBroken, SchemaError
-from dora_pipe.policies.digest import read_manifest
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, InvariantBroken, SchemaError
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.dead_letter import HEADER, decode_dead_letter, encode_dead_letter
+from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.policy import Manifest as Policy
@@ -48,8 +48,8 @@ from dora_pipe.schemas.trajectory_codec import (
     encode_trajectory,
     view_trajectory,
 )
-from dora_pipe.schemas.trajectory_glance import Glancer
 from dora_pipe.schemas.wire import Unknown, decode, encode
+from dora_pipe.store.safetensors_file import read_manifest
 from tests.golden import make
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -170,7 +170,7 @@ def _policies() -> list[bytes]:
 
 def _configs() -> list[bytes]:
     made = [path.read_bytes() for path in sorted((ROOT / "examples").glob("**/*.toml"))]
-    made += [path.read_bytes() for path in sorted((ROOT / "cli" / "templates").glob("*.toml"))]
+    made += [path.read_bytes() for path in sorted((ROOT / "launch" / "templates").glob("*.toml"))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.toml"
         path.write_text('[run]\nname="a"\nsteps=3\n[model]\npath="m"\n[task]\nkind="chars"\n')
@@ -184,7 +184,7 @@ def _dead_letters() -> list[bytes]:
     return [header + b"\n" + made["dead-letters/value.bin"]]
 
 
-_GLANCER: Final = Glancer()
+_GLANCER: Final = FastValidator()
 
 
 def _glance(data: bytes) -> Any:

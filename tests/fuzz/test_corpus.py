@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from dora_pipe.errors import DoraError
+from dora_pipe.core.errors import DoraError
 from tests.fuzz import mutations
 from tests.fuzz.__main__ import Fuzzed, fuzz, main, parse
 from tests.fuzz.targets import CORPUS, TARGETS, Target, check

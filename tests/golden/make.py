@@ -19,7 +19,7 @@ from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.trajectory import Meta
 from dora_pipe.schemas.trajectory_codec import encode_progress, encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
-from tests.golden import arrow_values, values
+from tests.golden import arrow_values, later_values, values
 
 FOLDER = Path(__file__).parent / f"v{SCHEMA_VERSION}"
 RECORD_BYTES_MAX = 10 * 1024 * 1024
@@ -81,9 +81,12 @@ def files() -> dict[str, bytes]:
         "control/step-committed-dropped.json": encode(values.COMMITTED_DROPPED),
         "control/request-released-peer.json": encode(values.RELEASED_PEER),
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
+        "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),
         "decisions/round.json": encode(values.ROUND),
         "decisions/round-pins.json": encode(values.ROUND_PINS),
         "decisions/round-drops.json": encode(values.ROUND_DROPS),
+        "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
+        "decisions/round-halt.json": encode(later_values.ROUND_HALT),
         "trajectories/several-turns.arrow.zst": encode_trajectory(arrow_values.TRAJECTORY)[0],
         "trajectories/plain.arrow.zst": encode_trajectory(arrow_values.PLAIN_TRAJECTORY)[0],
         "trajectories/mixed.arrow.zst": encode_trajectory(arrow_values.MIXED_TRAJECTORY)[0],

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.producers.rows import Phase
-from dora_pipe.producers.tasks.calls import RewardCall
-from dora_pipe.views.alarms import Alarms
-from dora_pipe.views.progress import Progress
-from tests.support.cluster import TICK_NS, Cluster, make_config
+from dora_pipe.observe.alarms import Alarms
+from dora_pipe.observe.progress import Progress
+from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
+from dora_pipe.producers.worker.request import Phase
+from tests.support.cluster import ORCHESTRATOR, TICK_NS, Cluster, make_config
 from tests.support.inline_tasks import InlineTasks
 
 SECOND_TICKS = 1_000_000_000 // TICK_NS
@@ -56,7 +56,7 @@ def test_reward_that_does_not_come_is_an_alarm_that_names_worker_and_trajectory(
         progress = follow(cluster)
         machine = cluster.roles["w0"].machine
         cluster.until(lambda: machine.requests.in_phase(Phase.REWARDING) > 0)
-        first = [row.place.trajectory for row in machine.requests.rows.values()]
+        first = [row.place.trajectory for row in machine.requests.by_key.values()]
         cluster.ticks(SECOND_TICKS // 2)
         assert alarms(progress) == []
         said = []
@@ -83,6 +83,41 @@ def test_dead_trainer_is_said_once_with_its_last_word(sound: Cluster) -> None:
     sound.start("trainer")
     sound.ticks(SECOND_TICKS // 2)
     assert alarms(progress) == []
+    progress.close()
+
+
+def test_roles_of_a_run_that_halts_are_not_missed(tmp_path: Path) -> None:
+    def broken(call: RewardCall) -> TaskEvent:
+        return TaskFailed(request=call.request, error="KeyError", message="'answr'")
+
+    def tasks() -> InlineTasks:
+        return InlineTasks(reward=broken)
+
+    with Cluster(tmp_path, make_config(), on_disk=False, tasks=tasks) as cluster:
+        progress = follow(cluster)
+        said: list[str] = []
+
+        def halted() -> bool:
+            said.extend(alarms(progress))
+            return ORCHESTRATOR not in cluster.roles
+
+        cluster.until(halted)
+        cluster.ticks(2 * SECOND_TICKS)
+        said += alarms(progress)
+        assert (progress.halted, said) == (True, [])
+        progress.close()
+
+
+def test_roles_that_were_asked_to_end_are_not_missed(sound: Cluster) -> None:
+    progress = follow(sound)
+    sound.until(lambda: sound.version == 2)
+    assert alarms(progress) == []
+    sound.kill("trainer")
+    sound.ticks(2 * SECOND_TICKS)
+    progress.stopping = True
+    assert alarms(progress) == []
+    progress.stopping = False
+    assert [line[:28] for line in alarms(progress)] == ["ALARM trainer: nothing heard"]
     progress.close()
 
 

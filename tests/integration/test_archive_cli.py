@@ -17,16 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_format import MANIFEST, SEGMENTS, load_manifest
-from dora_pipe.bus.archive_writer import ArchiveWriter
+from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.archive.manifest import MANIFEST, SEGMENTS, load_manifest
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.cli import replay_lines, rundir
+from dora_pipe.cli import replay_lines
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.history.archive_verify import verify
-from dora_pipe.history.reading import records_of
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.launch import run_dir as rundir
 from tests.support.bus_archive import everything, log_in_memory, partitions_of
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -42,7 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
-    monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
+    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 
@@ -236,7 +237,7 @@ def test_the_archive_that_was_made_here_is_found_without_being_named(
 def test_plain_pyarrow_reads_every_segment(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    """As docs/archive.md shows it: none of our code."""
+    """As docs/storage.md shows it: none of our code."""
     place = tmp_path / "kept"
     call("archive", recorded.directory, "--to", place)
     manifest = json.loads((place / MANIFEST).read_text())
@@ -271,11 +272,11 @@ def test_follow_ends_with_a_run_that_has_ended(
 _ARCHIVE_SLOWLY = """
 import sys
 from pathlib import Path
-from dora_pipe.bus import archive_writer
+from dora_pipe.bus.archive import writer
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.history.archive import Archiver
+from dora_pipe.audit.archive import Archiver
 from dora_pipe.schemas.topics import Topics
-archive_writer.PENDING_MAX = 3
+writer.PENDING_MAX = 3
 log, place = sys.argv[1:]
 archiver = Archiver(SqliteBus(Path(log)), Topics("recorded"), Path(place), segment_bytes=4000)
 print("ready", flush=True)

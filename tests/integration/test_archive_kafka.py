@@ -11,15 +11,15 @@ import pytest
 from kafka import KafkaAdminClient
 from kafka import TopicPartition as KafkaPartition
 
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.claims import ClaimBus, ClaimFiles
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.audit.archive import Archiver, Pass
+from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.tiered import TieredBus, tiered
+from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
-from dora_pipe.bus.splice import SplicedBus, spliced
-from dora_pipe.errors import LogTruncated
-from dora_pipe.history.archive import Archiver, Pass
-from dora_pipe.history.archive_verify import verify
-from dora_pipe.history.reading import records_of
+from dora_pipe.core.errors import LogTruncated
 from dora_pipe.schemas.topics import Topics
 from tests.support.kafka_broker import KafkaBroker
 
@@ -93,7 +93,7 @@ def test_an_archive_reads_as_the_broker_did_and_takes_over_what_it_deletes(
     with pytest.raises(LogTruncated, match=line) as refused:
         list(records_of(bus, {tp: bus.end(tp)}))
     assert refused.value.hint is not None and "--archive" in refused.value.hint
-    both = SplicedBus(ArchiveBus(place), bus)
+    both = TieredBus(ArchiveBus(place), bus)
     assert everything(both, topics) == whole
     both.archive.close()
     archive(bus, topics, place)
@@ -124,7 +124,7 @@ def test_a_beginning_that_was_deleted_before_it_was_archived_is_named(
     assert "--archive" not in (refused.value.hint or ""), "whoever archives has no other one yet"
     assert verify(place).problems == []
     with closing(ArchiveBus(place)) as kept, pytest.raises(LogTruncated, match="are in neither"):
-        SplicedBus(kept, bus).reader({tp: 0})
+        TieredBus(kept, bus).reader({tp: 0})
 
 
 def test_large_values_are_archived_with_the_log_that_claims_them(
@@ -142,7 +142,7 @@ def test_large_values_are_archived_with_the_log_that_claims_them(
         assert everything(kept, topics) == everything(live, topics)
     for path in (tmp_path / "claims").iterdir():
         path.unlink()
-    both = spliced(live, place)
+    both = tiered(live, place)
     (first, _) = everything(both, topics)[TopicPartition(topics.trajectories, 0)]
     assert first.value == large
     for path in (place / "claims").iterdir():

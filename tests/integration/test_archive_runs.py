@@ -10,15 +10,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_format import MANIFEST, SEGMENTS, Manifest, load_manifest, write_manifest
+from dora_pipe.audit.archive import Archiver, Pass
+from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import records_of
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.archive.manifest import (
+    MANIFEST,
+    SEGMENTS,
+    Manifest,
+    load_manifest,
+    write_manifest,
+)
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.errors import DoraError, InvariantBroken, LogTruncated
-from dora_pipe.history.archive import Archiver, Pass
-from dora_pipe.history.archive_verify import verify
-from dora_pipe.history.audit import audit
-from dora_pipe.history.reading import records_of
-from dora_pipe.history.report import AuditReport
+from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
 from tests.integration.test_audit_living import BusyBus
 from tests.support import forge
 from tests.support.cluster import Cluster, make_config
@@ -98,6 +105,26 @@ def test_every_cut_of_a_living_run_is_one_that_audit_accepts(tmp_path: Path, tur
             final = audit(kept, cluster.topics, cluster.store.root)
             assert final == audit(cluster.bus, cluster.topics, cluster.store.root)
     assert final.finished and final.steps == 8 and passes >= 2
+
+
+def test_a_run_that_is_over_is_not_archived_to_its_end_while_records_of_it_are_held_back(
+    tmp_path: Path,
+) -> None:
+    now_ms = [10**9]  # long after the run
+    with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
+        cluster.run()
+        late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=1)})
+        log, topic = cluster._log, cluster.topics.metrics
+        writer = MemoryBus(log, faults=late, now_ms=lambda: now_ms[0]).writer()
+        writer.append([Append(topic=topic, value=b"late")])
+        bus = MemoryBus(log, now_ms=lambda: now_ms[0])
+        with closing(Archiver(bus, cluster.topics, tmp_path / "kept")) as archiver:
+            (note,) = archiver.once().notes
+            assert note.startswith(f"{topic}/0: its last records cannot be read yet")
+            assert not archiver.finished
+            now_ms[0] += 1
+            assert archiver.once().notes == []
+            assert archiver.finished
 
 
 def _segment(place: Path, topic: str) -> Path:

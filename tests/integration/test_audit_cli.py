@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_pipe.cli import replay_lines
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.producers import tokenizer
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from dora_pipe.producers.worker import tokenizer
 from tests.support import damage
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -28,7 +28,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
-    monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
+    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
     monkeypatch.setattr(replay_lines, "open_engine", _engine)
     monkeypatch.setattr(tokenizer, "Tokenizer", _NoTokenizer)
     return caller(monkeypatch, capsys)
@@ -45,6 +45,8 @@ class _NoTokenizer:
     def full_text(self, token_ids: list[int]) -> str:
         return " ".join(map(str, token_ids))
 
+    text = full_text
+
 
 def _engine(*, assets: Path, config: Any, decode: Any) -> SimulatedEngine:
     return SimulatedEngine(slots=config.workers.slots, context_tokens=config.workers.context_tokens)
@@ -55,7 +57,7 @@ def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun)
     assert code == 0, err
     assert "C2: what became of every dispatched group" in out
     assert "BROKEN" not in out
-    assert out.count(" ok") == 10
+    assert out.count(" ok") == 11
 
 
 def test_broken_run_is_named_with_exit_code_5(
@@ -149,7 +151,7 @@ def test_changed_trajectory_ends_with_exit_code_6(
 ) -> None:
     copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
-        name = damage.change_token_and_record(log)
+        name = damage.forge_everything(log)
     code, out, err = call(
         "replay", str(copy.directory), "--trajectory", name, "--trajectory", "g0000000001-000"
     )
@@ -189,7 +191,7 @@ def test_export_says_what_it_needs(
 
 @pytest.mark.parametrize("name", ["g0000000010-001", "g0000000010", "6"])
 def test_story_is_printed_and_given_as_json(call: Call, recorded: RecordedRun, name: str) -> None:
-    code, out, err = call("show", str(recorded.directory), name)
+    code, out, err = call("show", str(recorded.directory), name, "--all")
     assert code == 0, err
     assert "lineage" in out
     code, out, _ = call("show", str(recorded.directory), name, "--json")
@@ -201,3 +203,40 @@ def test_unknown_id_is_refused(call: Call, recorded: RecordedRun) -> None:
     code, out, err = call("show", str(recorded.directory), "g0000099999")
     assert (code, out) == (2, "")
     assert "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "forged", "state"),
+    [
+        ("sampling.temperature", "temperature = 1.0", "temperature = 0.5", "fail"),
+        ("trainer.grad_norm_max", "grad_norm_max = 1.0", "grad_norm_max = 2.0", "note"),
+        ("timing.heartbeat_s", "heartbeat_s = 0.1", "heartbeat_s = 0.2", "ok"),
+    ],
+)
+def test_config_file_that_is_not_the_logged_one_is_named_by_show_and_doctor(
+    call: Call, recorded: RecordedRun, tmp_path: Path, key: str, there: str, forged: str, state: str
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    file = copy.directory / "config.toml"
+    text = file.read_text()
+    assert there in text
+    file.write_text(text.replace(there, forged, 1))
+    code, _, err = call("show", str(copy.directory), "7")
+    assert code == 0
+    assert (f"{key} is" in err) == (state != "ok"), err
+    for place in (copy.directory, file):
+        _, out, _ = call("doctor", "--config", str(place), "--json")
+        (row,) = [one for one in map(json.loads, out.splitlines()) if one["what"] == "config.toml"]
+        assert row["state"] == state
+        assert (f"{key} is" in row["detail"]) == (state != "ok")
+
+
+def test_what_an_audit_cannot_see_is_said_and_stands_in_the_docs(
+    call: Call, recorded: RecordedRun
+) -> None:
+    _, out, _ = call("audit", str(recorded.directory), "--json")
+    said = json.loads(out)["cannot_see"]
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    assert said and [line for line in said if line not in page] == []
+    _, out, _ = call("audit", str(recorded.directory))
+    assert "an audit cannot see" in out

@@ -6,16 +6,21 @@ it, and look for the violation that only the right check can find.
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import InvariantBroken
-from dora_pipe.history.audit import audit, raise_if_broken
-from dora_pipe.history.report import AuditReport
+from dora_pipe.audit.audit import raise_if_broken
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.schemas.control import WorkerReady
 from tests.support import damage
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.command_line import caller
+from tests.support.recorded_run import RecordedRun, audited, recorded_in
 from tests.support.tamper import Tamper
 
 CHAIN = "the chain is broken"
@@ -61,14 +66,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRu
     return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
 
 
-def _audit(run: RecordedRun) -> AuditReport:
-    bus = run.open()
-    try:
-        return audit(bus, run.topics, run.store)
-    finally:
-        bus.close()
-
-
 def _lines(report: AuditReport) -> str:
     return "\n".join(violation.line for violation in report.violations)
 
@@ -90,7 +87,7 @@ def test_damage_is_named_by_its_own_check_and_ends_in_exit_code_5(
         subject = damaging(log)
         if mended:
             log.mend()
-    report = _audit(copy)
+    report = audited(copy)
     named = [
         one
         for one in report.violations
@@ -107,10 +104,11 @@ def test_damage_is_named_by_its_own_check_and_ends_in_exit_code_5(
 def test_undamaged_copy_holds(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         log.mend()
-    report = _audit(copy)
+    report = audited(copy)
     assert report.holds, _lines(report)
     assert report.finished
-    assert all(line.looked > 0 for line in report.checks)
+    looked = {line.check for line in report.checks if line.looked > 0}
+    assert looked == {line.check for line in report.checks} - {"catalogue"}, "there are no tables"
 
 
 def test_mending_gives_the_chain_that_was_there(copy: RecordedRun) -> None:
@@ -123,4 +121,70 @@ def test_mending_gives_the_chain_that_was_there(copy: RecordedRun) -> None:
 def test_run_that_was_rewritten_from_end_to_end_is_left_to_replay(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         damage.forge_everything(log)
-    assert _audit(copy).holds
+    assert audited(copy).holds
+
+
+def test_decisions_whose_end_was_cut_off_are_named_by_the_facts_that_answered_them(
+    copy: RecordedRun,
+) -> None:
+    with Tamper(copy) as log:
+        rows = log.rows("decisions")
+        log.remove(rows[-1])  # It stopped the run; what is left is a run that goes on.
+    report = audited(copy)
+    assert not report.finished
+    lines = [one.line for one in report.violations if "but no decision stopped it" in one.line]
+    assert len(lines) == 3, _lines(report)
+
+
+def test_facts_that_answer_no_decision_are_named(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        for row in log.rows("decisions")[-30:]:
+            log.remove(row)
+    report = audited(copy)
+    said = _lines(report)
+    assert "was never dispatched" in said
+    assert "but no decision assigned it" in said
+    assert "which no decision took" in said
+
+
+def test_record_under_another_key_is_named(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        row, fact = log.trained()
+        log.put(replace(row, key=b"g0000009999"))
+        ready, _ = log.facts(WorkerReady)[3]
+        log.put(replace(ready, key=b"w9"))
+        log.put(replace(log.rows("decisions")[40], key=b"w9"))
+    lines = _lines(audited(copy))
+    assert f"records {fact.trajectory}: lies under another key" in lines
+    assert f"control control:{ready.offset}: lies under another key" in lines
+    assert "rounds round 40: lies under a key" in lines
+    assert lines.count("\n") == 2
+
+
+def test_topic_with_other_partitions_than_the_run_has_is_named(copy: RecordedRun) -> None:
+    with sqlite3.connect(copy.log) as log:
+        log.execute("UPDATE topics SET partitions = 2 WHERE name = 'recorded.control'")
+        log.execute("INSERT INTO topics VALUES (99, 'recorded.more', 1, 1000)")
+    log.close()
+    report = audited(copy)
+    (line,) = [one.line for one in report.violations]
+    assert "recorded.control: has other partitions than the run's" in line
+    assert any("topic recorded.more is none" in note for note in report.notes)
+
+
+def test_records_in_no_topic_and_in_no_partition_are_named_by_the_command(
+    copy: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = caller(monkeypatch, capsys)
+    with sqlite3.connect(copy.log) as log:
+        (control,) = log.execute("SELECT id FROM topics WHERE name = 'recorded.control'").fetchone()
+        for at in (77 << 52 | 3, control << 52 | 5 << 40 | 1):
+            log.execute("INSERT INTO records (at, key, value) VALUES (?, x'', x'')", (at,))
+    log.close()
+    code, out, _ = call("audit", str(copy.directory), "--json")
+    assert code == 5
+    said = [one["message"] for one in json.loads(out)["violations"]]
+    assert said == [
+        "records lie in partition 5 of recorded.control, which has 1",
+        "records lie under topic id 77, which is none of the log's",
+    ]

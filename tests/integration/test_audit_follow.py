@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dora_pipe.cli import audit as audit_module
-from dora_pipe.cli.main import app
-from dora_pipe.errors import DoraError
+from dora_pipe.cli.app import app
+from dora_pipe.core.errors import DoraError
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.rounds import decode_round
 from tests.support.recorded_run import RecordedRun, recorded_in

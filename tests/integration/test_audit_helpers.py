@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import Auditor
+from dora_pipe.audit.gathering import OwnReader
+from dora_pipe.audit.helpers import Helpers, Request, helpers_for, serve
+from dora_pipe.audit.reading import ends_of
+from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli.audit_helper import Log, help_audit, starting
-from dora_pipe.cli.forks import Forks
-from dora_pipe.errors import BusError
-from dora_pipe.history.audit import audit
-from dora_pipe.history.auditor import Auditor
-from dora_pipe.history.gathering import OwnReader
-from dora_pipe.history.helpers import Helpers, Request, helpers_for, serve
-from dora_pipe.history.reading import ends_of
-from dora_pipe.history.report import plain
+from dora_pipe.core.errors import BusError
+from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
 
 TOPICS = Topics("synthetic")
@@ -38,14 +38,14 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forks() -> Iterator[Forks]:
+def forks() -> Iterator[ForkedHelpers]:
     """Made before the test opens anything."""
-    with Forks(help_audit) as found:
+    with ForkedHelpers(help_audit) as found:
         yield found
 
 
 def _helpers(
-    forks: Forks, log: Path, positions: dict[int, int], ends: dict[int, int], count: int
+    forks: ForkedHelpers, log: Path, positions: dict[int, int], ends: dict[int, int], count: int
 ) -> Helpers:
     start = starting(forks, Log(url=f"sqlite:{log}"))
     return Helpers(start, TOPICS.trajectories, positions, ends, count=count)
@@ -61,7 +61,7 @@ def test_run_that_never_happened_holds(log: Path) -> None:
     assert found.one_version_share == 1.0
 
 
-def test_audit_with_helpers_says_what_one_without_says(log: Path, forks: Forks) -> None:
+def test_audit_with_helpers_says_what_one_without_says(log: Path, forks: ForkedHelpers) -> None:
     bus = SqliteBus(log)
     expected = plain(audit(bus, TOPICS, None))
     used = []
@@ -95,7 +95,7 @@ def test_helper_writes_what_it_has_read_and_where_it_is(log: Path) -> None:
     assert out.getvalue().count(b"synthetic") >= 200
 
 
-def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path, forks: Forks) -> None:
+def test_helper_that_cannot_read_says_so_in_one_line(tmp_path: Path, forks: ForkedHelpers) -> None:
     helpers = _helpers(forks, tmp_path / "none.sqlite", {0: 0}, {0: 5}, 1)
     with pytest.raises(BusError, match="helps audit ended before its work was done"):
         helpers.poll(0, 20.0)

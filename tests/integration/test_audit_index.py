@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from dora_pipe.audit import auditor as auditor_module
+from dora_pipe.audit import gathering as gathering_module
+from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.auditor import Auditor
+from dora_pipe.audit.describe import tell
+from dora_pipe.audit.index import SCHEMA, AuditIndex, Opened, look_up, open_index
+from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.history import auditor as auditor_module
-from dora_pipe.history import gathering as gathering_module
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.auditor import Auditor
-from dora_pipe.history.index import SCHEMA, AuditIndex, Opened, look_up, open_index
-from dora_pipe.history.report import AuditReport, plain
-from dora_pipe.history.story import tell
 from dora_pipe.schemas.topics import Topics
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import SimulatedParts
 from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Tamper
 
 
 def _look(
@@ -123,7 +125,7 @@ def test_index_of_another_run_or_file_or_version_is_not_believed(
 
     assert "another file" in said(mark="1:2")
     assert said(fresh=True) == ""
-    monkeypatch.setattr("dora_pipe.history.index.fingerprint", lambda: "other code")
+    monkeypatch.setattr("dora_pipe.audit.index.fingerprint", lambda: "other code")
     assert "another version" in said()
     bus.close()
 
@@ -179,6 +181,31 @@ def test_record_that_is_another_one_than_audit_has_seen_is_one_line(
     found, _ = _look(path, bus, copy.topics, copy.store)
     bus.close()
     assert any("has another record at offset" in one.line for one in found.violations)
+
+
+@pytest.mark.parametrize("topic", ["decisions", "control"])
+@pytest.mark.parametrize("changed", [False, True], ids=["gone", "changed"])
+def test_record_of_the_middle_that_is_gone_or_changed_after_an_audit_is_named_by_the_next(
+    recorded: RecordedRun, tmp_path: Path, topic: str, changed: bool
+) -> None:
+    copy = recorded.copy(tmp_path / "run")
+    path = tmp_path / "audit.sqlite"
+    bus = copy.open()
+    first, _ = _look(path, bus, copy.topics, copy.store)
+    assert first.holds
+    with Tamper(copy) as log:
+        rows = log.rows(topic)
+        row = rows[len(rows) // 2]
+        if changed:
+            log.put(replace(row, value=row.value + b" "))
+        else:
+            log.remove(row)
+    for _ in range(2):  # What it remembers stays, so that the next look says the same.
+        again, opened = _look(path, bus, copy.topics, copy.store)
+        assert opened.again is None
+        (line,) = [one for one in again.violations if one.subject == "log"]
+        assert line.message.startswith(f"{topic}:0 has other records below offset ")
+    bus.close()
 
 
 def test_trajectories_behind_the_end_of_their_partition_are_one_line(
@@ -252,7 +279,7 @@ def test_stories_from_the_index_are_those_from_the_log(
     _look(path, bus, recorded.topics, recorded.store)
     found = look_up(path, bus, recorded.topics)
     assert found is not None
-    monkeypatch.setattr("dora_pipe.history.story.build_ledger", None)
+    monkeypatch.setattr("dora_pipe.audit.describe.build_ledger", None)
     stories = [
         tell(bus, recorded.topics, recorded.store, one, known=found.books.ledger) for one in ids
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Reader, TopicPartition
-from dora_pipe.history.audit import audit
-from dora_pipe.history.report import AuditReport
 from tests.support.brisk_bus import BriskBus, Ears
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.history.audit import audit
-from dora_pipe.history.report import AuditReport
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.report import AuditReport
 from dora_pipe.schemas.rounds import AnyDecision, Place, Round, TakeBatch
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Tamper

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.findings import Violation
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
-from dora_pipe.history.audit import audit
-from dora_pipe.history.findings import Violation
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.control import RunStarted, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.wire import encode
+from dora_pipe.store.store import PolicyStore
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Row, Tamper
 
@@ -145,7 +145,8 @@ def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: Recorde
     )
     with Tamper(copy) as log:
         last = log.rows("control")[-1]
-        log.put(Row(**{**_plain(last), "offset": last.offset + 2, "value": encode(adopted)}))
+        place = {**_plain(last), "offset": last.offset + 2, "key": b"trainer"}
+        log.put(Row(**{**place, "value": encode(adopted)}))
     bus = copy.open()
     try:
         report = audit(bus, copy.topics, copy.store)

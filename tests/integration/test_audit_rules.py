@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from dora_pipe.history.audit import audit
-from dora_pipe.history.report import AuditReport
 from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,
@@ -33,7 +31,7 @@ from dora_pipe.schemas.rounds import (
     StopRun,
     TakeBatch,
 )
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun, audited, recorded_in
 from tests.support.tamper import Tamper
 
 One = TypeVar("One", bound=msgspec.Struct)
@@ -46,14 +44,6 @@ PLACE = 12
 def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
     """A copy of the session's run."""
     return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
-
-
-def _audit(run: RecordedRun) -> AuditReport:
-    bus = run.open()
-    try:
-        return audit(bus, run.topics, run.store)
-    finally:
-        bus.close()
 
 
 def _decide(
@@ -331,7 +321,7 @@ def test_rule_that_was_broken_is_named(copy: RecordedRun, name: str) -> None:
     with Tamper(copy) as log:
         subject = damage(log)
         log.mend()
-    report = _audit(copy)
+    report = audited(copy)
     named = [
         one
         for one in report.violations

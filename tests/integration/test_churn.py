@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append
-from dora_pipe.history.audit import audit
-from dora_pipe.history.report import AuditReport
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config

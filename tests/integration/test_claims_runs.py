@@ -15,24 +15,24 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from dora_pipe.bus.claims import ClaimBus, ClaimFiles, claim_of
+from dora_pipe.audit.archive import Archiver
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.archive.tiered import tiered
+from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, Record
-from dora_pipe.bus.splice import spliced
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import replay_lines
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import BusError, InvariantBroken
-from dora_pipe.history.archive import Archiver
-from dora_pipe.history.audit import audit
-from dora_pipe.history.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
-from dora_pipe.history.reading import ends_of, records_of
-from dora_pipe.history.report import AuditReport
-from dora_pipe.policies.arrow_files import ArrowFiles
-from dora_pipe.policies.claims import SharedClaims
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.core.errors import BusError, InvariantBroken
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.arrow_files import ArrowFiles
+from dora_pipe.store.log_location import SharedClaims
+from dora_pipe.store.store import PolicyStore
 from tests.support.bus_archive import log_in_memory
 from tests.support.claimed_run import CLAIMS, RECORD_BYTES_MAX, Killed, claim_cluster
 from tests.support.command_line import Call, caller
@@ -70,7 +70,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
-    monkeypatch.setattr(replay_lines, "make_trainer", lambda **_: SimulatedTrainer())
+    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 
@@ -186,7 +186,7 @@ def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Pat
     named = {digest for _, digest in claims(copy)}
     (unclaimed,) = values(copy).keys() - named
     found = plan(copy)
-    assert [(one.file.name, one.why) for one in found.doomed] == [
+    assert [(one.file.name, one.why) for one in found.candidates] == [
         (f"{CLAIMS}/{unclaimed}", "unclaimed")
     ]
     assert (found.files, found.note) == (len(named) + 1, "")
@@ -200,14 +200,14 @@ def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Pat
     assert code == 0 and "1 of" in err
     assert values(copy).keys() == named
     assert audited(copy).holds
-    assert plan(copy).doomed == ()
+    assert plan(copy).candidates == ()
 
 
 def test_young_value_stays_and_so_does_one_that_was_written_again(copy: Path) -> None:
-    assert plan(copy, hours=AGE_MIN_S / 3600 - 0.01).doomed == ()
+    assert plan(copy, hours=AGE_MIN_S / 3600 - 0.01).candidates == ()
     found = plan(copy)
-    (doomed,) = found.doomed
-    path = copy / "policies" / doomed.file.name
+    (candidates,) = found.candidates
+    path = copy / "policies" / candidates.file.name
     os.utime(path, ns=(1, 1))
     found = plan(copy)
     ClaimFiles(path.parent).write(path.name, path.read_bytes())
@@ -219,9 +219,9 @@ def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Pa
     folder = copy / "policies" / CLAIMS
     for name in (f".{'a' * 64}.0123", "notes.txt"):
         (folder / name).write_bytes(b"half")
-    doomed = {one.file.name.rpartition("/")[2] for one in plan(copy).doomed}
-    assert f".{'a' * 64}.0123" in doomed and "notes.txt" not in doomed
-    assert len(doomed) == 2
+    candidates = {one.file.name.rpartition("/")[2] for one in plan(copy).candidates}
+    assert f".{'a' * 64}.0123" in candidates and "notes.txt" not in candidates
+    assert len(candidates) == 2
 
 
 def test_values_of_records_that_retention_deleted_stay_while_an_archive_names_them(
@@ -239,12 +239,12 @@ def test_values_of_records_that_retention_deleted_stay_while_an_archive_names_th
     for tp in ends_of(live, TOPICS.trajectories):
         log.delete_before(tp, live.end(tp))
     found = plan_claims(live, TOPICS, store, clock=clock)
-    assert found.doomed == ()
+    assert found.candidates == ()
     assert f"{len(named) + 1} claimed values are left as they are: " in found.note
     assert "the records from offset 0 on were deleted" in found.note
-    both = spliced(ClaimBus(live, ClaimFiles(store.root / CLAIMS)), place)
+    both = tiered(ClaimBus(live, ClaimFiles(store.root / CLAIMS)), place)
     found = plan_claims(both, TOPICS, store, clock=clock, archive=place)
-    assert [one.file.name for one in found.doomed] == [f"{CLAIMS}/{unclaimed}"]
+    assert [one.file.name for one in found.candidates] == [f"{CLAIMS}/{unclaimed}"]
     segment = next((place / "segments").glob("claimed.trajectories-*"))
     segment.write_bytes(segment.read_bytes()[:-1])
     with pytest.raises(InvariantBroken, match=segment.name):
@@ -258,7 +258,7 @@ def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
     with pytest.raises(BusError):
         ends_of(unread, TOPICS.trajectories)
     found = plan_claims(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
-    assert (found.doomed, found.files) == ((), len(values(copy)))
+    assert (found.candidates, found.files) == ((), len(values(copy)))
 
 
 class _Struck(ClaimFiles):
@@ -285,7 +285,7 @@ def test_process_that_is_killed_between_value_and_record_leaves_what_prune_remov
     assert values(copy).keys() - before == {digest}
     assert audited(copy).holds
     found = plan(copy)
-    assert digest in {one.file.name.rpartition("/")[2] for one in found.doomed}
+    assert digest in {one.file.name.rpartition("/")[2] for one in found.candidates}
     assert prune_claims(PolicyStore(copy / "policies"), found) == 2
     assert values(copy).keys() == {one for _, one in claims(copy)}
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from dora_pipe.bus.port import TopicSpec
+from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import main as cli
+from dora_pipe.cli.app import BENCHES, COMMANDS, app
+from dora_pipe.core.console import typed
 
 CONFIG = """
 [run]
@@ -97,7 +102,7 @@ def test_unknown_run_is_answered_with_those_there_are(place: Path, command: Comm
     (place / "runs" / "other" / "config.toml").write_text(CONFIG)
     for words in (("audit", "nope"), ("cat", "nope"), ("show", "nope", "7"), ("topics", "nope")):
         assert command(*words) == 2
-        assert_one_line_and_hint(command.err, "no run 'nope'", "other")
+        assert_one_line_and_hint(command.err, f"no run 'nope' in {place / 'runs'}", "other")
 
 
 def test_a_folder_of_the_same_name_does_not_hide_a_run(place: Path, command: Command) -> None:
@@ -125,7 +130,7 @@ def test_a_run_that_exists_is_never_overwritten(place: Path, command: Command) -
 
 def test_resume_without_a_run_is_refused(place: Path, command: Command) -> None:
     assert command("run", "config.toml", "--resume") == 2
-    assert_one_line_and_hint(command.err, "no run 'small'", "no run in runs/")
+    assert_one_line_and_hint(command.err, f"no run 'small' in {place / 'runs'}", "DORA_PIPE_RUNS")
 
 
 def test_a_log_that_is_something_else_is_a_bus_error(place: Path, command: Command) -> None:
@@ -202,17 +207,26 @@ def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, command:
     assert_one_line_and_hint(command.err, "pause", "takes nothing")
 
 
-def test_every_command_has_help_of_a_full_sentence(command: Command) -> None:
-    app = cli.app
-    names = [
-        one.name or one.callback.__name__.replace("_", "-")
-        for one in app.registered_commands
-        if one.callback
-    ]
-    assert {"demo", "run", "audit", "replay", "export", "show", "cat", "doctor"} <= set(names)
+def test_every_command_is_where_it_is_said_to_be_and_has_help_of_a_full_sentence(
+    command: Command,
+) -> None:
+    names: list[tuple[str, ...]] = [(one,) for panel in COMMANDS.values() for one in panel]
+    names += [("bench", name) for panel in BENCHES.values() for name in panel]
+    names += [("config", "show"), ("sim", "paper")]
+    assert command("--help") == 0
+    listed = command.out
     for name in names:
-        assert command(name, "--help") == 0
+        assert command(*name, "--help") == 0
         assert re.search(r"^\s*[A-Z][^\n]{15,}", command.out, re.MULTILINE), name
+        assert len(name) > 1 or re.search(rf"^  {name[0]}  ", listed, re.MULTILINE), name
+
+
+def test_what_each_command_does_stands_on_one_line_of_the_list(command: Command) -> None:
+    for words, panels in ((("--help",), COMMANDS), (("bench", "--help"), BENCHES)):
+        assert command(*words) == 0
+        for panel in panels.values():
+            for name, (_, what) in panel.items():
+                assert re.search(rf"^  {name}  +{re.escape(what)}$", command.out, re.MULTILINE)
 
 
 def test_init_makes_what_config_show_accepts(place: Path, command: Command) -> None:
@@ -221,3 +235,72 @@ def test_init_makes_what_config_show_accepts(place: Path, command: Command) -> N
     assert "next: dora-pipe sft" in command.err
     assert command("config", "show", "mine/config.toml") == 0
     assert (place / "mine" / "model" / "tokenizer.json").is_file()
+
+
+def _log_of_small(runs: Path) -> None:
+    """A run `small` there, with a log and nothing in it."""
+    (runs / "small").mkdir(parents=True)
+    (runs / "small" / "config.toml").write_text(CONFIG)
+    with closing(SqliteBus(runs / "small" / "log.sqlite")) as bus:
+        bus.create([TopicSpec(name="small.control")])
+
+
+def test_runs_lie_where_the_option_or_the_environment_says(
+    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _log_of_small(place / "elsewhere")
+    assert command("cat", "small") == 2
+    assert command("cat", "small", "--runs", "elsewhere") == 0
+    monkeypatch.setenv("DORA_PIPE_RUNS", str(place / "elsewhere"))
+    assert command("cat", "small") == 0
+    assert command("cat", "smal") == 2
+    assert_one_line_and_hint(command.err, f"no run 'smal' in {place}/elsewhere", "small")
+    assert command("cat", "small", "--runs", "runs") == 2
+
+
+def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(
+    place: Path, command: Command
+) -> None:
+    _log_of_small(place / "runs")
+    with closing(SqliteBus(place / "runs" / "small" / "log.sqlite")) as bus:
+        (name,) = bus.topics()
+        value = b'{"kind":"\x1b[2J\xff"}'
+        bus.writer().append([Append(topic=name, key=b"\xff\x1b]0;x\x07", value=value)])
+    assert command("cat", "small") == 0
+    assert "\\xff\\x1b]0;x\\x07" in command.out
+    assert command.out.rstrip("\n").isprintable()
+    assert command("cat", "small", "--json", "--key", "\\xff\x1b]0;x\x07") == 0
+    assert json.loads(command.out)["record"]["kind"] == "unreadable"
+
+
+def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, command: Command) -> None:
+    for name in ("demo-2", *(f"run{number}" for number in range(20))):
+        (place / "runs" / name).mkdir(parents=True)
+        (place / "runs" / name / "config.toml").write_text(CONFIG)
+    assert command("cat", "demo2") == 2
+    assert_one_line_and_hint(command.err, "no run 'demo2'", "there are: demo-2, .* and 13 more$")
+
+
+def test_every_command_that_takes_a_run_takes_where_runs_lie() -> None:
+    group: Any = get_command(app)
+    benches = group.commands["bench"].commands.items()
+    commands = {**group.commands, **{f"bench {name}": one for name, one in benches}}
+    taking = {
+        name: {option for param in one.params for option in param.opts}
+        for name, one in commands.items()
+        if name != "up" and any(param.name == "run" for param in one.params)
+    }
+    assert {"show", "audit", "tell", "archive", "bench moves"} <= set(taking)
+    assert [name for name, options in taking.items() if "--runs" not in options] == []
+
+
+def test_hints_repeat_where_runs_lie_unless_the_environment_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert typed("show", "demo") == "dora-pipe show demo"
+    assert typed("run", "a b", "--resume", runs=Path("x y")) == (
+        "dora-pipe run 'a b' --resume --runs 'x y'"
+    )
+    monkeypatch.setenv("DORA_PIPE_RUNS", "x")
+    assert typed("show", "demo", runs=Path("x")) == "dora-pipe show demo"
+    assert typed("show", "demo", runs=Path("runs")) == "dora-pipe show demo --runs runs"

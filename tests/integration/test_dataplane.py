@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from dora_pipe.bench.dataplane.tasks import Assemble
 from dora_pipe.bench.dataplane.wire import Child
-from dora_pipe.cli.main import app
-from dora_pipe.errors import ResourceError
+from dora_pipe.cli.app import app
+from dora_pipe.core.errors import ResourceError
 
 
 def test_every_plane_has_a_row_and_a_split_and_leaves_no_file(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli import start
-from dora_pipe.errors import ConfigError
+from dora_pipe.cli.commands.start import run
+from dora_pipe.core.errors import ConfigError
 from tests.support.user_run import furnish
 
 
@@ -22,7 +22,7 @@ def test_run_without_deepspeed_is_one_line_and_leaves_nothing_behind(
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ConfigError, match="needs deepspeed, which is not installed") as caught:
-        start.run(
+        run(
             place / "config.toml",
             override=["trainer.kind=deepspeed", "trainer.ranks=2"],
             root=place / "runs",

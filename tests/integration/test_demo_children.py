@@ -3,14 +3,14 @@
 import subprocess
 import sys
 
-from dora_pipe.errors import PolicyError
+from dora_pipe.core.errors import PolicyError
 
 PROGRAM = """
 import os
 from contextlib import closing
-from dora_pipe.cli.demo import Children
-from dora_pipe.cli.supervisor import RunFailed
-from dora_pipe.errors import PolicyError
+from dora_pipe.launch.children import Children
+from dora_pipe.launch.supervisor import RunFailed
+from dora_pipe.core.errors import PolicyError
 
 def note():
     os.write(1, f"{os.getpid()} ".encode())

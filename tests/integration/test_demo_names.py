@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.kafka import client as kafka_client
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli import demo as demo_module
-from dora_pipe.cli.rundir import RunDir
-from dora_pipe.errors import BusError
+from dora_pipe.cli.commands.start import demo
+from dora_pipe.core.errors import BusError
+from dora_pipe.launch.run_dir import RunDir
 from infra.kafka.broker import tidied_client
 from tests.support.kafka_broker import free_ports
 
@@ -31,7 +33,7 @@ def name_of(root: Path, *override: str) -> str:
     """The name that a demo takes which is started now."""
     before = set(root.iterdir())
     with pytest.raises(_Stop):
-        demo_module.demo(root=root, override=list(override))
+        demo(root=root, override=list(override))
     (made,) = set(root.iterdir()) - before
     return made.name
 
@@ -52,8 +54,11 @@ def test_names_of_runs_on_the_broker_are_taken_too(
 
 
 @pytest.mark.usefixtures("begun")
-def test_a_broker_that_is_not_there_is_told_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_broker_that_is_not_there_is_told_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_client, "CONNECT_LIMIT_S", 0.5)
     (port,) = free_ports(1)
     with tidied_client(), pytest.raises(BusError, match=f"127.0.0.1:{port}"):
-        demo_module.demo(root=tmp_path, override=[f"bus.url=kafka://127.0.0.1:{port}"])
+        demo(root=tmp_path, override=[f"bus.url=kafka://127.0.0.1:{port}"])
     assert list(tmp_path.iterdir()) == []

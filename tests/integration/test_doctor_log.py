@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from kafka import KafkaAdminClient
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import TopicSpec
+from dora_pipe.cli.check_result import CheckResult
 from dora_pipe.cli.doctor import _crc32c
 from dora_pipe.cli.doctor_log import log_findings
-from dora_pipe.cli.finding import Finding
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.schemas.topics import Topics
@@ -31,7 +31,7 @@ def config(name: str, **bus: object) -> Config:
     )
 
 
-def rows(found: list[Finding]) -> list[tuple[str, str]]:
+def rows(found: list[CheckResult]) -> list[tuple[str, str]]:
     return [(one.state, one.what) for one in found]
 
 
@@ -72,13 +72,13 @@ def test_a_password_that_is_not_there_is_one_row(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def described(kafka_broker: KafkaBroker) -> Callable[[Config], list[Finding]]:
+def described(kafka_broker: KafkaBroker) -> Callable[[Config], list[CheckResult]]:
     return lambda wanted: list(log_findings(f"kafka://{kafka_broker.bootstrap}", wanted))
 
 
 @pytest.mark.kafka
 def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
-    kafka_broker: KafkaBroker, described: Callable[[Config], list[Finding]]
+    kafka_broker: KafkaBroker, described: Callable[[Config], list[CheckResult]]
 ) -> None:
     wanted = config("looked-at", url=f"kafka://{kafka_broker.bootstrap}")
     found = described(wanted)
@@ -99,7 +99,7 @@ def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
 
 @pytest.mark.kafka
 def test_settings_that_were_changed_later_are_found(
-    kafka_broker: KafkaBroker, described: Callable[[Config], list[Finding]]
+    kafka_broker: KafkaBroker, described: Callable[[Config], list[CheckResult]]
 ) -> None:
     wanted = config("changed-later", url=f"kafka://{kafka_broker.bootstrap}")
     topic = Topics("changed-later").control

@@ -7,19 +7,31 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Ack
-from dora_pipe.bench.faults.judge import Verdict, count_twice, judge, read_evidence
-from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.history.reading import ends_of, records_of
-from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.bench.faults.judge import (
+    Verdict,
+    count_twice,
+    judge,
+    others_lost,
+    read_evidence,
+)
+from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.schemas.control import RequestFailed
+from dora_pipe.schemas.rounds import Fence, Round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode, sha256_hex
 from tests.support import damage
+from tests.support import orchestrator_records as records
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock
 
 
-class Forgetful(SimulatedTrainer):
+class Forgetful(SimulatedLearner):
     """It leaves a trajectory out of one step."""
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
@@ -48,11 +60,11 @@ def _acks(run: RecordedRun) -> list[Ack]:
 
 
 def _judge(
-    run: RecordedRun, acks: list[Ack], *, trainer: SimulatedTrainer | None = None
+    run: RecordedRun, acks: list[Ack], *, trainer: SimulatedLearner | None = None
 ) -> Verdict:
     bus = run.open()
     try:
-        trainer = trainer or SimulatedTrainer()
+        trainer = trainer or SimulatedLearner()
         return judge(bus, run.topics, run.store, acks, trainer, clock=VirtualClock())
     finally:
         bus.close()
@@ -116,3 +128,34 @@ def test_weights_that_never_moved_prove_nothing(recorded: RecordedRun) -> None:
     assert not msgspec.structs.replace(verdict, moved=False).weights_equal
     assert not msgspec.structs.replace(verdict, finished=False).clean
     assert not msgspec.structs.replace(verdict, steps=STEPS - 1).clean
+
+
+def test_what_a_dead_role_costs_others_is_named_and_what_it_costs_itself_is_not() -> None:
+    bus, topics = MemoryBus(), Topics("tiny")
+    bus.create([TopicSpec(name=name) for name in topics.all()])
+    facts = [
+        records.role_started("trainer", 0),
+        records.joined("w0"),
+        records.joined("w1"),
+        records.role_started("trainer", 1),
+        records.joined("w1"),
+        RequestFailed(
+            at_ns=0,
+            worker="w0",
+            epoch=2,
+            trajectory="g0-000",
+            attempt=1,
+            error="E",
+            message="",
+            retryable=True,
+        ),
+    ]
+    fences = tuple(Fence(reason="lease", worker=name, epoch=0) for name in ("w0", "w1"))
+    round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0, decisions=fences)
+    writer = bus.writer()
+    writer.append([Append(topic=topics.control, value=encode(one)) for one in facts])
+    writer.append([Append(topic=topics.decisions, value=encode(round_))])
+    w0, w1, trainer = ["g0-000 failed on w0"], ["w1 began again"], ["trainer began again"]
+    assert others_lost(bus, topics, "w0") == [*trainer, *w1, "w1 was fenced"]
+    assert others_lost(bus, topics, "w1") == [*w0, *trainer, "w0 was fenced"]
+    assert others_lost(bus, topics, "trainer") == [*w0, *w1, "w0 was fenced", "w1 was fenced"]

@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 
-from dora_pipe.cli.forks import Forks
-from dora_pipe.errors import ResourceError
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.launch.fork_server import ForkedHelpers
 
 WAIT_S = 20.0
 
@@ -32,9 +32,9 @@ def work(words: bytes, out: IO[bytes]) -> None:
 
 
 @pytest.fixture
-def forks() -> Iterator[Forks]:
+def forks() -> Iterator[ForkedHelpers]:
     """Made before the test opens anything."""
-    with Forks(work) as found:
+    with ForkedHelpers(work) as found:
         yield found
 
 
@@ -54,19 +54,19 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_each_helper_gets_its_words_in_a_process_of_its_own(forks: Forks) -> None:
+def test_each_helper_gets_its_words_in_a_process_of_its_own(forks: ForkedHelpers) -> None:
     fds = [forks.start(words) for words in (b"one", b"two", b"x" * 100_000)]
     answers = [whole(fd).split() for fd in fds]
     assert [words for _, words in answers] == [b"one", b"two", b"x" * 100_000]
     assert len({pid for pid, _ in answers} | {b"%d" % os.getpid()}) == 4
 
 
-def test_helper_that_raises_ends_its_pipe_and_others_start_after_it(forks: Forks) -> None:
+def test_helper_that_raises_ends_its_pipe_and_others_start_after_it(forks: ForkedHelpers) -> None:
     whole(forks.start(b"raise"))
     assert whole(forks.start(b"next")).endswith(b" next")
 
 
-def test_helper_ends_when_nobody_reads_it_any_longer(forks: Forks) -> None:
+def test_helper_ends_when_nobody_reads_it_any_longer(forks: ForkedHelpers) -> None:
     fd = forks.start(b"write")
     pid = int(os.read(fd, 4096).split()[0])
     os.close(fd)
@@ -77,7 +77,7 @@ def test_helper_ends_when_nobody_reads_it_any_longer(forks: Forks) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_helper_that_works_ends_with_who_asked(forks: Forks) -> None:
+def test_helper_that_works_ends_with_who_asked(forks: ForkedHelpers) -> None:
     fd = forks.start(b"sleep")
     pid = int(os.read(fd, 4096).split()[0])
     forks.close()
@@ -85,7 +85,7 @@ def test_helper_that_works_ends_with_who_asked(forks: Forks) -> None:
     os.close(fd)
 
 
-def test_interrupt_is_not_for_helpers(forks: Forks) -> None:
+def test_interrupt_is_not_for_helpers(forks: ForkedHelpers) -> None:
     fd = forks.start(b"sleep")
     pid = int(os.read(fd, 4096).split()[0])
     os.kill(pid, signal.SIGINT)
@@ -94,7 +94,7 @@ def test_interrupt_is_not_for_helpers(forks: Forks) -> None:
     os.close(fd)
 
 
-def test_after_the_end_nobody_starts(forks: Forks) -> None:
+def test_after_the_end_nobody_starts(forks: ForkedHelpers) -> None:
     forks.close()
     forks.close()
     with pytest.raises(ResourceError, match="no helper can be started"):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.reading import horizon_of, records_of
-from dora_pipe.history.regenerate import Regenerated, regenerate
-from dora_pipe.history.report import AuditReport
+from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.reading import horizon_of, records_of
+from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
+from dora_pipe.audit.report import AuditReport
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.producers.engines.port import Engine, SamplingParams
-from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -93,11 +95,9 @@ def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regene
         "train": sampling_params(config.sampling, stop_ids),
         "eval": sampling_params(config.evaluation.sampling, stop_ids),
     }
-    ledger = build_ledger(cluster.bus, cluster.topics)
-    found = regenerate(
-        cluster.bus, cluster.topics, cluster.store.root, ledger, engine, names, params
-    )
-    return list(found)
+    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
+    with closing(read_catalogue(bus, topics)) as tables:
+        return list(regenerate(bus, topics, store, tables, engine, names, params))
 
 
 def again_whole(cluster: Cluster) -> list[Regenerated]:
@@ -131,7 +131,7 @@ def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Clus
 def test_every_trajectory_comes_out_bit_for_bit_under_its_versions(eventful: Cluster) -> None:
     found = again_whole(eventful)
     assert [one for one in found if not one.equal] == []
-    assert max(one.stays for one in found) > 2
+    assert max(one.prefills for one in found) > 2
 
 
 def test_request_goes_on_elsewhere_from_a_chain_over_several_versions(eventful: Cluster) -> None:

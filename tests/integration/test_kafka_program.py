@@ -1,14 +1,24 @@
-"""`python -m infra.kafka` around a command: its data is kept; what it cannot do is one line."""
+"""`python -m infra.kafka`, alone and around a command: it keeps data and says who dies."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from infra.kafka.broker import STOP_LIMIT_S
+from infra.kafka.cluster import NODES, PORT_STEP
 from tests.support.kafka_broker import ROOT, free_ports
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
@@ -61,3 +71,137 @@ def test_a_port_that_somebody_has_is_one_line(tmp_path: Path) -> None:
         done = _program(port, tmp_path / "data", "true")
     assert done.returncode == 1
     assert done.stderr == f"error: somebody has 127.0.0.1:{port} already\n"
+
+
+class Terminal:
+    """Three brokers in the foreground of a terminal that somebody reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = _port_of_a_cluster()
+        words = ["--brokers", "3", "--port", str(self.port), "--folder", str(folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "infra.kafka", *words],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(line.rstrip() for line in self.process.stdout)
+
+    def line(self, *words: str) -> str:
+        """The newest line with these words, as soon as there is one."""
+        until_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < until_s:
+            for line in reversed(list(self.lines)):
+                if all(word in line for word in words):
+                    return line
+            time.sleep(0.1)
+        raise AssertionError(f"no {words} in {self.lines}")
+
+    def pid(self, node: int, *words: str) -> int:
+        """The process of a broker, as the terminal tells it."""
+        return int(self.line(f"broker {node} at", *words, "process ").rpartition(" ")[2])
+
+    def start(self, node: int) -> subprocess.CompletedProcess[str]:
+        """What the line about its death says to do, from another terminal."""
+        command = self.line(f"broker {node} ", "To start it again: python ").rpartition("python ")[
+            2
+        ]
+        return subprocess.run(
+            [sys.executable, *command.split()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def stop(self) -> float:
+        """Ctrl-C; the seconds until it has ended."""
+        began_s = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(LIMIT_S)
+        return time.monotonic() - began_s
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.process.kill()  # its brokers die with it
+        self.process.wait(LIMIT_S)
+        self._reading.join(LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def _port_of_a_cluster() -> int:
+    """A port that is free for a cluster: those of all brokers and their controllers."""
+    for first in range(10_000, 12_000, 7):
+        ports = [first + node * PORT_STEP + more for node in range(NODES) for more in (0, 1)]
+        try:
+            for port in ports:
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no ports")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    with closing(Terminal(tmp_path / "data")) as made:
+        yield made
+
+
+def test_a_killed_broker_is_told_the_others_go_on_and_it_is_started_again_by_its_number(
+    terminal: Terminal,
+) -> None:
+    at = TopicPartition("kept", 0)
+    url = terminal.line("kafka://").partition("kafka://")[2].partition(", data in")[0]
+    first = terminal.pid(2)
+    with closing(KafkaBus(url.split(","))) as bus:
+        bus.create([TopicSpec(name="kept")])
+        bus.writer().append([Append(topic="kept", value=b"before")])
+        os.kill(first, signal.SIGKILL)
+        told = terminal.line("broker 2 ", "was killed (SIGKILL); the others go on")
+        assert f"127.0.0.1:{terminal.port + PORT_STEP}" in told
+        bus.writer().append([Append(topic="kept", value=b"without it")])
+        done = terminal.start(2)
+        assert done.returncode == 0, done.stderr
+        assert "broker 2 at" in done.stdout and "starts again" in done.stdout
+        second = terminal.pid(2, "starts again")
+        assert second != first
+        os.kill(second, 0)
+        refused = terminal.start(2)
+        assert (refused.returncode, refused.stderr) == (1, "error: broker 2 runs already\n")
+        assert bus.end(at) == 2
+    assert terminal.process.poll() is None
+    terminal.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+    nobody = terminal.start(2)
+    assert (nobody.returncode, nobody.stderr) == (
+        1,
+        f"error: no brokers run in {terminal.folder}\n",
+    )
+
+
+def test_a_broker_that_does_not_stop_in_its_time_is_named_and_killed(terminal: Terminal) -> None:
+    """The last of three has nobody left to agree with on its farewell."""
+    pids = [terminal.pid(node) for node in (1, 2, 3)]
+    for pid in pids[:2]:
+        os.kill(pid, signal.SIGKILL)
+    terminal.line("broker 1 ", "was killed")
+    terminal.line("broker 2 ", "was killed")
+    took_s = terminal.stop()
+    assert took_s < STOP_LIMIT_S + 10
+    assert any("broker 3 did not stop in time: killed" in line for line in terminal.lines)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[2], 0)

@@ -25,10 +25,10 @@ from dora_pipe.bench.faults.order import AppendMoment, FileMoment, Order, Point
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.consumers.trainers.simulated import initial_weights
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.store import PolicyStore
 
 TOPICS = Topics("r")
 WAIT_S = 20.0

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.regenerate import pick, regenerate
-from dora_pipe.history.replay import replay
+from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.replay_step import replay
+from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
-from dora_pipe.policies.adapters import base_of, stands_on
 from dora_pipe.producers.engines.port import SamplingParams
-from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import Assign, Move
+from dora_pipe.store.adapters import base_of, stands_on
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import TorchParts
 from tests.support.models import make_qwen2
@@ -104,16 +106,14 @@ def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
-    ledger = build_ledger(cluster.bus, cluster.topics)
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     params: dict[Purpose, SamplingParams] = {
         "train": sampling_params(cluster.config.sampling, stop_ids),
         "eval": sampling_params(cluster.config.evaluation.sampling, stop_ids),
     }
-    wanted = pick(ledger, 25, 5)
     engine = cluster.parts.engine(cluster.assets, cluster.config, cluster.clock)
-    found = list(
-        regenerate(cluster.bus, cluster.topics, cluster.store.root, ledger, engine, wanted, params)
-    )
+    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
+    with closing(read_catalogue(bus, topics)) as tables:
+        found = list(regenerate(bus, topics, store, tables, engine, pick(tables, 25, 5), params))
     assert [one for one in found if not one.equal] == []
     assert len({one.version for one in found}) > 1

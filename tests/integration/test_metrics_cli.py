@@ -11,15 +11,15 @@ import pytest
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.clock import SystemClock
-from dora_pipe.errors import BusError, LogTruncated, ResourceError, TopicMissing
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, LogTruncated, ResourceError, TopicMissing
+from dora_pipe.observe.metrics import exporter as under_test
+from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
+from dora_pipe.observe.metrics.exposition import CONTENT_TYPE
+from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.telemetry import exporter as under_test
-from dora_pipe.telemetry.exporter import Exporter, MetricsServer
-from dora_pipe.telemetry.exposition import CONTENT_TYPE
-from dora_pipe.telemetry.log_feed import LogFeed
-from dora_pipe.telemetry.tally import Tally
+from dora_pipe.store.store import PolicyStore
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
@@ -79,8 +79,9 @@ def test_nothing_is_answered_before_the_log_was_read_once(
     server: MetricsServer, bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     assert _ask(server)[0] == 503
-    with closing(LogFeed(bus, recorded.topics, Tally(recorded.run))) as feed:
-        server.exporter.read(feed)
+    stats = RunStats(recorded.run)
+    with closing(stats.follow(bus, recorded.topics)) as follower:
+        server.exporter.read(follower, stats)
     status, kind, text = _ask(server)
     assert (status, kind) == (200, CONTENT_TYPE)
     assert 'dora_pipe_log_up{run="recorded"} 1\n' in text
@@ -115,19 +116,19 @@ def test_log_that_is_away_leaves_the_last_values_and_says_so_until_it_is_back(
 ) -> None:
     exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
     pages: list[str] = []
-    real = LogFeed.advance
+    real = LogFollower.advance
 
-    def advance(feed: LogFeed) -> bool:
+    def advance(follower: LogFollower) -> bool:
         if clock.slept == [under_test.TURN_S] or len(clock.slept) == 2:
             raise BusError("nobody answers")
-        return real(feed)
+        return real(follower)
 
     def stop() -> bool:
         if exporter.page is not None:
             pages.append(exporter.page.decode())
         return len(clock.slept) >= 4
 
-    monkeypatch.setattr(LogFeed, "advance", advance)
+    monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, stop)
     assert clock.slept[1:3] == [under_test.RETRY_FIRST_S, 2 * under_test.RETRY_FIRST_S]
     ups = ["log_up" in page and 'log_up{run="recorded"} 1' in page for page in pages]
@@ -144,18 +145,18 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
     exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
     pages: list[str] = []
 
-    class Early(LogFeed):
-        def __init__(self, bus: Bus, topics: Topics, tally: Tally) -> None:
+    class Early(RunStats):
+        def follow(self, bus: Bus, topics: Topics) -> LogFollower:
             if len(clock.slept) < 3:
                 raise TopicMissing("no topic recorded.metrics")
-            super().__init__(bus, topics, tally)
+            return super().follow(bus, topics)
 
     def stop() -> bool:
         if exporter.page is not None:
             pages.append(exporter.page.decode())
         return len(clock.slept) >= 4
 
-    monkeypatch.setattr(under_test, "LogFeed", Early)
+    monkeypatch.setattr(under_test, "RunStats", Early)
     exporter.follow(bus, recorded.topics, clock, stop)
     assert caplog.messages == ["metrics wait for run recorded to begin"]
     assert all('dora_pipe_log_up{run="recorded"} 1\n' in page for page in pages)
@@ -168,14 +169,14 @@ def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter, clock = Exporter(recorded.run, lambda _: []), _Clock()
-    real = LogFeed.advance
+    real = LogFollower.advance
 
-    def advance(feed: LogFeed) -> bool:
+    def advance(follower: LogFollower) -> bool:
         if clock.slept:
             raise TopicMissing("no topic recorded.metrics")
-        return real(feed)
+        return real(follower)
 
-    monkeypatch.setattr(LogFeed, "advance", advance)
+    monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, lambda: len(clock.slept) >= 2)
     assert exporter.page is not None
     assert b'dora_pipe_log_up{run="recorded"} 0\n' in exporter.page
@@ -185,10 +186,10 @@ def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
 def test_log_that_lost_what_was_read_ends_the_exporter(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def advance(feed: LogFeed) -> bool:
+    def advance(follower: LogFollower) -> bool:
         raise LogTruncated("gone")
 
-    monkeypatch.setattr(LogFeed, "advance", advance)
+    monkeypatch.setattr(LogFollower, "advance", advance)
     with pytest.raises(LogTruncated):
         Exporter(recorded.run, lambda _: []).follow(bus, recorded.topics, _Clock())
 
@@ -203,9 +204,10 @@ def test_ratios_of_the_newest_step_are_looked_at_once(
         return [{"ratio_mean": 2.0, "staleness": 1}, {"ratio_mean": 1.0, "staleness": 1}]
 
     exporter = Exporter(recorded.run, rows)
-    with closing(LogFeed(bus, recorded.topics, Tally(recorded.run))) as feed:
-        exporter.read(feed)
-        exporter.read(feed)
+    stats = RunStats(recorded.run)
+    with closing(stats.follow(bus, recorded.topics)) as follower:
+        exporter.read(follower, stats)
+        exporter.read(follower, stats)
     assert len(asked) == 1
     assert PolicyStore(recorded.store).has_blob("contributions", asked[0])
     assert exporter.page is not None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import records_of
+from dora_pipe.audit.replay_trajectory import regenerate
 from dora_pipe.bench.moves_log import overhead_of
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.reading import records_of
-from dora_pipe.history.regenerate import regenerate
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.machine import WorkerMachine
-from dora_pipe.producers.role import sampling_params
-from dora_pipe.producers.rows import Phase
+from dora_pipe.producers.worker.machine import WorkerMachine
+from dora_pipe.producers.worker.request import Phase
+from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.control import Command, RequestReleased, decode_control
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Trajectory
@@ -151,16 +153,9 @@ def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> Non
         "train": sampling_params(config.sampling, (END_TOKEN,)),
         "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),
     }
-    found = list(
-        regenerate(
-            cluster.bus,
-            cluster.topics,
-            cluster.store.root,
-            build_ledger(cluster.bus, cluster.topics),
-            SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths),
-            names,
-            params,
-        )
-    )
+    engine = SimulatedEngine(slots=5, context_tokens=768, lengths=_lengths)
+    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
+    with closing(read_catalogue(bus, topics)) as tables:
+        found = list(regenerate(bus, topics, store, tables, engine, names, params))
     assert [one for one in found if not one.equal] == []
-    assert min(one.stays for one in found) == 1  # no prefill: one stay over several workers
+    assert min(one.prefills for one in found) == 1  # moved with its KV cache: not prefilled again

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.replay_step import StepLine, replay
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.consumers.recovery import read_commits, read_history
-from dora_pipe.history.audit import audit
-from dora_pipe.history.replay import StepLine, replay
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.schemas.control import StepCommitted
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import TorchParts
@@ -112,9 +112,10 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
     assert (code, found["step"]) == (0, STEPS - 1)
     assert found["trajectories"] == sum(len(group.trajectories) for group in commit.groups)
     causes = found["causes"]
-    # The engine's log-probs are the trainer's but for float32; temperature 1.3 is not 1.
+    # The engine's log-probs are the trainer's but for float32, both at temperature 1.3; nothing is
+    # cut off the distribution.
     assert causes["numerics"]["largest"] < 1e-4
-    assert causes["sampling"]["size"] > 1e-3
+    assert causes["sampling"]["size"] < 1e-6
     assert sum(causes[one]["share"] for one in ("staleness", "numerics", "sampling")) == (
         pytest.approx(1.0)
     )

@@ -7,12 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from dora_pipe.cli.main import app
-from dora_pipe.errors import ConfigError
-from dora_pipe.sim.law import FITTED
+from dora_pipe.cli.app import app
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.sim.paper import Scenario, other_rows, published_rows, simulate, sweep_rows
 from dora_pipe.sim.paper_figures import overlap
-from dora_pipe.sim.tables import limit_min
+from dora_pipe.sim.scaling_model import FITTED
+from dora_pipe.sim.tables import limit_min, ratio_rows
 
 
 def rows(*words: str) -> list[dict[str, object]]:
@@ -40,6 +40,17 @@ def test_tables_for_people_have_titles_and_notes() -> None:
     result = CliRunner().invoke(app, ["sim", "paper", "--section", "law"])
     assert "One law from GPUs to slots" in result.stdout
     assert "slots per GPU" in result.stdout
+
+
+def test_ratios_stand_beside_what_was_published() -> None:
+    minutes = {("dora", 64): 15.0, ("dora", 128): 10.0}
+    for other in ("sync", "one-step", "partial", "partial, surplus 1.5"):
+        minutes |= {(other, 64): 30.0, (other, 128): 15.0}
+    found = {(row["dora against"], row["gpus"]): row for row in ratio_rows(minutes)}
+    assert found["one-step", 64]["published"] == pytest.approx(22.94 / 14.67)
+    assert found["one-step", 128]["published"] == pytest.approx(14.0 / 10.46)
+    assert found["partial, surplus 1.5", 64]["published"] == found["partial", 64]["published"]
+    assert {row["simulated"] for row in found.values()} == {2.0, 1.5}
 
 
 def scenario(name: str, gpus: int) -> Scenario:

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Files
 from dora_pipe.bench.faults.order import Order
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.history.audit import audit
-from dora_pipe.history.reading import ends_of, records_of
 from dora_pipe.schemas.control import (
     AnyControl,
     StepCommitted,

@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.producers.machine import PROGRESS_STATUS_NS
-from dora_pipe.runtime import BUS_TURN_NS
+from dora_pipe.core.runtime import BUS_TURN_NS
+from dora_pipe.core.status_schedule import WHOLE_EVERY
+from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS
 from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import Place, decode_round
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import SimulatedParts
@@ -41,6 +43,25 @@ def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
     times = [status.at_ns for status in world.statuses()]
     assert all(after - before >= PROGRESS_STATUS_NS for before, after in pairwise(times))
     assert len(times) > 3
+
+
+def test_statuses_of_many_running_requests_say_what_has_changed_alone() -> None:
+    """80 requests with a progress record each: what is said of them again and again is nothing."""
+    world = World(lengths=lambda seed, turn: 900)
+    worker = world.start(
+        slots=80, checkpoint_tokens=100, heartbeat_ns=20 * TICK_NS, max_tokens=1000
+    )
+    world.decide(*(world.place(worker, 1, sibling) for sibling in range(80)))
+    world.until(worker, lambda: len(worker.machine.requests.progress()) == 80)
+    world.ticks(worker, 3 * WHOLE_EVERY * 20)
+    statuses = [decode_metrics(one.value) for one in world.records(TOPICS.metrics)]
+    said = [one for one in statuses if isinstance(one, WorkerStatus)]
+    whole = [one for one in said if not one.since]
+    assert len(whole) == -(-len(said) // WHOLE_EVERY) > 1
+    told = sum(len(one.progress) for one in said if one.since)
+    chunks = len(world.records(TOPICS.progress))
+    assert told <= chunks, "each record of progress is named once, but in whole statuses"
+    assert world.statuses()[-1].progress == worker.machine.requests.progress()
 
 
 def test_worker_without_progress_keeps_to_its_heartbeat() -> None:

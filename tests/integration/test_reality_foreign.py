@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.port import Append, Record
-from dora_pipe.errors import DoraError, InvariantBroken, RecordTooLarge, SchemaError
-from dora_pipe.history.audit import audit
-from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.core.errors import DoraError, InvariantBroken, RecordTooLarge, SchemaError
 from dora_pipe.schemas.control import (
     Command,
     LoggedEntry,
@@ -36,6 +36,7 @@ WRONG_SCHEMA = b'{"kind":"step-committed","at_ns":"yesterday","step":-1}'
 
 LIES = (
     "starts another run",
+    "by w9, but no decision placed it there",
     "is of another run, in the log at trajectories:1:",
     "its bytes at trajectories:2:",
     "was logged, but its record is not there",

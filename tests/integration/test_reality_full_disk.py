@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.audit.audit import audit
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.consumers.trainers.simulated import initial_weights
-from dora_pipe.errors import BusError, BusFull, ResourceError
-from dora_pipe.history.audit import audit
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.simulated import initial_weights
+from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import Cluster, make_config
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.small_disk import SmallDisk, small_disk

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 from kafka import KafkaProducer
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError
+from dora_pipe.core.errors import BusError
 from tests.support.kafka_broker import KafkaBroker
 
 pytestmark = [

@@ -7,13 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
-from dora_pipe.history.replay import StepLine, raise_if_diverged, replay, tensor_distances
-from dora_pipe.policies.safetensors_file import Source, write_tensors
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay, tensor_distances
+from dora_pipe.consumers.contributions import read_contributions, write_contributions
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.store import PolicyStore
 from tests.support import damage
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.tamper import Tamper
@@ -37,7 +40,7 @@ def _replay(
     first: int,
     last: int,
     *,
-    trainer: SimulatedTrainer | None = None,
+    trainer: SimulatedLearner | None = None,
     **changed: Any,
 ) -> list[StepLine]:
     bus = run.open()
@@ -46,7 +49,7 @@ def _replay(
             bus,
             run.topics,
             run.store,
-            trainer or SimulatedTrainer(),
+            trainer or SimulatedLearner(),
             first=first,
             last=last,
             clock=VirtualClock(),
@@ -124,6 +127,39 @@ def test_what_audit_cannot_see_is_named(copy: RecordedRun) -> None:
     assert lines[-1].replayed.step == step
 
 
+@pytest.mark.parametrize("figure", ["loss", "tokens"])
+def test_forged_figure_is_named_although_the_weights_are_equal(
+    copy: RecordedRun, figure: str
+) -> None:
+    with Tamper(copy) as log:
+        row, fact = log.facts(StepCommitted)[5]
+        figures = {**fact.figures, figure: fact.figures[figure] + 0.5}
+        log.rewrite(row, msgspec.structs.replace(fact, figures=figures))
+    lines = _replay(copy, 0, STEPS)
+    assert [line.replayed.step for line in lines if not line.equal] == [fact.step]
+    (other,) = lines[fact.step].figures
+    assert (other.name, other.committed) == (figure, figures[figure])
+    with pytest.raises(ReplayDiverged, match=f"step 5 gave other figures .*: {figure} is") as found:
+        raise_if_diverged(lines[fact.step])
+    assert found.value.exit_code == 6
+
+
+def test_forged_contribution_is_named_although_the_weights_are_equal(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        row, fact = log.facts(StepCommitted)[5]
+        file = copy.store / "contributions" / f"{fact.contributions.sha256}.arrow"
+        rows = read_contributions(file)
+        forged = [{**rows[0], "ratio_mean": 7.0}, *rows[1:]]
+        blob = PolicyStore(copy.store).publish_blob(
+            "contributions", lambda path: write_contributions(path, forged)
+        )
+        log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
+    line = _replay(copy, 5, 6)[-1]
+    assert line.replayed.equal and not line.equal
+    (other,) = line.figures
+    assert other.name == f"{rows[0]['trajectory']} ratio_mean"
+
+
 def test_removed_trajectory_is_an_invariant_broken(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         name = damage.remove_trajectory(log)
@@ -132,7 +168,7 @@ def test_removed_trajectory_is_an_invariant_broken(copy: RecordedRun) -> None:
 
 
 def test_other_numerics_go_on_and_report_distances(recorded: RecordedRun) -> None:
-    class Elsewhere(SimulatedTrainer):
+    class Elsewhere(SimulatedLearner):
         def numerics(self) -> dict[str, str]:
             return super().numerics() | {"threads": "7"}
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import ReplayDiverged
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.regenerate import pick, regenerate
-from dora_pipe.history.replay import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
+from dora_pipe.audit.replay_trajectory import pick, regenerate
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.producers.engines.port import SamplingParams
-from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import TorchParts
@@ -100,11 +102,11 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
         if any(placement.resume is not None for placement in entry.placements)
     ]
     assert moved
-    wanted = sorted({*pick(ledger, 20, 5), *moved})
     engine = cluster.parts.engine(cluster.assets, config, cluster.clock)
-    found = list(
-        regenerate(cluster.bus, cluster.topics, cluster.store.root, ledger, engine, wanted, params)
-    )
+    bus, topics, store = cluster.bus, cluster.topics, cluster.store.root
+    with closing(read_catalogue(bus, topics)) as tables:
+        wanted = sorted({*pick(tables, 20, 5), *moved})
+        found = list(regenerate(bus, topics, store, tables, engine, wanted, params))
     assert [one for one in found if not one.equal] == []
     assert {one.trajectory for one in found} == set(wanted)
-    assert any(one.stays > 1 for one in found)
+    assert any(one.prefills > 1 for one in found)

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dora_pipe.config.model import Config
-from dora_pipe.errors import InvariantBroken, ReplayDiverged, UsageError
-from dora_pipe.history.audit import build_ledger
-from dora_pipe.history.ledger import Ledger
-from dora_pipe.history.regenerate import (
+from dora_pipe.audit.replay_trajectory import (
     Regenerated,
     engines_of,
     pick,
+    prefill_segments,
     raise_if_different,
     regenerate,
-    stays_of,
 )
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
-from dora_pipe.producers.role import sampling_params
+from dora_pipe.producers.tasks.calls import EnvStep, TaskEvent
+from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from tests.support import damage
 from tests.support.batches import make_trajectory
 from tests.support.cluster import Cluster, make_config
-from tests.support.inline_tasks import episode_tasks
+from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Tamper
+
+MOVED = """
+    select trajectory_id, incarnation
+    from attempts join trajectories using (trajectory_id, attempt, incarnation)
+    where resumed > 0 and outcome = 'logged'"""
 
 
 @pytest.fixture
@@ -40,23 +49,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        ledger = build_ledger(bus, recorded.topics)
-        names = pick(ledger, 20, 5)
-        assert engines_of(bus, recorded.topics, ledger, names) == {"simulated": names}
-        moved = next(
-            entry
-            for group in ledger.accounts.groups.values()
-            for entry in group.requests.values()
-            if entry.bound is not None and entry.placements[-1].resume is not None
-        )
-        worker = ledger.accounts.workers[moved.placements[-1].epoch]
-        worker.joined = msgspec.structs.replace(worker.joined, engine="another")
+    with (
+        closing(recorded.open()) as bus,
+        closing(read_catalogue(bus, recorded.topics)) as tables,
+    ):
+        names = pick(tables, 20, 5)
+        assert engines_of(bus, recorded.topics, tables, names) == {"simulated": names}
+        (name, incarnation), *_ = tables.query(MOVED)
+        other = "update workers_ended set engine = 'another' where incarnation = ?"
+        tables.query(other, [incarnation])
         with pytest.raises(UsageError, match="another, simulated"):
-            engines_of(bus, recorded.topics, ledger, [moved.trajectory])
-    finally:
-        bus.close()
+            engines_of(bus, recorded.topics, tables, [name])
 
 
 def _params(config: Config) -> dict[Purpose, SamplingParams]:
@@ -67,24 +70,17 @@ def _params(config: Config) -> dict[Purpose, SamplingParams]:
 
 
 def _again(run: RecordedRun, wanted: Sequence[str] | int, *, slots: int = 6) -> list[Regenerated]:
-    bus = run.open()
-    try:
-        ledger = build_ledger(bus, run.topics)
-        assert ledger.config is not None
-        names = pick(ledger, wanted, 3) if isinstance(wanted, int) else wanted
+    with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
+        names = pick(tables, wanted, 3) if isinstance(wanted, int) else wanted
         engine = SimulatedEngine(slots=slots, context_tokens=256, lengths=long_tailed_length)
-        params = _params(ledger.config)
-        return list(regenerate(bus, run.topics, run.store, ledger, engine, names, params))
-    finally:
-        bus.close()
+        started, _ = policy_after(bus, run.topics, 0)
+        params = _params(logged_config(started.config))
+        return list(regenerate(bus, run.topics, run.store, tables, engine, names, params))
 
 
-def _ledger(run: RecordedRun) -> Ledger:
-    bus = run.open()
-    try:
-        return build_ledger(bus, run.topics)
-    finally:
-        bus.close()
+def _tables(run: RecordedRun) -> Catalogue:
+    with closing(run.open()) as bus:
+        return read_catalogue(bus, run.topics)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
@@ -96,29 +92,26 @@ def test_random_trajectories_come_out_bit_for_bit(recorded: RecordedRun, slots: 
 
 
 def test_request_that_went_on_elsewhere_follows_its_prefill_points(recorded: RecordedRun) -> None:
-    moved = [
-        entry.trajectory
-        for group in _ledger(recorded).accounts.groups.values()
-        for entry in group.requests.values()
-        if entry.placements[-1].resume is not None
-    ]
+    with closing(_tables(recorded)) as tables:
+        moved = [name for name, _ in tables.query(MOVED)]
     assert moved, "the recorded run has requests that went on from a progress record"
     found = _again(recorded, moved)
-    assert all(one.equal and one.stays > 1 for one in found), found
+    assert all(one.equal and one.prefills > 1 for one in found), found
 
 
 def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
-    ledger = _ledger(recorded)
-    assert pick(ledger, 5, 1) == pick(ledger, 5, 1)
-    assert pick(ledger, 5, 1) != pick(ledger, 5, 2)
-    bound = [one for one in ledger.accounts.logged.values() if one.standing == "bound"]
-    assert len(pick(ledger, 10_000, 1)) == len(bound)
+    with closing(_tables(recorded)) as tables:
+        assert pick(tables, 5, 1) == pick(tables, 5, 1)
+        assert pick(tables, 5, 1) != pick(tables, 5, 2)
+        assert tables.one("select count(*) from records where standing = 'bound'") == (
+            len(pick(tables, 10_000, 1)),
+        )
 
 
 def test_other_token_is_named_with_its_place(recorded: RecordedRun, tmp_path: Path) -> None:
     copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
-        name = damage.change_token_and_record(log)
+        name = damage.forge_everything(log)
     (found,) = _again(copy, [name])
     assert not found.equal
     with pytest.raises(ReplayDiverged, match=rf"{name}: token \d+ is \d+, recorded is \d+"):
@@ -128,7 +121,7 @@ def test_other_token_is_named_with_its_place(recorded: RecordedRun, tmp_path: Pa
 def test_other_logprob_is_named_with_its_place(recorded: RecordedRun, tmp_path: Path) -> None:
     copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
-        name = damage.change_logprob(log)
+        name = damage.forge_everything(log, damage.another_logprob)
     (found,) = _again(copy, [name])
     assert found.difference.startswith("logprobs[")
     assert found.difference.endswith("recorded is -0.125")
@@ -146,25 +139,54 @@ def test_environments_are_fed_back_as_recorded(tmp_path: Path) -> None:
     run = RecordedRun(directory=tmp_path / "run", run="turns")
     found = _again(run, 20)
     assert [one for one in found if not one.equal] == []
-    assert max(one.stays for one in found) == 3
+    assert max(one.prefills for one in found) == 3
 
 
-def test_stays_follow_mask_and_prefill_points() -> None:
-    turns = _stays([0, 0, 1, 1, 0, 1, 1, 1], prefills=(2, 5))
+def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path) -> None:
+    """The engine ended the turn by itself; that the answer to it failed is no other ending."""
+    config = make_config(run__steps=1, run__name="broken", evaluation__prompts=0)
+    with Cluster(tmp_path / "run", config, tasks=_broken_episodes) as cluster:
+        cluster.run()
+    run = RecordedRun(directory=tmp_path / "run", run="broken")
+    with closing(_tables(run)) as tables:
+        ended = "select trajectory_id from trajectories where finish = 'error' order by 1"
+        names = [name for (name,) in tables.query(ended)]
+    found = _again(run, names[:20])
+    assert found
+    assert [one for one in found if not one.equal] == []
+
+
+def _broken_episodes() -> InlineTasks:
+    """Every fifth step of an environment raises."""
+    tasks = episode_tasks(2)
+    answer = tasks.step
+    assert answer is not None
+
+    def step(call: EnvStep) -> TaskEvent:
+        if len(tasks.seen) % 5:
+            return answer(call)
+        return failed(call)
+
+    tasks.step = step
+    return tasks
+
+
+def test_segments_follow_mask_and_prefill_points() -> None:
+    turns = _segments([0, 0, 1, 1, 0, 1, 1, 1], prefills=(2, 5))
     assert turns == [(2, 4, True), (5, 8, True)]
-    moved = _stays([0, 0, 1, 1, 1, 1], prefills=(2, 4))
+    moved = _segments([0, 0, 1, 1, 1, 1], prefills=(2, 4))
     assert moved == [(2, 4, False), (4, 6, True)]
-    twice_at_once = _stays([0, 0, 1, 1, 1, 1], prefills=(2, 2, 4))
+    twice_at_once = _segments([0, 0, 1, 1, 1, 1], prefills=(2, 2, 4))
     assert twice_at_once == moved
 
 
 def test_prefill_points_that_leave_tokens_over_are_refused() -> None:
     with pytest.raises(InvariantBroken, match="do not lead to 4 sampled tokens"):
-        _stays([0, 0, 1, 1, 1, 1], prefills=(3,))
+        _segments([0, 0, 1, 1, 1, 1], prefills=(3,))
 
 
-def _stays(mask: list[int], prefills: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+def _segments(mask: list[int], prefills: tuple[int, ...]) -> list[tuple[int, int, bool]]:
     one = make_trajectory("g0000000001-000", sampled=(7,) * (len(mask) - 3))
     meta = msgspec.structs.replace(one.meta, prefills=prefills)
-    found = stays_of(replace(one, loss_mask=mask, meta=meta))
-    return [(stay.start, stay.end, stay.whole) for stay in found]
+    found = prefill_segments(replace(one, loss_mask=mask, meta=meta))
+    return [(one.start, one.end, one.whole) for one in found]

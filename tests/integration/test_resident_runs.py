@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dora_pipe.history.audit import audit, build_ledger
-from dora_pipe.history.entries import Moment
-from dora_pipe.history.ledger import Ledger
+from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.entries import Moment
+from dora_pipe.audit.ledger import Ledger
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Move, Place
@@ -131,7 +131,13 @@ def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
         version=bound.fact.version,
         digest=bound.fact.digest,
         trajectories=(
-            LoggedEntry(**{one: getattr(bound.fact, one) for one in LoggedEntry.__struct_fields__}),
+            LoggedEntry(
+                **{
+                    one: getattr(bound.fact, one)
+                    for one in LoggedEntry.__struct_fields__
+                    if hasattr(bound.fact, one)
+                }
+            ),
         ),
     )
     ledger.accounts.open[bound.fact.group] = ledger.accounts.groups[bound.fact.group]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.prune import plan_prune, prune
+from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
+from dora_pipe.audit.replay_step import replay
 from dora_pipe.bus.port import Append
-from dora_pipe.consumers.recovery import read_history
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import ReplayDiverged, UsageError
-from dora_pipe.history.audit import audit
-from dora_pipe.history.prune import plan_prune, prune
-from dora_pipe.history.rebuild import Rebuilder, Rebuilt
-from dora_pipe.history.replay import replay
-from dora_pipe.policies.store import digest_in
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.errors import ReplayDiverged, UsageError
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.wire import encode
+from dora_pipe.store.store import digest_in
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.stores import Writer
 from tests.support.worker import VirtualClock
@@ -44,7 +44,7 @@ def rebuilder(cluster: Cluster, told: list[Rebuilt], flavour: str = "") -> Rebui
         cluster.bus,
         cluster.topics,
         cluster.store,
-        make_trainer=lambda started: SimulatedTrainer(flavour=flavour),
+        make_learner=lambda started: SimulatedLearner(flavour=flavour),
         clock=VirtualClock(),
         told=told.append,
     )
@@ -105,7 +105,7 @@ def test_steps_are_replayed_from_the_checkpoints_that_are_left(over: Cluster) ->
             over.bus,
             over.topics,
             over.store,
-            SimulatedTrainer(),
+            SimulatedLearner(),
             first=7,
             last=STEPS,
             clock=VirtualClock(),
@@ -126,19 +126,19 @@ def test_prune_names_orphans_and_what_retention_drops_and_deletes_only_those(
         unfinished.write_bytes(b"half")
         clock, bus, topics, store = VirtualClock(), cluster.bus, cluster.topics, cluster.store
         plan = plan_prune(bus, topics, store, keep_every=0, stopped=False, clock=clock)
-        assert {digest_in(one.file.name) for one in plan.doomed} == {orphan.digest, ""}
-        assert {one.why for one in plan.doomed} == {"orphan"} and plan.versions == ()
+        assert {digest_in(one.file.name) for one in plan.candidates} == {orphan.digest, ""}
+        assert {one.why for one in plan.candidates} == {"orphan"} and plan.versions == ()
         plan = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
         # Checkpoints 2, 4, 6: 4 by its number, 4 and 6 as the newest; 7 and 6 as the last ones.
         assert plan.versions == (1, 2, 3, 5)
         before = len(store.everything())
-        assert prune(bus, topics, store, plan, user="u", clock=clock) == len(plan.doomed)
-        assert len(store.everything()) == before - len(plan.doomed)
+        assert prune(bus, topics, store, plan, user="u", clock=clock) == len(plan.candidates)
+        assert len(store.everything()) == before - len(plan.candidates)
         assert missing(cluster) == [1, 2, 3, 5]
         found = audit(bus, topics, store)
         assert not found.violations
         again = plan_prune(bus, topics, store, keep_every=2, stopped=False, clock=clock)
-        assert again.doomed == () and again.versions == ()
+        assert again.candidates == () and again.versions == ()
 
 
 def test_what_was_made_again_and_what_a_dead_trainer_left_is_pruned(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_what_was_made_again_and_what_a_dead_trainer_left_is_pruned(tmp_path: Pa
             stopped=False,
             clock=VirtualClock(),
         )
-        assert {one.why for one in plan.doomed} == {"dropped before"}
-        assert first in {one.version for one in plan.doomed} and plan.versions == ()
-        assert plan.freed_bytes == sum(one.file.bytes for one in plan.doomed) > 0
+        assert {one.why for one in plan.candidates} == {"dropped before"}
+        assert first in {one.version for one in plan.candidates} and plan.versions == ()
+        assert plan.freed_bytes == sum(one.file.bytes for one in plan.candidates) > 0
 
 
 def test_run_that_is_not_finished_is_pruned_only_if_it_is_said_to_be_stopped(
@@ -172,7 +172,7 @@ def test_run_that_is_not_finished_is_pruned_only_if_it_is_said_to_be_stopped(
             plan_prune(*where, keep_every=1, stopped=False, clock=VirtualClock())
         plan = plan_prune(*where, keep_every=1, stopped=True, clock=VirtualClock())
         assert plan.versions == ()
-        assert {one.why for one in plan.doomed} == {"orphan"}
+        assert {one.why for one in plan.candidates} == {"orphan"}
 
 
 def test_record_that_drops_what_is_in_use_is_rejected_by_the_run(tmp_path: Path) -> None:

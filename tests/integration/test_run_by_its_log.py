@@ -9,11 +9,11 @@ import pytest
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli import rundir
-from dora_pipe.cli.rundir import find_run, opened
-from dora_pipe.errors import UsageError
-from dora_pipe.policies import log_place
+from dora_pipe.core.errors import UsageError
+from dora_pipe.launch import run_dir as rundir
+from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store import log_location
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
@@ -35,7 +35,7 @@ def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return open_bus(f"sqlite:{recorded.log}" if url == URL else url)
 
     monkeypatch.setattr(rundir, "open_bus", open_here)
-    monkeypatch.setattr(log_place, "open_bus", open_here)
+    monkeypatch.setattr(log_location, "open_bus", open_here)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import WorkerJoined
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.user_run import WAIT_S, call, facts, furnish, start, steps, until

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.kafka import KafkaBus
-from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.errors import AccessRefused
+from dora_pipe.core.errors import AccessRefused
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.kafka_secure import (
     ROLES,

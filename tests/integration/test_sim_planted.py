@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from dora_pipe.orchestrator import planner, staleness
-from dora_pipe.sim.planted import BUGS, planted
-from dora_pipe.sim.swarm import play
+from dora_pipe.sim.mutants import BUGS, planted
+from dora_pipe.sim.seed_runner import run_seed
 
 SEEDS_MAX = 500
 RARE = frozenset(
@@ -32,7 +32,7 @@ def quiet() -> None:
 def found_by(name: str) -> str:
     """The check that finds it first."""
     with planted(name):
-        played = (play(seed) for seed in range(SEEDS_MAX))
+        played = (run_seed(seed) for seed in range(SEEDS_MAX))
         return next((one.check for one in played if not one.holds), "")
 
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from dora_pipe.sim.draw import draw
-from dora_pipe.sim.swarm import play
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.seed_runner import run_seed
 
 CHUNK = 12
 
@@ -20,8 +20,13 @@ def quiet() -> None:
 @pytest.mark.parametrize("chunk", range(5))
 def test_seeds_with_such_workers_hold(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        played = play(seed, resident=True)
+        played = run_seed(seed, resident=True)
         assert played.holds, played.line
+
+
+def test_version_that_was_dropped_is_not_hosted_again_by_a_fact_that_is_said_twice() -> None:
+    played = run_seed(1313, resident=True)
+    assert played.holds, played.line
 
 
 def test_such_workers_change_nothing_else_of_a_seed() -> None:
@@ -36,15 +41,17 @@ def test_such_workers_change_nothing_else_of_a_seed() -> None:
 
 
 def test_broken_seed_says_how_it_is_played_again() -> None:
-    played = play(3, resident=True)
+    played = run_seed(3, resident=True)
     assert played.again == "dora-pipe sim --seed 3 --resident"
-    assert play(3).again == "dora-pipe sim --seed 3"
+    assert run_seed(3).again == "dora-pipe sim --seed 3"
 
 
 @pytest.mark.pure
 @pytest.mark.slow
 def test_five_hundred_seeds_with_such_workers_hold() -> None:
     broken = [
-        played.line for seed in range(1000, 1500) if not (played := play(seed, resident=True)).holds
+        played.line
+        for seed in range(1000, 1500)
+        if not (played := run_seed(seed, resident=True)).holds
     ]
     assert broken == []

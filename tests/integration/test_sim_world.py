@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from dora_pipe.audit.audit import audit
 from dora_pipe.bus.memory import AppendFault, FaultPlan, ScriptedFaults
-from dora_pipe.history.audit import audit
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.sim.draw import draw
+from dora_pipe.sim.fault_model import NoFaults
 from dora_pipe.sim.parts import WorkerPlan
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
-from dora_pipe.sim.swarm import Swarm
-from dora_pipe.sim.weather import FairWeather
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import SECOND_NS, World
 from tests.support.cluster import make_config
 
@@ -54,7 +54,7 @@ print(seed_digest(5))
 
 def seed_digest(seed: int) -> str:
     """The log of a seed under all its faults."""
-    swarm, digests = Swarm(draw(seed)), []
+    seed_run, digests = SeedRun(draw(seed)), []
     close = World.close
 
     def closing(self: World) -> None:
@@ -63,7 +63,7 @@ def seed_digest(seed: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "close", closing)
-        assert swarm.play().holds
+        assert seed_run.run().holds
     return digests[0]
 
 
@@ -81,7 +81,7 @@ def test_equal_seeds_give_equal_logs_in_every_process() -> None:
     assert found.stdout.split()[-1] == here
 
 
-class Away(FairWeather):
+class Away(NoFaults):
     """The first incarnation of one role does not reach the bus for its first appends."""
 
     def __init__(self, name: str, appends: int) -> None:
@@ -95,7 +95,7 @@ class Away(FairWeather):
 
 
 def test_others_go_on_while_a_role_waits_for_its_bus() -> None:
-    with World(make_config(), workers=PLANS, weather=Away("w1", 12)) as world:
+    with World(make_config(), workers=PLANS, faults=Away("w1", 12)) as world:
         assert world.run(until_ns=100 * SECOND_NS)
         waited = [role for _, role in world.ends if role.name == "w1"]
         assert waited[-1].bus.appends > 12
@@ -103,7 +103,7 @@ def test_others_go_on_while_a_role_waits_for_its_bus() -> None:
 
 
 def test_role_that_is_killed_while_it_waits_never_wakes_up() -> None:
-    with World(make_config(), workers=PLANS, weather=Away("w1", 400)) as world:
+    with World(make_config(), workers=PLANS, faults=Away("w1", 400)) as world:
         world.run(until_ns=SECOND_NS // 2)
         asleep = world.present("w1")
         assert asleep is not None

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks import pool as pool_module
-from dora_pipe.producers.tasks import wire
 from dora_pipe.producers.tasks.calls import (
     PromptReady,
     Rewarded,
@@ -129,6 +129,17 @@ def test_what_users_print_goes_to_stderr_and_their_input_is_empty(
         assert seen.out == ""
 
 
+def test_what_users_print_of_sampled_text_steers_no_terminal(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    with TaskPool(task(folder)) as pool:
+        assert isinstance(ask(pool, score("a", "print control")), Rewarded)
+    seen = capfd.readouterr().err
+    assert "red\\x1b[31m \\x9b2J\n" in seen
+    assert "\\x07\n" in seen
+    assert seen.replace("\n", "").isprintable()
+
+
 def test_row_that_does_not_exist_is_an_error(pool: TaskPool) -> None:
     for index in (8, -1):
         event = ask(pool, prompt("a", index))
@@ -156,7 +167,7 @@ def test_texts_larger_than_a_pipe_come_through(pool: TaskPool) -> None:
 def test_call_too_long_for_a_frame_fails_alone(
     pool: TaskPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 1000)
+    monkeypatch.setattr(calls, "FRAME_BYTES_MAX", 1000)
     event = ask(pool, score("a", "x" * 2000))
     assert isinstance(event, TaskFailed)
     assert "above the limit" in event.message

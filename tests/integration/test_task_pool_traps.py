@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import TaskError
+from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import (
     Rewarded,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli.rundir import RunDir
-from dora_pipe.cli.traces import follow_run
+from dora_pipe.audit.audit import build_ledger
+from dora_pipe.cli.progress import Progress
 from dora_pipe.config.load import load_config
-from dora_pipe.history.audit import build_ledger
-from dora_pipe.telemetry import names
-from dora_pipe.telemetry.span import Span
+from dora_pipe.launch.roles import traces
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.observe.traces import names
+from dora_pipe.observe.traces.span import Span
 from tests.support.command_line import Call, caller
 from tests.support.otlp_endpoint import OtlpEndpoint
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -23,9 +24,9 @@ GROUP = "g0000000010"
 
 
 @pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
+def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run: what was sent is remembered beside it."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "recorded")
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def _ids(spans: list[Span]) -> list[tuple[str, str, str, int, int]]:
 
 
 def test_endpoint_receives_every_trained_trajectory_whole(
-    recorded: RecordedRun, call: Call
+    recorded: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
     with OtlpEndpoint() as endpoint:
         words = ("export", recorded.directory, "--traces", endpoint.address)
@@ -92,9 +93,71 @@ def test_endpoint_that_refuses_is_told_in_one_line(recorded: RecordedRun, call: 
         code, out, err = call("export", recorded.directory, "--traces", endpoint.address)
     assert (code, out) == (7, "")
     assert err.splitlines() == [
-        f"error: {endpoint.address}/v1/traces does not take traces",
-        "hint: is a collector listening there? OTLP over HTTP is port 4318 as a rule",
+        f"error: {endpoint.address}/v1/traces does not take traces (400 Bad Request)",
+        "hint: is that an OTLP endpoint? an address without a path gets /v1/traces",
     ]
+
+
+def test_address_where_nobody_answers_is_not_waited_for(recorded: RecordedRun, call: Call) -> None:
+    code, _, err = call("export", recorded.directory, "--traces", "http://127.0.0.1:1")
+    assert code == 7
+    assert "error: no answer from http://127.0.0.1:1/v1/traces" in err
+    assert "hint: is a collector listening there?" in err and "busy" not in err
+
+
+@pytest.mark.parametrize("follow", [(), ("--follow",)], ids=["whole", "follow"])
+def test_busy_backend_is_waited_for_and_told(
+    follow: tuple[str, ...], recorded: RecordedRun, call: Call
+) -> None:
+    own = recorded
+    with OtlpEndpoint(refuses=lambda asked: (503, "1") if asked < 3 else None) as endpoint:
+        code, _, err = call("export", own.directory, "--traces", endpoint.address, *follow)
+        assert code == 0, err
+        assert _ids(endpoint.spans) == _ids(_spans(recorded)), "none twice, none left out"
+    waits = [line for line in err.splitlines() if "is busy (503 Service Unavailable)" in line]
+    assert len(waits) == 2 and all("the next try in 1.0 s" in line for line in waits)
+
+
+def test_progress_says_that_a_busy_backend_is_waited_for_and_no_longer(
+    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Progress, "__call__", lambda self, phase, *far: told.append(phase))
+    with OtlpEndpoint(refuses=lambda asked: (503, "0") if asked == 2 else None) as endpoint:
+        code, _, err = call("export", recorded.directory, "--traces", endpoint.address)
+    assert code == 0, err
+    assert f"waiting for {endpoint.address}, which is busy" in told
+    assert told[-1] == "sending traces"
+
+
+def test_what_was_sent_is_not_sent_again_when_the_command_is_repeated(
+    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dora_pipe.observe.traces.sinks.BUSY_MAX_S", 0.0)
+    own = recorded
+    full = [True]
+    with OtlpEndpoint(
+        refuses=lambda asked: (503, "60") if asked > 7 and full else None
+    ) as endpoint:
+        words = ("export", own.directory, "--traces", endpoint.address)
+        code, _, err = call(*words)
+        assert code == 7 and len(endpoint.requests) == 7
+        assert "is busy (503 Service Unavailable)" in err and "goes on where" in err
+        full.clear()
+        code, _, err = call(*words)
+        assert code == 0, err
+        assert "what was sent before is not sent again" in err
+        assert _ids(endpoint.spans) == _ids(_spans(recorded))
+        sent = len(endpoint.requests)
+        code, _, err = call(*words)
+        assert (code, len(endpoint.requests)) == (0, sent)
+        assert ": 0 groups, 0 spans" in err
+        (path,) = (own.directory / "traces-sent").iterdir()
+        assert any(line.endswith(f"for all of it, remove {path}") for line in err.splitlines())
+        path.unlink()
+        assert call(*words)[0] == 0 and len(endpoint.requests) == 2 * sent
+        code, _, _ = call(*words, "--ratio", "0.5")
+        assert len(endpoint.requests) > 2 * sent, "another share is another errand"
 
 
 def test_file_holds_the_same_a_request_a_line(
@@ -111,9 +174,6 @@ def test_file_holds_the_same_a_request_a_line(
         for span in scope["spans"]
     ]
     assert [one["spanId"] for one in found] == [one.span_id for one in _spans(recorded)]
-    code, _, err = call("export", recorded.directory, "--traces", path)
-    assert code == 2
-    assert "is there already" in err
 
 
 def test_share_of_the_groups_is_told(recorded: RecordedRun, call: Call, tmp_path: Path) -> None:
@@ -151,7 +211,7 @@ def test_what_cannot_be_meant_is_refused(
 def test_show_prints_the_tree_from_the_log_alone(
     recorded: RecordedRun, call: Call, wanted: str, says: tuple[str, ...]
 ) -> None:
-    code, out, err = call("show", recorded.directory, wanted)
+    code, out, err = call("show", recorded.directory, wanted, "--all")
     assert code == 0, err
     tree = out.partition("trace\n")[2] or out.partition("\ntrace")[2]
     for words in says:
@@ -178,7 +238,7 @@ def test_follower_of_a_run_sends_what_is_configured(
     with OtlpEndpoint() as endpoint:
         wanted = [f"telemetry.traces={endpoint.address}", "telemetry.traces_ratio=0.0"]
         config = load_config(own.directory / "config.toml", wanted)
-        follow_run(RunDir(own.directory), config, lambda: False)
+        traces(RunDir(own.directory), config, lambda: False)
         spans = endpoint.spans
     roots = [one for one in spans if one.stage == "group"]
     assert {one.attributes[names.KEPT] for one in roots} <= {"failed", "moved", "slow"}

@@ -1,37 +1,46 @@
-"""The pages on the log of an eventful run: they agree with audit's own books, hide what is to be
-hidden, follow a run that goes on, and fit into one file."""
+"""The pages on the log of an eventful run: they hang together, hide what is to be hidden,
+follow a run that goes on, are opened from what was kept, and fit into one file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from dora_pipe.errors import UsageError
-from dora_pipe.history.audit import build_ledger
-from dora_pipe.ui.asking import question
-from dora_pipe.ui.book import Book
-from dora_pipe.ui.desk import Desk
-from dora_pipe.ui.mismatch import mismatch
-from dora_pipe.ui.overview import overview
-from dora_pipe.ui.pages import HIDDEN, Source, group_page, step_page, trajectory_page, version_page
-from dora_pipe.ui.sampled import sampled_times
+from dora_pipe.catalogue.reading import FILE
+from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.web.mismatch import mismatch
+from dora_pipe.observe.web.overview import overview
+from dora_pipe.observe.web.pages import (
+    HIDDEN,
+    Source,
+    group_page,
+    step_page,
+    trajectory_page,
+    version_page,
+)
+from dora_pipe.observe.web.query import parse_query
+from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.sampled import sampled_times
+from dora_pipe.observe.web.view import RunView
 from tests.support.cluster import Cluster, make_config
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.ui_stage import book_of, source_of
+from tests.support.ui_stage import source_of, view_of_log
 
 LIMIT_BYTES = 10_000_000
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
+    """The session's run, as a copy: its catalogue is written beside it."""
+    found = recorded_in(tmp_path_factory.getbasetemp())
+    return found.copy(tmp_path_factory.mktemp("ui") / "recorded")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +51,10 @@ def source(recorded: RecordedRun) -> Iterator[Source]:
 
 
 @pytest.fixture(scope="module")
-def book(source: Source) -> Book:
+def view(source: Source) -> Iterator[RunView]:
     """Everything that its log says."""
-    return book_of(source)
+    with view_of_log(source) as found:
+        yield found
 
 
 @pytest.fixture
@@ -53,77 +63,65 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return caller(monkeypatch, capsys)
 
 
-def test_book_says_of_every_trajectory_what_audit_says(book: Book, source: Source) -> None:
-    ledger = build_ledger(source.bus, source.topics)
-    assert set(book.groups) == set(ledger.accounts.groups)
-    for name, group in ledger.accounts.groups.items():
-        own = book.groups[name]
-        assert (own.fate, own.version) == (group.fate or "open", group.spec.version), name
-        assert (own.step if own.fate == "trained" else None) == group.step, name
-        for trajectory, entry in group.requests.items():
-            row = book.trajectories[trajectory]
-            place = None if entry.bound is None else entry.bound.place
-            assert (None if row.offset < 0 else (row.partition, row.offset)) == place, trajectory
-            assert [one.attempt for one in row.placements] == [
-                one.attempt for one in entry.placements
-            ]
-    bound = sum(one.standing == "bound" for one in ledger.accounts.logged.values())
-    assert book.not_counting == ledger.accounts.records - bound
-
-
-def test_overview_has_every_step_and_every_group(book: Book) -> None:
-    found = overview(book)
+def test_overview_has_every_step_and_every_group(view: RunView) -> None:
+    found = overview(view)
     assert found["run"]["state"] == "finished"
     assert found["reward"]["step"] == list(range(STEPS))
     assert max(found["staleness"]["high"]) <= max(found["staleness"]["bound"])
     totals = found["totals"]
-    assert sum(totals["group_fates"].values()) + totals["open"] == len(book.groups)
+    assert sum(totals["group_fates"].values()) + totals["open"] == view.value(
+        "select count(*) from groups"
+    )
     assert {row["worker"] for row in found["timeline"]["rows"]} == {"w0", "w1", "w2"}
     assert totals["not_counting"] > 0
     assert len(msgspec.json.encode(found)) < 200_000
 
 
-def test_requests_that_are_over_are_on_no_worker(book: Book) -> None:
-    assert all(row.running < 0 for row in book.trajectories.values() if row.offset >= 0)
+def _group_of_step(view: RunView, step: int) -> str:
+    sql = "select group_id from groups where step = ? and fate = 'trained' order by group_id"
+    return str(view.value(sql, step))
 
 
-def test_lineage_leads_from_a_trajectory_to_its_step_and_back(book: Book, source: Source) -> None:
-    name = book.steps[5].groups[0]
+def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
+    view: RunView, source: Source
+) -> None:
+    name = _group_of_step(view, 5)
     sibling = f"{name}-000"
-    page = trajectory_page(book, source, question(f"/trajectory/{sibling}"))
+    page = trajectory_page(view, source, parse_query(f"/trajectory/{sibling}"))
     assert page["lineage"]["step"] == 5
-    step = step_page(book, source, question("/step/5"))
+    step = step_page(view, source, parse_query("/step/5"))
     assert name in [row[0] for row in step["groups"]["rows"]]
-    version = version_page(book, source, question(f"/version/{page['lineage']['version']}"))
+    version = version_page(view, source, parse_query(f"/version/{page['lineage']['version']}"))
     assert 5 in dict(version["steps"])
-    group = group_page(book, source, question(f"/group/{name}"))
+    group = group_page(view, source, parse_query(f"/group/{name}"))
     assert sibling in [row[0] for row in group["siblings"]["rows"]]
     assert group["lineage"] == page["lineage"]
 
 
-def test_tokens_have_what_the_log_has_of_each(book: Book, source: Source) -> None:
-    name = f"{book.steps[3].groups[0]}-000"
-    record = trajectory_page(book, source, question(f"/trajectory/{name}"))["record"]
+def test_tokens_have_what_the_log_has_of_each(view: RunView, source: Source) -> None:
+    name = f"{_group_of_step(view, 3)}-000"
+    record = trajectory_page(view, source, parse_query(f"/trajectory/{name}"))["record"]
     tokens = record["tokens"]
     assert {len(tokens[one]) for one in ("ids", "text", "mask", "logprob", "sampler")} == {
         tokens["total"]
     }
     assert tokens["text"][0] == f"<{tokens['ids'][0]}>"
     assert [one is not None for one in tokens["logprob"]] == [bool(one) for one in tokens["mask"]]
-    part = trajectory_page(book, source, question(f"/trajectory/{name}?from=2"))["record"]
+    part = trajectory_page(view, source, parse_query(f"/trajectory/{name}?from=2"))["record"]
     assert part["tokens"]["ids"] == tokens["ids"][2:]
 
 
 def test_redaction_hides_ids_texts_and_what_tasks_said(
-    book: Book, recorded: RecordedRun, source: Source
+    view: RunView, recorded: RecordedRun, source: Source
 ) -> None:
-    invalid = next(
-        one for one in book.trajectories.values() if one.offset >= 0 and one.reward is None
+    invalid = view.value(
+        """select trajectory_id from trajectories
+           where record_offset is not null and reward is null order by trajectory_id"""
     )
-    asked = question(f"/trajectory/{invalid.trajectory}")
-    shown = trajectory_page(book, source, asked)
+    asked = parse_query(f"/trajectory/{invalid}")
+    shown = trajectory_page(view, source, asked)
     with source_of(recorded, redact=True, decode=lambda ids: "secret") as hiding:
-        hidden = trajectory_page(book, hiding, asked)
+        hidden = trajectory_page(view, hiding, asked)
     assert shown["record"]["reward_error"] not in (None, HIDDEN)
     assert hidden["record"]["reward_error"] == HIDDEN
     assert hidden["record"]["tokens"]["ids"] is None
@@ -143,15 +141,19 @@ def test_redaction_hides_ids_texts_and_what_tasks_said(
         ("/version/999", version_page),
     ],
 )
-def test_what_is_not_there_is_a_line(book: Book, source: Source, address: str, page: Any) -> None:
+def test_what_is_not_there_is_a_line(
+    view: RunView, source: Source, address: str, page: Any
+) -> None:
     with pytest.raises(UsageError):
-        page(book, source, question(address))
+        page(view, source, parse_query(address))
 
 
-def test_mismatch_and_times_come_from_records_and_contributions(book: Book, source: Source) -> None:
-    found = mismatch(book, source)
+def test_mismatch_and_times_come_from_records_and_contributions(
+    view: RunView, source: Source
+) -> None:
+    found = mismatch(view, source)
     assert found["looked"] == found["steps"] == STEPS
-    assert sampled_times(book, source)["sampled"] > 0
+    assert sampled_times(view, source)["sampled"] > 0
 
 
 def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -159,31 +161,31 @@ def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Pa
     with Cluster(tmp_path, config) as cluster:
         cluster.until(lambda: cluster.version >= 2)
         recorded = RecordedRun(directory=tmp_path, run="living")
-        desk = Desk(lambda: source_of(recorded))
+        worker = QueryWorker(lambda: source_of(recorded))
         try:
-            desk.start()
-            assert desk.ask(question("/run"))["name"] == "living"
-            desk.read_all()
-            before = desk.ask(question("/overview"))
+            worker.start()
+            assert worker.ask(parse_query("/run"))["name"] == "living"
+            worker.read_all()
+            before = worker.ask(parse_query("/overview"))
             assert (before["run"]["state"], before["run"]["read"]) == ("open", 1.0)
             cluster.until(lambda: cluster.version >= 4)
-            _until_steps(desk, 4)
+            _until_steps(worker, 4)
             cluster.run()
-            _until_steps(desk, 6)
-            after = desk.ask(question("/overview"))
+            _until_steps(worker, 6)
+            after = worker.ask(parse_query("/overview"))
             assert after["run"]["state"] == "finished"
             assert len(after["reward"]["step"]) == 6
         finally:
-            desk.close()
+            worker.close()
 
 
-def _until_steps(desk: Desk, steps: int) -> None:
-    """Ask until so many are there: a desk looks for news now and then."""
+def _until_steps(worker: QueryWorker, steps: int) -> None:
+    """Ask until so many are there: a worker looks for news now and then."""
     for _ in range(2000):
-        desk._looked_s = 0.0
-        if desk.ask(question("/run"))["steps"] >= steps:
+        worker._looked_s = 0.0
+        if worker.ask(parse_query("/run"))["steps"] >= steps:
             return
-    pytest.fail(f"the desk never saw {steps} steps")
+    pytest.fail(f"the worker never saw {steps} steps")
 
 
 def test_desk_says_why_a_log_cannot_be_opened(tmp_path: Path) -> None:
@@ -191,7 +193,23 @@ def test_desk_says_why_a_log_cannot_be_opened(tmp_path: Path) -> None:
         raise UsageError("there is none")
 
     with pytest.raises(UsageError):
-        Desk(no_log)
+        QueryWorker(no_log)
+
+
+def test_tables_of_a_finished_run_are_kept_and_opened_without_its_log(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / FILE
+    answers = []
+    for _ in range(2):
+        worker = QueryWorker(lambda: source_of(recorded, catalogue=path))
+        with closing(worker):
+            worker.read_all()
+            answers.append(worker.ask(parse_query("/overview")))
+            assert path.is_file()
+        monkeypatch.setattr("dora_pipe.observe.web.query_worker.LivingCatalogue", None)
+    first, second = ({**one, "run": {**one["run"], "revision": 0}} for one in answers)
+    assert first == second
 
 
 def test_file_holds_pages_that_hang_together(

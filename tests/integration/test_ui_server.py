@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.errors import ResourceError
-from dora_pipe.ui.desk import Desk
-from dora_pipe.ui.server import REQUESTS_MAX, Server
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.server import REQUESTS_MAX, Server
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.ui_stage import source_of
 
@@ -29,9 +29,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture(scope="module")
 def server(recorded: RecordedRun) -> Iterator[Server]:
     """Pages of the recorded run at a free port."""
-    desk = Desk(lambda: source_of(recorded))
-    desk.read_all()
-    with closing(desk), Server([desk], port=0) as found:
+    worker = QueryWorker(lambda: source_of(recorded))
+    worker.read_all()
+    with closing(worker), Server([worker], port=0) as found:
         thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         yield found
@@ -187,5 +187,5 @@ def test_what_is_no_http_is_refused(server: Server) -> None:
 
 def test_port_that_is_taken_is_one_line(server: Server) -> None:
     with pytest.raises(ResourceError) as error:
-        Server(server.desks, port=server.server_address[1])
+        Server(server.workers, port=server.server_address[1])
     assert "--port" in (error.value.hint or "")

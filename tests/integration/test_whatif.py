@@ -5,7 +5,9 @@ The runs are worlds: production's machines in virtual time, on hardware whose sp
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,27 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from dora_pipe.cli.main import app
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.cli.app import app
+from dora_pipe.config.load import leaves
 from dora_pipe.config.model import Config
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from dora_pipe.sim.parts import Delays, PlainParts, WorkerPlan
 from dora_pipe.sim.whatif import (
+    CLUSTER_KEYS,
+    KEYS,
     SCHEDULERS,
     Answer,
     Contention,
     answer,
     as_it_was,
+    check_question,
     delays_of,
     lengths_of,
     rewards_of,
 )
 from dora_pipe.sim.whatif_facts import Measured, measure
-from dora_pipe.sim.whatif_speed import Stay, Steps, speed_of
+from dora_pipe.sim.whatif_speed import SlotTime, Steps, speed_of
 from dora_pipe.sim.world import SECOND_NS, World
 
 TOKEN_NS = 4_000_000
@@ -67,7 +74,8 @@ def run_world(chosen: Config) -> Measured:
     parts = PlainParts(delays=Delays(train_ns=TRAIN_NS))
     with World(chosen, workers=plans, parts=parts) as world:
         assert world.run(until_ns=4000 * SECOND_NS)
-        return measure(world.bus, world.topics)
+        with closing(read_catalogue(world.bus, world.topics)) as catalogue:
+            return measure(world.bus, world.topics, catalogue)
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +133,66 @@ def test_an_interruptible_run_is_foretold_without_versions_on_workers(measured: 
     assert found.wall_s <= simulated(measured, measured.config).wall_s
 
 
+OTHER = {"size": 2, "prompts": -1, "max_staleness": 3, "in_flight_batches": 1.5}
+"""Values for those keys that are numbers to somebody."""
+
+
+@pytest.mark.parametrize("key", sorted(set(leaves(config())) - {"run.name", "model.path"}))
+@pytest.mark.parametrize("scheduler", ["production", "drop"])
+def test_a_key_is_known_to_the_model_or_refused_by_name(
+    measured: Measured, key: str, scheduler: Any
+) -> None:
+    before = config()
+    known = CLUSTER_KEYS if scheduler == "production" else KEYS
+    now = differing(before, key)
+    if key in known:
+        check_question(measured, before, now, scheduler=scheduler)
+    else:
+        with pytest.raises(UsageError, match=f"^{key}: the model does not know it") as caught:
+            check_question(measured, before, now, scheduler=scheduler)
+        assert "it knows" in str(caught.value.hint)
+
+
+def differing(section: Any, key: str) -> Any:
+    """This section with another value under one key, whatever sense it makes."""
+    name, _, inner = key.partition(".")
+    value = differing(getattr(section, name), inner) if inner else OTHER.get(name, "another")
+    changed = copy.copy(section)
+    msgspec.structs.force_setattr(changed, name, value)  # `replace` would fill in defaults
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups__size": 16}, "groups.size: the log has groups of 4"),
+        (
+            {"evaluation__prompts": 64},
+            "evaluation.prompts: the log has the lengths of 0",
+        ),
+    ],
+)
+def test_lengths_that_no_log_has_are_refused(
+    measured: Measured, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_question(measured, config(), config(**changes))
+
+
 def test_a_run_that_is_too_short_says_so() -> None:
     with pytest.raises(UsageError, match="2 committed steps"):
         run_world(config(run__steps=2))
 
 
+def in_slot(name: str, start_s: float, end_s: float) -> SlotTime:
+    times = {"placed_s": start_s, "start_s": start_s, "end_s": end_s, "reported_s": end_s}
+    return SlotTime(trajectory=name, worker="w", tokens=100, **times)
+
+
 def test_a_regression_finds_what_made_the_times() -> None:
     """Ten requests side by side, then one alone; twice as slow while a step trains."""
-    beside = [
-        Stay(trajectory=f"a{one}", worker="w", start_s=0.0, end_s=2.0, tokens=100, reported_s=2.0)
-        for one in range(10)
-    ]
-    alone = Stay(trajectory="b", worker="w", start_s=10.0, end_s=11.1, tokens=100, reported_s=11.2)
-    trained = Stay(
-        trajectory="c", worker="w", start_s=20.0, end_s=22.2, tokens=100, reported_s=22.3
-    )
+    beside = [in_slot(f"a{one}", 0.0, 2.0) for one in range(10)]
+    alone, trained = in_slot("b", 10.0, 11.1), in_slot("c", 20.0, 22.2)
     found = speed_of([*beside, alone, trained], [(19.0, 23.0)])
     assert found.t0_s == pytest.approx(0.010, rel=0.05)
     assert found.t1_s == pytest.approx(0.001, rel=0.05)

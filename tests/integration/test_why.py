@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.port import Append
-from dora_pipe.errors import UsageError
-from dora_pipe.producers.rows import Phase
+from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.why.answer import Answer, why_at, why_now, why_step
+from dora_pipe.observe.why.chain import Node
 from dora_pipe.producers.tasks.calls import RewardCall
+from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
-from dora_pipe.views.why import Answer, why_at, why_now, why_step
-from dora_pipe.views.why_chain import Node
 from tests.support.cluster import TICK_NS, Cluster, make_config
 from tests.support.inline_tasks import InlineTasks
 
@@ -46,7 +46,7 @@ def below(node: Node) -> Iterator[Node]:
 def test_run_that_has_not_started_has_an_answer(cluster: Cluster) -> None:
     answer = now(cluster)
     assert (answer.step, answer.over, answer.alarms) == (None, False, ())
-    assert next(answer.lines()) == "small: has not started"
+    assert answer.head == "small: has not started"
     assert role(answer, "trainer").text == "trainer: has said nothing yet"
 
 
@@ -60,7 +60,7 @@ def test_chain_leads_from_the_trainer_to_the_worker_that_has_the_missing_request
         cluster.ticks(4 * SECOND_TICKS)
         answer = now(cluster)
     trainer = role(answer, "trainer")
-    assert trainer.text.startswith(f"trainer: waits for batch of step {answer.step}: no decision")
+    assert trainer.text.startswith(f"trainer: waits for batch of step {answer.step}: ")
     assert trainer.since_s is not None and 2 < trainer.since_s < 4
     (orchestrator,) = trainer.because
     assert orchestrator.text.startswith("orchestrator: waits for groups g")
@@ -80,7 +80,7 @@ def test_chain_ends_at_what_a_worker_waits_for(tmp_path: Path) -> None:
         tmp_path, make_config(), on_disk=False, workers=("w0",), tasks=lambda: tasks
     ) as cluster:
         requests = cluster.roles["w0"].machine.requests
-        cluster.until(lambda: requests.in_phase(Phase.REWARDING) == len(requests.rows) > 4)
+        cluster.until(lambda: requests.in_phase(Phase.REWARDING) == len(requests.by_key) > 4)
         cluster.ticks(SECOND_TICKS // 2)
         answer = now(cluster)
     (worker,) = {one.text for one in below(role(answer, "trainer")) if one.id == "w0"}
@@ -93,7 +93,7 @@ def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_pa
     config = make_config(timing__lease_s=20.0, groups__per_step=2)
     with Cluster(tmp_path, config, on_disk=False, workers=("w0",)) as cluster:
         machine = cluster.roles["w0"].machine
-        cluster.until(lambda: bool(machine.requests.rows) and cluster.version == 1)
+        cluster.until(lambda: bool(machine.requests.by_key) and cluster.version == 1)
         cluster.roles["w0"].frozen = True
         cluster.ticks(5 * SECOND_TICKS)
         answer = now(cluster)
@@ -128,7 +128,7 @@ def test_role_is_explained_once_and_then_only_named(cluster: Cluster) -> None:
     cluster.until(lambda: cluster.version == 2)
     cluster.kill("trainer")
     cluster.ticks(SECOND_TICKS)
-    lines = list(now(cluster).lines())
+    lines = list(now(cluster).tree())
     long = [line for line in lines if "no group may be admitted yet" in line]
     heads = [line for line in lines if line.startswith("w")]
     assert len(heads) == 3 and len(long) <= 3
@@ -181,5 +181,5 @@ def test_run_that_is_over_waits_for_nothing(cluster: Cluster) -> None:
     cluster.run()
     answer = now(cluster)
     assert answer.over and answer.alarms == ()
-    assert next(answer.lines()) == "small: is over, 8 steps"
+    assert answer.head == "small: is over, 8 steps"
     assert {one.text.partition(": ")[2] for one in answer.roles} == {"the run is over"}

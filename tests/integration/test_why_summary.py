@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.producers.rows import Phase
+from dora_pipe.bus.port import Append, Bus, TopicSpec
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.observe.why.advice import ADVICE
+from dora_pipe.observe.why.steps import Kind, Piece, StepWait, piece_words, waits_of
+from dora_pipe.observe.why.summary import WORDS, RoleWaits, Summary, summarise
+from dora_pipe.producers.worker.request import Phase
+from dora_pipe.schemas.metrics import Wait, WorkerStatus
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-from dora_pipe.views.why_steps import Piece, StepWait, is_over, piece_words, steps_of
-from dora_pipe.views.why_summary import RoleWaits, summarise
+from tests.golden.later_values import STATUS_SINCE
 from tests.support.cluster import TICK_NS, Cluster, make_config
 
-SECOND_TICKS = 1_000_000_000 // TICK_NS
+SECOND_NS = 1_000_000_000
+SECOND_TICKS = SECOND_NS // TICK_NS
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +50,32 @@ def role(found: tuple[RoleWaits, ...], name: str) -> RoleWaits:
     return one
 
 
+def summary_of(bus: Bus, topics: Topics) -> Summary:
+    with closing(read_catalogue(bus, topics)) as catalogue:
+        return summarise(bus, topics, catalogue)
+
+
+def waits_in(bus: Bus, topics: Topics) -> list[StepWait]:
+    with closing(read_catalogue(bus, topics)) as catalogue:
+        return waits_of(catalogue)
+
+
 def test_every_step_is_accounted_for_from_commit_to_commit(cluster: Cluster) -> None:
-    steps = steps_of(cluster.bus, cluster.topics)
-    assert [one.step for one in steps.waits] == list(range(8))
-    assert steps.over
-    for before, after in pairwise(steps.waits):
+    waits = waits_in(cluster.bus, cluster.topics)
+    assert [one.step for one in waits] == list(range(8))
+    for before, after in pairwise(waits):
         assert before.committed_ns is not None
         assert before.free_ns <= before.taken_ns <= before.committed_ns == after.free_ns
 
 
 def test_pieces_of_a_wait_add_up_to_it(cluster: Cluster) -> None:
-    for wait in steps_of(cluster.bus, cluster.topics).waits:
+    for wait in waits_in(cluster.bus, cluster.topics):
         assert sum(one.seconds for one in wait.pieces) == pytest.approx(wait.waited_s)
         assert all(one.seconds > 0 and one.version >= 0 for one in wait.pieces)
 
 
 def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
-    (longest, *_) = summarise(cluster.bus, cluster.topics).longest
+    (longest, *_) = summary_of(cluster.bus, cluster.topics).longest
     assert longest.waited_s > 1.2
     lost = {one.kind: one for one in longest.pieces}["lost"]
     assert (lost.worker, lost.version) == ("w1", longest.version)
@@ -66,7 +84,7 @@ def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
 
 
 def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None:
-    summary = summarise(cluster.bus, cluster.topics)
+    summary = summary_of(cluster.bus, cluster.topics)
     assert (summary.steps, summary.over) == (8, True)
     assert [one.role for one in summary.roles] == ["trainer", "orchestrator", "w0", "w1", "w2"]
     for one in summary.roles:
@@ -78,13 +96,25 @@ def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None
     assert trainer.waits[0][0].startswith("an attempt of version")
     assert role(summary.roles, "orchestrator").waits[0][0] in ("groups to finish", "the trainer")
     assert role(summary.roles, "w0").waits[0][0] == "requests"
-    text = "\n".join(summary.lines())
-    assert text.startswith("small is over: 8 steps in ")
-    assert trainer.text() in text
+    assert summary.head.startswith("small is over: 8 steps in ")
+    first, longest, *rest = trainer.rows()
+    assert (first[0], first[1]) == ("trainer", trainer.waited_s)
+    assert longest[3:] == (trainer.waits[0][0], ADVICE["lost"])
+    assert sum(row[1] for row in (longest, *rest)) == pytest.approx(trainer.waited_s)
+
+
+def test_every_wait_that_has_a_name_has_advice_and_none_else() -> None:
+    page = Path(__file__).parents[2] / "docs" / "why.md"
+    table = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    listed = {name for line in table for name in re.findall(r"`([a-z]+)`", line.split("|")[2])}
+    kinds = set(get_args(Kind))
+    assert set(WORDS) <= set(ADVICE)
+    assert listed | kinds | {"silent"} >= set(ADVICE)
+    assert listed - set(ADVICE) == set()
 
 
 def test_alarms_of_the_past_are_said_with_their_full_length(cluster: Cluster) -> None:
-    alarms = summarise(cluster.bus, cluster.topics).alarms
+    alarms = summary_of(cluster.bus, cluster.topics).alarms
     (trainer,) = [one for one in alarms if one.startswith("ALARM trainer: ")]
     assert "for batch of step" in trainer and "(limit 1 s)" in trainer
     seconds = float(trainer.partition("waits since ")[2].partition(" s")[0])
@@ -98,13 +128,8 @@ def test_batch_that_was_taken_before_there_was_a_trainer_kept_nobody_waiting() -
     take = TakeBatch(step=0, attempt=1, groups=(), settings={}, reason="")
     round_ = Round(ordinal=0, role_epoch=0, now_ns=10**18, control_next=0, decisions=(take,))
     bus.writer().append([Append(topic=topics.decisions, value=encode(round_))])
-    (wait,) = steps_of(bus, topics).waits
+    (wait,) = waits_in(bus, topics)
     assert (wait.waited_s, wait.free_ns, wait.pieces) == (0.0, 10**18, ())
-    assert not is_over(bus, topics)
-
-
-def test_run_that_is_over_is_known_by_the_end_of_its_log(cluster: Cluster) -> None:
-    assert is_over(cluster.bus, cluster.topics)
 
 
 def test_pieces_of_many_versions_are_one_thing_to_wait_for() -> None:
@@ -115,9 +140,9 @@ def test_pieces_of_many_versions_are_one_thing_to_wait_for() -> None:
 
 def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -> None:
     with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
-        summary = summarise(cluster.bus, cluster.topics)
+        summary = summary_of(cluster.bus, cluster.topics)
         assert (summary.steps, summary.over, summary.longest) == (0, False, ())
-        assert next(summary.lines()) == "small is not over: 0 steps in 0.0 s"
+        assert summary.head == "small is not over: 0 steps in 0.0 s"
 
 
 def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
@@ -136,3 +161,19 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
         "step 4: the trainer waited 2.00 s for its batch; last came g0000000017-003 (version 2) "
         "from w1: 0.50 s for a slot of version 2, 1.50 s for the orchestrator's decision"
     )
+
+
+def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -> None:
+    """A role that waits says so seldom: the status that ends the wait tells until when."""
+    bus, topics = MemoryBus(MemoryLog()), Topics("r")
+    bus.create([TopicSpec(name=name) for name in topics.all()])
+    wait = Wait(name="reward", words="rewards (1)", since_ns=0, still=True)
+    said = [status(0, (wait,)), status(2 * SECOND_NS, ())]
+    appends = [Append(topic=topics.metrics, key=b"w0", value=encode(one)) for one in said]
+    bus.writer().append(appends)
+    (found,) = [one for one in summary_of(bus, topics).roles if one.role == "w0"]
+    assert found.waits == (("rewards", 1.75),), "to half a heartbeat of 0.5 s"
+
+
+def status(at_ns: int, waits: tuple[Wait, ...]) -> WorkerStatus:
+    return msgspec.structs.replace(STATUS_SINCE, worker="w0", at_ns=at_ns, waits=waits)

@@ -41,13 +41,13 @@ class Course:
         getattr(self, f"_{name}")(value)
         requests = self.worker.machine.requests
         assert self.worker.engine.active <= 2
-        assert len(requests.rows) <= self.worker.setup.requests_max
+        assert len(requests.by_key) <= self.worker.setup.requests_max
 
     def finish(self) -> None:
         self.tasks.held.clear()
         self.world.ticks(self.worker, 4)
         requests = self.worker.machine.requests
-        self.world.until(self.worker, lambda: not requests.rows, ticks_max=1_000)
+        self.world.until(self.worker, lambda: not requests.by_key, ticks_max=1_000)
 
     def _place(self, ordinal: int) -> None:
         attempt = 1 + sum(key[0].startswith(f"g{ordinal:010d}") for key in self.placed)
@@ -72,7 +72,7 @@ class Course:
         self.tasks.held.clear()
 
     def _lose(self, ordinal: int) -> None:
-        for key, row in self.worker.machine.requests.rows.items():
+        for key, row in self.worker.machine.requests.by_key.items():
             if row.episode and row.place.spec.ordinal == ordinal:
                 self.tasks.lose(key)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.rows import Phase
 from dora_pipe.producers.tasks.calls import (
     PromptCall,
     RewardCall,
 )
+from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import (
     RequestFailed,
     TrajectoryLogged,
@@ -40,7 +40,7 @@ def test_placement_of_another_version_than_the_target_is_refused_and_named() -> 
     (failure,) = world.facts(RequestFailed)
     assert (failure.error, failure.retryable) == ("OtherVersion", True)
     assert "version 1" in failure.message and "target is 0" in failure.message
-    assert not worker.machine.requests.rows
+    assert not worker.machine.requests.by_key
 
 
 def test_assignment_of_the_hosted_version_is_answered_and_hands_back_the_others() -> None:
@@ -66,7 +66,7 @@ def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     wanted = places[2] if phase is Phase.WAITING else places[0]
     world.decide(*places)
     world.ticks(worker, 6)
-    assert worker.machine.requests.rows[f"{wanted.trajectory}/1"].phase is phase
+    assert worker.machine.requests.by_key[f"{wanted.trajectory}/1"].phase is phase
     world.decide(world.cancel(wanted))
     world.ticks(worker, 4)
     tasks.held.clear()
@@ -157,7 +157,7 @@ def test_more_requests_than_a_worker_can_hold_are_refused() -> None:
     world.decide(*(world.place(worker, ordinal) for ordinal in range(9)))
     world.ticks(worker, 3)
     assert [one.error for one in world.facts(RequestFailed)] == ["TooMany"]
-    assert len(worker.machine.requests.rows) == 8
+    assert len(worker.machine.requests.by_key) == 8
 
 
 def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() -> None:
@@ -170,7 +170,7 @@ def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() 
     world.ticks(worker, 1)
     written = len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics))
     assert worker.machine.outcome == "fenced"
-    assert worker.machine.requests.rows == {}
+    assert worker.machine.requests.by_key == {}
     assert len(world.control()) == before
     world.ticks(worker, 50)
     assert written == (len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics)))

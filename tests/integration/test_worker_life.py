@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.producers.engines.port import EngineEvent
-from dora_pipe.producers.rows import Phase
 from dora_pipe.producers.tasks.calls import (
     PromptReady,
     RewardCall,
     Rewarded,
 )
+from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import (
     RequestFailed,
     TrajectoryLogged,

@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.producers.engines.port import Kv
-from dora_pipe.producers.handover import Handover, KvLabel, MemoryHandover, NoHandover
-from dora_pipe.producers.handover_kv import KvHandover
+from dora_pipe.producers.worker.kv_handover import (
+    Handover,
+    KvHandover,
+    KvLabel,
+    MemoryHandover,
+    NoHandover,
+)
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import Drain, Fence, PlacedRequest, StopRun
-from dora_pipe.transfers.files import MappedFiles
-from dora_pipe.transfers.port import Lost
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.port import Lost
 from tests.support.transfers import served
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
 
@@ -105,7 +110,7 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     released = let_go(world, source, place, target)
     assert released.resume is not None and released.resume.tokens >= tokens
     assert (released.kv is None) == (where == "nowhere")
-    assert source.engine.active == 0 and not source.machine.requests.rows
+    assert source.engine.active == 0 and not source.machine.requests.by_key
     assert 0 < released.left_ns <= released.at_ns
     taken_up(world, target, released)
     world.until_idle(target)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dora_pipe.producers.rows import Phase
+import pytest
+
 from dora_pipe.producers.tasks.calls import (
     PromptCall,
     RewardCall,
 )
+from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import (
     Resume,
     TrajectoryLogged,
@@ -134,6 +136,28 @@ def test_stop_asked_writes_a_last_progress_record_and_leaves() -> None:
     chunk = decode_progress(world.records(TOPICS.progress)[-1].value)
     assert chunk.start + len(chunk.token_ids) == resume.tokens
     assert worker.engine.active == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), MemoryError()])
+def test_engine_that_raises_costs_its_worker_and_no_request(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(lengths=lambda seed, turn: 300)
+    worker = world.start(slots=1, max_tokens=1000, checkpoint_tokens=16)
+    world.decide(world.place(worker, 0), world.place(worker, 1))
+    world.until(worker, lambda: worker.engine.kv_used_tokens == 3 + 90)
+
+    def broken(*_: object) -> None:
+        raise error
+
+    for name in ("step", "add", "cancel", "export"):
+        monkeypatch.setattr(worker.engine, name, broken)
+    world.until(worker, lambda: worker.machine.finished)
+    (left,) = world.facts(WorkerLeft)
+    assert left.reason.startswith("the engine of worker w0 failed: ")
+    assert type(error).__name__ in left.reason
+    assert 64 <= left.progress["g0000000000-000"].tokens <= 90
+    assert (worker.machine.outcome, worker.machine.error_here) == ("failed", True)
 
 
 def test_waiting_request_keeps_the_progress_it_was_placed_with_when_the_worker_leaves() -> None:

@@ -8,15 +8,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.beginning import RUN_WAIT_S
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config import model
-from dora_pipe.errors import Fenced, PolicyError, ResourceError, TaskError, UsageError
+from dora_pipe.core.errors import (
+    ConfigError,
+    Fenced,
+    PolicyError,
+    ResourceError,
+    TaskError,
+    UsageError,
+)
+from dora_pipe.core.run_lifecycle import RUN_WAIT_S
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.role import REJOINS_MAX
 from dora_pipe.producers.tasks.registry import reward_digest
+from dora_pipe.producers.worker.role import REJOINS_MAX
 from dora_pipe.schemas.control import (
     RunStarted,
     TrajectoriesLogged,
@@ -185,6 +192,30 @@ def test_worker_without_the_runs_tokenizer_does_not_join(run: Run) -> None:
         run.work(_until(lambda: False))
 
 
+def test_worker_with_a_name_that_is_none_ends_before_it_joins(run: Run) -> None:
+    run.begin()
+    with pytest.raises(ConfigError, match="not a worker's name: 'wörker'") as error:
+        run.work(_until(lambda: False), worker="wörker")
+    assert "letters, digits" in (error.value.hint or "")
+    assert run.joins() == []
+
+
+def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_more(run: Run) -> None:
+    """By an orchestrator whose rule this worker does not know."""
+    run.begin()
+
+    def script() -> Iterator[bool]:
+        yield from _until(lambda: len(run.joins()) == 1)
+        why = "not a worker's name: 'w0'"
+        run.decide(Fence(reason=why, worker="w0", epoch=run.joins()[0][0]))
+        while True:
+            yield False
+
+    with pytest.raises(ConfigError, match="not a worker's name: 'w0'"):
+        run.work(script())
+    assert len(run.joins()) == 1
+
+
 def test_worker_with_a_changed_tokenizer_does_not_join(run: Run) -> None:
     run.begin()
     file = run.store.assets_path(run.assets_digest) / "tokenizer_config.json"
@@ -209,13 +240,23 @@ def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) ->
     assert len(left) == 1 and "cannot host version 0" in left[0].reason
 
 
-def test_engine_that_ends_while_it_loads_ends_its_worker_as_a_fault_of_this_machine(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ResourceError("its server ended by SIGKILL"), "its server ended by SIGKILL"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+)
+def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fault(
+    error: Exception, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.begin()
 
     def ended(*_: object, **__: object) -> None:
-        raise ResourceError("its server ended by SIGKILL")
+        raise error
 
     monkeypatch.setattr(SimulatedEngine, "load", ended)
 
@@ -225,10 +266,10 @@ def test_engine_that_ends_while_it_loads_ends_its_worker_as_a_fault_of_this_mach
         while True:
             yield False
 
-    with pytest.raises(ResourceError, match="cannot host version 0: its server ended by SIGKILL"):
+    with pytest.raises(ResourceError, match=f"cannot host version 0: .*{said}"):
         run.work(script())
     left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
-    assert len(left) == 1 and "its server ended" in left[0].reason
+    assert len(left) == 1 and said in left[0].reason
 
 
 def test_free_keys_come_from_this_machine_and_the_others_from_the_log(run: Run) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.producers.rows import Phase
+from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.producers.worker.request import Phase
 from tests.support.inline_tasks import InlineTasks, episode_tasks
 from tests.support.worker import HEARTBEAT_NS, TICK_NS, TOPICS, World
 
@@ -69,3 +70,24 @@ def test_position_to_read_from_lies_before_anything_decided_about_this_incarnati
     worker = world.join()
     at = TopicPartition(TOPICS.decisions, 0)
     assert worker.machine.positions() == {at: world.bus.end(at)}
+
+
+def test_idle_worker_is_heard_once_a_quiet_period_and_at_once_when_something_changes() -> None:
+    world = World()
+    worker = world.join(quiet_ns=4 * HEARTBEAT_NS)
+    world.ticks(worker, 12 * HEARTBEAT_NS // TICK_NS + 1)
+    times = [status.at_ns - 10**18 for status in world.statuses()]
+    assert times == [0, 4 * HEARTBEAT_NS, 8 * HEARTBEAT_NS, 12 * HEARTBEAT_NS]
+    world.decide(world.assign(worker, 0))
+    world.ticks(worker, HEARTBEAT_NS // TICK_NS)
+    last = world.statuses()[-1]
+    assert (last.at_ns - 10**18, last.version) == (13 * HEARTBEAT_NS, 0)
+
+
+def test_alarm_is_said_at_the_heartbeat_at_which_a_wait_becomes_one() -> None:
+    limits = Limits(short_s=0.6, work_s=1.2)
+    world = World()
+    worker = world.join(quiet_ns=4 * HEARTBEAT_NS, limits=limits)
+    world.ticks(worker, 4 * HEARTBEAT_NS // TICK_NS)
+    found = [(status.at_ns - 10**18, status.waits[0].overdue) for status in world.statuses()]
+    assert found == [(0, False), (3 * HEARTBEAT_NS, True)]

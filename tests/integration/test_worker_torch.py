@@ -11,15 +11,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
-from dora_pipe.producers.engines.torch_engine import TorchEngine
-from dora_pipe.producers.handover import Handover, NoHandover
-from dora_pipe.producers.handover_kv import KvHandover
-from dora_pipe.producers.tokenizer import Tokenizer
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover
+from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.transfers.files import MappedFiles
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.transfers.files import MappedFiles
 from tests.support.models import make_qwen2
 from tests.support.worker import VirtualClock, Worker, World
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyStore, str, P
     """A store with a policy, its weights digest, and the directory of its assets."""
     path = tmp_path_factory.mktemp("model")
     store = PolicyStore(path / "policies")
-    manifest, assets = store.import_model(make_qwen2(path / "made", context_tokens=768))
+    manifest, assets = import_model(store, make_qwen2(path / "made", context_tokens=768))
     return store, manifest.digest, store.assets_path(assets)
 
 
@@ -150,7 +150,7 @@ def test_one_long_request_among_64_slots_is_untouched_by_ten_refills_of_the_othe
     while not any(
         one.trajectory == "e0000000000-000" for one in world.facts(TrajectoryLogged)[before:]
     ):
-        room = 128 - len(busy.machine.requests.rows)
+        room = 128 - len(busy.machine.requests.by_key)
         if room >= 32:
             world.decide(*(world.place(busy, served + 1 + one) for one in range(room)))
             served += room

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dora_pipe.producers.rows import Phase
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
     RewardCall,
 )
+from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import (
     RequestFailed,
     TrajectoryLogged,
@@ -91,7 +91,7 @@ def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> N
     worker = world.start(tasks=tasks, worker="w1")
     world.decide(world.place(worker, 0))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
-    (key,) = worker.machine.requests.rows
+    (key,) = worker.machine.requests.by_key
     tasks.lose(key)
     tasks.seen.clear()
     tasks.held.clear()
@@ -110,7 +110,7 @@ def test_episode_that_is_lost_too_often_is_reported_as_retryable() -> None:
     world.decide(world.place(worker, 0))
     for _ in range(4):
         world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
-        tasks.lose(next(iter(worker.machine.requests.rows)))
+        tasks.lose(next(iter(worker.machine.requests.by_key)))
         world.ticks(worker, 2)
     (failure,) = world.facts(RequestFailed)
     assert (failure.error, failure.retryable) == ("EpisodeLost", True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.claims import ClaimBus, claim_of
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.reading import ends_of, records_of
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.claim_check import ClaimBus, claim_of
+from dora_pipe.launch.run_dir import opened
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.user_run import WAIT_S, assert_clean, call, furnish, steps
 
@@ -51,8 +51,8 @@ def claimed(place: Path, run: str) -> dict[str, str]:
     """Digests by trajectory, of records that claim their value."""
     with opened(str(place / "runs" / run)) as open_run:
         assert isinstance(open_run.bus, ClaimBus)
-        ends = ends_of(open_run.bus.bus, open_run.topics.trajectories)
-        records = records_of(open_run.bus.bus, ends)
+        ends = ends_of(open_run.bus.inner, open_run.topics.trajectories)
+        records = records_of(open_run.bus.inner, ends)
         names = ((dict(one.headers)["trajectory"].decode(), claim_of(one)) for one in records)
         return {name: digest for name, digest in names if digest}
 

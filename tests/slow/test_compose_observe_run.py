@@ -19,14 +19,13 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.config.load import dump_toml, load_config
-from dora_pipe.history.reading import records_of
-from dora_pipe.telemetry import names
-from dora_pipe.telemetry.exporter import Exporter
-from dora_pipe.telemetry.log_feed import LogFeed
-from dora_pipe.telemetry.tally import Tally
+from dora_pipe.observe.metrics.exporter import Exporter
+from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.traces import names
 from tests.support.compose import Containers, read
 from tests.support.kafka_broker import KafkaBroker, free_ports
 from tests.support.otlp_endpoint import OtlpEndpoint
@@ -145,9 +144,9 @@ def check_metrics(recorded: RecordedRun, containers: Containers, port: int) -> N
     until(lambda: 'dora_pipe_run_over{run="recorded"} 1\n' in metrics_at(port), LIMIT_S)
     exporter = Exporter(recorded.run, lambda sha256: ())
     with closing(recorded.open()) as log:
-        feed = LogFeed(log, recorded.topics, Tally(recorded.run))
-        exporter.read(feed)
-        feed.close()
+        stats = RunStats(recorded.run)
+        with closing(stats.follow(log, recorded.topics)) as follower:
+            exporter.read(follower, stats)
     assert exporter.page is not None
     assert counts_in(metrics_at(port)) == counts_in(exporter.page.decode())
     assert containers.check("metrics") == 0

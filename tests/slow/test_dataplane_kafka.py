@@ -13,7 +13,7 @@ from tests.support.kafka_broker import KafkaBroker
 pytestmark = [pytest.mark.slow, pytest.mark.kafka]
 
 RATIO_MIN = 0.4
-"""Far below what is promised (docs/benchmarks.md): this machine may be doing anything meanwhile."""
+"""Far below what bench/results/benchmarks.md has: this machine may be doing anything meanwhile."""
 
 
 def test_layer_and_planes_are_measured_and_their_topics_deleted(

@@ -16,8 +16,8 @@ from kafka.admin import (
 )
 from kafka.admin import ACLResourcePatternType as Pattern
 
-from dora_pipe.bus.kafka import KafkaBus
-from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.security import KafkaSecurity
 from infra.kafka.tools import write_scripts
 from tests.support import docs_commands
 from tests.support.kafka_broker import ROOT, KafkaBroker

@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replaced(place: Path) -> dict[str, str]:
     """What the page names of its run, and what stands for it in this one."""
     told = docs_commands.run("dora-pipe why demo", place, {}, PATH)
-    step, last = re.findall(r"^step (\d+): .* last came (g\d{10}-\d{3}) ", told, re.M)[0]
+    step, last = re.findall(r"^(\d+) +[\d.]+ s +(g\d{10}-\d{3}) ", told, re.M)[0]
     return {
         "g0000001977-007": last,
         "g0000001976": last.partition("-")[0],
@@ -74,7 +74,7 @@ def test_every_command_of_the_tour_does_what_it_says(place: Path, replaced: dict
     words = {
         "dora-pipe runs": "finished",
         "dora-pipe top demo --once": "last decisions",
-        "dora-pipe show demo 35": "waited",
+        "dora-pipe show demo 35 --all": "waited",
         "dora-pipe show demo g0000001976": "fate",
         "dora-pipe show demo g0000001977-007": "contribution",
         "dora-pipe metrics demo --once": "dora_pipe_step_reward",
@@ -112,3 +112,16 @@ def test_the_pages_are_served_until_they_are_told_to_end(place: Path) -> None:
         serving.send_signal(signal.SIGINT)
         serving.communicate(timeout=LIMIT_S)
     assert serving.returncode in (0, 130)
+
+
+def test_an_auditor_that_knows_only_the_page_of_records_finds_nothing(place: Path) -> None:
+    program = ROOT / "examples" / "own_auditor"
+    done = subprocess.run(
+        [sys.executable, "-I", str(program), str(place / "runs" / "demo")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert re.search(rf"^steps +{STEPS}$", done.stdout, re.M)

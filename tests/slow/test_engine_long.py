@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.bench.engine import demo_requests, run_requests
-from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.engines.torch.engine import TorchEngine
 from tests.support import engine_contract as contract
 from tests.support.engine_contract import request, run
 from tests.support.torch_engines import make, torch_subject

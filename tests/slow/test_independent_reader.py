@@ -155,8 +155,8 @@ def test_the_docs_let_the_broker_delete_what_is_archived_as_they_say(
     replaced["broker-1:9092"] = kafka_broker.bootstrap
     for page, word in (
         ("docs/operations.md", "kafka-topics.sh"),
-        ("docs/archive.md", "kafka-configs.sh"),
-        ("docs/archive.md", "kafka-delete-records.sh"),
+        ("docs/storage.md", "kafka-configs.sh"),
+        ("docs/storage.md", "kafka-delete-records.sh"),
     ):
         said = [
             docs_commands.run(line, tmp_path, replaced, path)

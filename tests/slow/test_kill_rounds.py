@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dora_pipe.bench.faults.rounds import DEAD_S
 from tests.support.faults import kill_rounds
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = 18
 KAFKA_ROUNDS = 4
 LEADER_ROUNDS = 2
+DEAD_ROUNDS = 3
 LIMIT_S = 3000.0
 
 
@@ -64,3 +66,17 @@ def test_rounds_in_which_a_leader_of_three_brokers_is_killed_are_clean(tmp_path:
     assert [row["role"] for row in done.rows] == ["broker"] * LEADER_ROUNDS
     assert all(row["phase"].startswith("broker led ") for row in done.rows)
     assert all(row["recovered_s"] > 0 for row in done.rows)
+
+
+@pytest.mark.kafka
+def test_a_role_that_dies_inside_its_append_and_stays_dead_costs_the_others_nothing(
+    tmp_path: Path,
+) -> None:
+    words = ("--bus", "kafka", "--stay-dead", "--rounds", str(DEAD_ROUNDS), "--seed", "3")
+    done = kill_rounds(tmp_path, *words, limit_s=LIMIT_S)
+    assert done.code == 0, done.talk
+    roles = Counter(row["role"].rstrip("01") for row in done.rows)
+    assert roles == {"w": 1, "trainer": 1, "orchestrator": 1}
+    assert all(row["phase"].startswith("in the middle of the append of") for row in done.rows)
+    assert all(row["others"] == [] for row in done.rows)
+    assert all((row["recovered_s"] or DEAD_S) >= DEAD_S for row in done.rows)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.policies.adapters import CONFIG, FOLDER
 from dora_pipe.schemas.control import StepCommitted, WorkerJoined, WorkerReady
+from dora_pipe.store.adapters import CONFIG, FOLDER
 from tests.support.user_run import WAIT_S, assert_clean, call, facts, furnish, start, steps, until
 
 pytest.importorskip("torch")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dora_pipe.bus.port import Record
+from dora_pipe.core.runtime import Now, Outputs
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.runtime import Now, Outputs
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_world import World
 

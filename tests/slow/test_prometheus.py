@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.clock import SystemClock
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.telemetry.exporter import Exporter, MetricsServer
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 from infra.observe.panels import DASHBOARDS
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import TorchParts

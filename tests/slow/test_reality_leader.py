@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError
+from dora_pipe.core.errors import BusError
 from tests.support.kafka_broker import KafkaCluster
 
 pytestmark = [

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from kafka.errors import KafkaError
 
-from dora_pipe.bus.kafka import KafkaBus
+from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.clock import SystemClock
-from dora_pipe.errors import BusError, LogTruncated
-from dora_pipe.patience import patiently
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.retry import retry_bus
 from dora_pipe.schemas.topics import Topics
 from tests.support.kafka_broker import BrokerError, KafkaCluster
 from tests.support.user_run import WAIT_S, furnish, start, steps, until
@@ -114,7 +114,7 @@ def test_a_reader_of_a_log_that_was_cut_says_so(cluster: KafkaCluster) -> None:
                 continue
     assert "\n" not in cut.value.message
     fresh = KafkaBus([node.bootstrap for node in cluster.nodes if node.running])
-    end = patiently("its end", lambda: fresh.end(AT), SystemClock())  # a new leader learns it first
+    end = retry_bus("its end", lambda: fresh.end(AT), SystemClock())  # a new leader learns it first
     assert end < position, "what was acknowledged is gone"
     with pytest.raises(LogTruncated):
         while time.monotonic() < until_s:

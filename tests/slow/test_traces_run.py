@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli.rundir import opened
-from dora_pipe.telemetry.span import Span
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.observe.traces.span import Span
 from tests.support.otlp_endpoint import OtlpEndpoint
 from tests.support.traces import check_traces, traces_of
 from tests.support.user_run import assert_clean, call, furnish, start, steps, until

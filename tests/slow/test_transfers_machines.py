@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.reading import records_of
 from dora_pipe.bench.moves_log import overhead_of
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, TopicPartition
-from dora_pipe.history.reading import records_of
 from dora_pipe.schemas.control import (
     Command,
     RequestReleased,
@@ -20,10 +21,10 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
     decode_control,
 )
-from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-from dora_pipe.transfers.open import TOKEN_VARIABLE
+from dora_pipe.store.transfers.open import TOKEN_VARIABLE
 from tests.support.user_run import WAIT_S, call, furnish, start, until
 
 pytest.importorskip("torch")
@@ -93,9 +94,8 @@ class Site:
         """Whether the worker that will be drained is in the middle of requests."""
         statuses = [decode_metrics(one) for one in self._values(TOPICS.metrics)]
         said = [one for one in statuses if isinstance(one, WorkerStatus) and one.worker == DRAINED]
-        return (
-            bool(said) and said[-1].version > 0 and said[-1].active > 1 and bool(said[-1].progress)
-        )
+        last = reduce(merged, said, None)
+        return last is not None and last.version > 0 and last.active > 1 and bool(last.progress)
 
     def _values(self, topic: str) -> list[bytes]:
         if not (self.folder / "log.sqlite").exists():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.audit import audit
-from dora_pipe.producers.engines.vllm_core import VllmSettings
-from dora_pipe.producers.engines.vllm_process import ServerProcess
-from dora_pipe.producers.engines.vllm_serve import KEY_VARIABLE
+from dora_pipe.audit.audit import audit
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import WorkerJoined, WorkerReady
 from tests.support.user_run import assert_clean, facts, start, steps, until
 from tests.support.vllm_runs import furnished, joined

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.policies.adapters import Adapter, adapter_sources
-from dora_pipe.policies.digest import read_entries
-from dora_pipe.policies.safetensors_file import write_tensors
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.adapters import Adapter, adapter_sources
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.safetensors_file import read_entries, write_tensors
+from dora_pipe.store.store import PolicyStore
 
 RANK = 4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,7 +60,7 @@ def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
 def make_lora(directory: Path, root: Path, *, adapters: int = 2) -> Lora:
     """A model directory in a store, with so many random adapters on it."""
     store = PolicyStore(root)
-    manifest, assets = store.import_model(directory)
+    manifest, assets = import_model(store, directory)
     base = store.weights_path(manifest.digest)
     policies = [(base, manifest.digest)]
     for seed in range(adapters):

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import arrow_frame
 from dora_pipe.schemas.trajectory_codec import TRAJECTORY, decode_trajectory, encode_trajectory
 from tests.golden import arrow_values

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from dora_pipe.consumers.trainers.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 

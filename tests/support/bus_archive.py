@@ -6,16 +6,16 @@ bus contract ask of an archive what they ask of a log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_writer import ArchiveWriter
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.tiered import TieredBus
+from dora_pipe.bus.archive.writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
-from dora_pipe.bus.splice import SplicedBus
-from dora_pipe.history.reading import records_of
 from tests.support.bus_harness import MemoryHarness
 
 SMALL_BYTES = 64
@@ -69,8 +69,14 @@ class ArchivedBus:
     def begin(self, tp: TopicPartition) -> int:
         return self.view().begin(tp)
 
+    def trim(self, tp: TopicPartition, before: int) -> bool:
+        return self.live.trim(tp, before)
+
     def end(self, tp: TopicPartition) -> int:
         return self.view().end(tp)
+
+    def written_end(self, tp: TopicPartition) -> int:
+        return self.view().written_end(tp)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
         return self.view().reader(positions)
@@ -100,7 +106,7 @@ class _ArchivingWriter:
 
 
 class CutBus(ArchivedBus):
-    """The same, but what readers see is spliced: the log forgets half of what the archive has."""
+    """The same, but what readers see is tiered: the log forgets half of what the archive has."""
 
     def view(self) -> Bus:
         archive = super().view()
@@ -108,7 +114,7 @@ class CutBus(ArchivedBus):
         log = self.live.log
         for tp in partitions_of({topic: self.live.partitions(topic) for topic in archive.topics()}):
             log.delete_before(tp, archive.end(tp) // 2)
-        made = SplicedBus(archive, MemoryBus(log))
+        made = TieredBus(archive, MemoryBus(log))
         self._open.append(made)
         return made
 
@@ -121,6 +127,10 @@ class ArchiveHarness(MemoryHarness):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """An archive holds what could be read."""
+        return None
 
     def open(self) -> Bus:
         """One more bus."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, MemoryReader, MemoryWriter
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, OutcomeUnknown, TopicMissing
+from dora_pipe.core.errors import BusError, OutcomeUnknown, TopicMissing
 
 
 class DenseLog(MemoryLog):
@@ -36,6 +36,14 @@ class LastOffsetReader(MemoryReader):
     def position(self, tp: TopicPartition) -> int:
         """Never beyond a gap."""
         return self._seen[tp]
+
+
+class CarefreeReader(MemoryReader):
+    """Believes that what it may see is all there is."""
+
+    def held_back(self) -> list[TopicPartition]:
+        """Never."""
+        return []
 
 
 class HeaderlessReader(MemoryReader):

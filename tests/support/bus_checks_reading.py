@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.core.errors import BusError, LogTruncated
 from tests.support.bus_steps import (
     PATIENCE_S,
     Check,
@@ -224,6 +224,33 @@ def readers_do_not_disturb_each_other(harness: Harness) -> None:
         one.position(TopicPartition(topic, 1))
 
 
+def readers_know_that_they_are_held_back(harness: Harness) -> None:
+    bus = harness.open()
+    topic = topic_on(harness, bus)
+    at = TopicPartition(topic, 0)
+    reader, writer = bus.reader({at: 0}), bus.writer()
+    writer.append(appends(topic, "before"))
+    assert values(read(reader, 1)) == [b"before"]
+    assert catch_up(bus, reader, at) == []
+    assert (reader.held_back(), bus.written_end(at)) == ([], bus.end(at))
+    end = harness.leave_open(topic)
+    writer.append(appends(topic, "behind"))
+    written = bus.written_end(at)
+    if end is not None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while reader.held_back() != [at]:
+            assert reader.poll(timeout_s=0.1) == []
+            assert time.monotonic() < deadline_s, "it reads on and never hears that there is more"
+        assert reader.position(at) <= bus.end(at) < written
+        end()
+    found: list[Record] = []
+    while reader.position(at) < written:
+        found += reader.poll(timeout_s=0.1)
+    assert values(found)[-1] == b"behind"
+    assert catch_up(bus, reader, at) == []
+    assert (reader.held_back(), bus.written_end(at)) == ([], bus.end(at))
+
+
 CHECKS: list[Check] = [
     offsets_increase_and_leave_gaps,
     caught_up_means_position_and_not_last_offset,
@@ -239,4 +266,5 @@ CHECKS: list[Check] = [
     a_seek_drops_what_was_fetched_ahead,
     a_position_beyond_the_end_is_a_truncated_log,
     readers_do_not_disturb_each_other,
+    readers_know_that_they_are_held_back,
 ]

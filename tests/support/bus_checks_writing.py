@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
-from dora_pipe.errors import (
+from dora_pipe.core.errors import (
     BusError,
     DoraError,
     Fenced,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dora_pipe.bus.kafka import KafkaBus, KafkaWriter
+from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
+from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Bus, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
-from dora_pipe.errors import OutcomeUnknown
+from dora_pipe.core.errors import OutcomeUnknown
 
 ALL_LAND = 1 << 30
 
@@ -39,6 +40,10 @@ class _Opener:
         self._opened.append(bus)
         return bus
 
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """Holds nobody back."""
+        return None
+
     def close(self) -> None:
         """Close everything that was opened."""
         for bus in self._opened:
@@ -55,10 +60,22 @@ class MemoryHarness(_Opener):
         super().__init__()
         self.log = MemoryLog() if log is None else log
         self._bus = bus
+        self._ms = 0
 
     def open(self) -> Bus:
         """One more bus on the log."""
-        return self.keep(self._bus(self.log))
+        return self.keep(self._bus(self.log, now_ms=lambda: self._ms))
+
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """An append that readers see when its time has come; what is behind it waits too."""
+        late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=1)})
+        bus = MemoryBus(self.log, faults=late, now_ms=lambda: self._ms)
+        bus.writer().append([Append(topic=topic, value=b"open")])
+
+        def end() -> None:
+            self._ms += 1
+
+        return end
 
     def make_next_append_unknown(self, writer: Writer) -> None:
         """By the fault plan, which is what it is for."""
@@ -120,6 +137,17 @@ class KafkaHarness(_Opener):
         """One more bus on the broker."""
         return self.keep(KafkaBus([self.bootstrap]))
 
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """A transaction whose record is acknowledged; the writer's successor ends it."""
+        name, bus = self.topic("dead"), self.open()
+        dead = bus.writer(exclusive=name)
+        leave_open(dead, Append(topic=topic, value=b"open"))
+
+        def end() -> None:
+            bus.writer(exclusive=name)
+
+        return end
+
     def make_next_append_unknown(self, writer: Writer) -> None:
         """The broker does it, and its answer is lost."""
         assert isinstance(writer, KafkaWriter)
@@ -135,3 +163,10 @@ class KafkaHarness(_Opener):
 
         writer._append = lose_the_answer  # type: ignore[method-assign]
         writer._drop = drop_and_heal  # type: ignore[method-assign]
+
+
+def leave_open(writer: Writer, record: Append) -> int:
+    """What death between the acknowledgement and the commit leaves of an append; its offset."""
+    assert isinstance(writer, KafkaWriter) and writer._producer is not None
+    writer._producer.begin_transaction()
+    return int(send(writer._producer, record).get(30).offset)

@@ -33,6 +33,13 @@ class Harness(Protocol):
         """The next append of this writer lands, but the writer does not hear of it."""
         ...
 
+    def leave_open(self, topic: str) -> Callable[[], None] | None:
+        """A writer dies inside an append; call what comes back to end that append.
+
+        None where nobody is ever held back by such a thing.
+        """
+        ...
+
 
 Check = Callable[[Harness], None]
 

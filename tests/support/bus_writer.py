@@ -11,7 +11,7 @@ import sys
 
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Append
-from dora_pipe.errors import Fenced, OutcomeUnknown
+from dora_pipe.core.errors import Fenced, OutcomeUnknown
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dora_pipe.bus.claims import ClaimFiles
+from dora_pipe.bus.claim_check import ClaimFiles
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.load import dump_toml

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from dora_pipe.cli.main import app
+from dora_pipe.cli.app import app
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:

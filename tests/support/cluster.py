@@ -1,9 +1,8 @@
 """A whole run in one process: the three real machines in the real loop, on one virtual clock.
 
-The task answers inline, engine and trainer are simulated unless other `parts` are given;
-orchestrator, workers, trainer, log and policy store are what production runs. `tick` gives every
-role one turn and moves time by `TICK_NS`. A role can be killed (dropped where it stands), frozen
-(it gets no turns), made deaf (it does not hear what is decided) and started again.
+The task answers inline, engine and trainer are simulated unless other `parts` are given; machines,
+log and policy store are what production runs. `tick` gives every role one turn and moves time by
+`TICK_NS`. A role can be killed, frozen (no turns), made deaf (no decisions) and started again.
 
 Example::
 
@@ -25,28 +24,33 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.machine import KEY, TrainerMachine, TrainerSetup
-from dora_pipe.consumers.recovery import read_history
-from dora_pipe.consumers.role import work_setup
-from dora_pipe.consumers.trainers.port import Trainer
-from dora_pipe.consumers.work import TrainerWork
-from dora_pipe.orchestrator.planner import PLANNER
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
+from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.consumers.trainer.role import handlers_setup
+from dora_pipe.core.runtime import Meter, Runtime, StopAsked
+from dora_pipe.core.status_schedule import quiet_ns
+from dora_pipe.orchestrator.planner_cuts import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
-from dora_pipe.policies.store import PolicyStore
-from dora_pipe.producers.abilities import declares
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.handover import MemoryHandover
-from dora_pipe.producers.handover_port import HandoverPort
-from dora_pipe.producers.machine import WorkerMachine
-from dora_pipe.producers.ports import EnginePort, TaskPort
-from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.producers.role import sampling_params
-from dora_pipe.producers.rows import WorkerSetup
+from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
-from dora_pipe.runtime import Meter, Runtime, StopAsked
-from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined
+from dora_pipe.producers.worker.kv_handover import MemoryHandover
+from dora_pipe.producers.worker.machine import WorkerMachine
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined, config_digest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import SCHEMA_VERSION, canonical, encode, sha256_hex
+from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
+from dora_pipe.store.store import PolicyStore
 from tests.support.brisk_bus import BriskBus, Ears
 from tests.support.cluster_parts import Parts, SimulatedParts, SlowPort, limits_of
 from tests.support.inline_tasks import InlineTasks
@@ -241,7 +245,7 @@ class Cluster:
             run=self.config.run.name,
             schema_version=SCHEMA_VERSION,
             config=plain,
-            config_digest=sha256_hex(canonical(plain)),
+            config_digest=config_digest(plain),
             dataset_digest=DATASET,
             dataset_rows=ROWS,
             eval_digest=EVAL_DATASET,
@@ -263,7 +267,8 @@ class Cluster:
             ports=ports,
             clock=self.clock,
             meter=meter,
-            exclusive=not isinstance(machine, WorkerMachine),
+            exclusive=(exclusive := not isinstance(machine, WorkerMachine)),
+            status=bus.writer() if exclusive else None,
             turn_ns=0,
         )
 
@@ -299,21 +304,22 @@ class Cluster:
             package="0",
         )
         writer.append([Append(topic=self.topics.control, key=KEY, value=encode(started))])
-        work = TrainerWork(
-            work_setup(self.topics, self.run_started, self.config, history, adopt=False),
+        handlers = EffectHandlers(
+            handlers_setup(self.topics, self.run_started, self.config, history, adopt=False),
             bus=self.open_bus(),
             store=self.store,
-            make_trainer=self._make_trainer,
+            make_learner=self._make_trainer,
             clock=self.clock,
             meter=meter,
         )
-        port = SlowPort(work, self.train_ticks)
+        port = SlowPort(handlers, self.train_ticks)
         setup = TrainerSetup(
             topics=self.topics,
             role_epoch=started.role_epoch,
             checkpoint_every=self.config.trainer.checkpoint_every,
             keep_every=self.config.store.keep_every,
             heartbeat_ns=int(self.config.timing.heartbeat_s * 1e9),
+            quiet_ns=quiet_ns(self.config.timing),
             limits=limits_of(self.config),
         )
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
@@ -347,7 +353,7 @@ class Cluster:
             name=name, machine=machine, runtime=runtime, ears=ears, engine=engine, tasks=tasks
         )
 
-    def _make_trainer(self) -> Trainer:
+    def _make_trainer(self) -> Learner:
         reference = self.store.weights_path(self.run_started.policy.digest)
         return self.parts.trainer(self.assets, reference, self.config)
 
@@ -365,7 +371,7 @@ class Cluster:
             engine_version=engine.version,
             dtype=engine.dtype,
             device=engine.device,
-            declares=declares(engine, single_turn=not tasks.episodes),
+            declares=capabilities(engine, single_turn=not tasks.episodes),
             assets_digest=self.run_started.assets_digest,
             reward_digest="",
             package="0",
@@ -385,6 +391,7 @@ class Cluster:
             turns_max=config.task.turns_max,
             interruptible=config.staleness.interruptible,
             heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
+            quiet_ns=quiet_ns(config.timing),
             limits=limits_of(config),
             stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
             decisions_from=decisions_from,

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dora_pipe.clock import Clock
 from dora_pipe.config.model import Config, versions_resident
-from dora_pipe.consumers.ports import InlinePort
-from dora_pipe.consumers.trainers.make import make_trainer
-from dora_pipe.consumers.trainers.port import Trainer
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
-from dora_pipe.consumers.work import TrainerWork
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
+from dora_pipe.consumers.trainer.ports import InlinePort
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
@@ -26,10 +26,11 @@ from dora_pipe.producers.engines.simulated import (
     SimulatedEngine,
     long_tailed_length,
 )
-from dora_pipe.producers.ports import Texts
-from dora_pipe.producers.tokenizer import Tokenizer
+from dora_pipe.producers.worker.ports import Texts
+from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.waiting import Limits
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support.inline_tasks import Numbers
 
 
@@ -52,7 +53,7 @@ class Parts(Protocol):
         """Tokens that end a turn."""
         ...
 
-    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
         """The trainer."""
         ...
 
@@ -88,8 +89,8 @@ class SimulatedParts:
     def stop_ids(self, assets: Path) -> tuple[int, ...]:
         return (END_TOKEN,)
 
-    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
-        return SimulatedTrainer()
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
+        return SimulatedLearner()
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ class TorchParts:
     model: Path
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        return store.import_model(self.model)
+        return import_model(store, self.model)
 
     def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
-        from dora_pipe.producers.engines.torch_engine import TorchEngine
+        from dora_pipe.producers.engines.torch.engine import TorchEngine
 
         workers = config.workers
         return TorchEngine.open(
@@ -121,8 +122,8 @@ class TorchParts:
     def stop_ids(self, assets: Path) -> tuple[int, ...]:
         return tuple(Tokenizer(assets).stop_ids)
 
-    def trainer(self, assets: Path, reference: Path, config: Config) -> Trainer:
-        return make_trainer(assets=assets, reference=reference, config=config)
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
+        return make_learner(assets=assets, reference=reference, config=config)
 
 
 def limits_of(config: Config) -> Limits:
@@ -133,8 +134,8 @@ def limits_of(config: Config) -> Limits:
 class SlowPort(InlinePort):
     """The trainer's work in the loop, with a pause of some turns before each event."""
 
-    def __init__(self, work: TrainerWork, ticks: int) -> None:
-        super().__init__(work)
+    def __init__(self, handlers: EffectHandlers, ticks: int) -> None:
+        super().__init__(handlers)
         self._ticks = ticks
         self._left = ticks
 

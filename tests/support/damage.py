@@ -5,6 +5,7 @@ Each is a function of a `Tamper` and returns the id that audit must name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,17 +193,17 @@ def mix_in_another_run(log: Tamper) -> str:
     return fact.trajectory
 
 
-def forge_everything(log: Tamper) -> str:
-    """A token is another one, and every sha256 and digest in the log fits it."""
+def forge_everything(log: Tamper, change: Callable[[Trajectory], Trajectory] | None = None) -> str:
+    """A token (or what `change` says) is another one, and every sha256 and digest fits it."""
     row, fact = log.trained()
-    changed = log.reencode(row, another_token)
+    changed = log.reencode(row, change or another_token)
     sha256 = dict(changed.headers)["sha256"].decode()
     log.put(changed)
     for at, record, place, one in log.logged():
         if (one.partition, one.offset) == (row.partition, row.offset):
             log.log_otherwise(at, record, place, sha256=sha256, bytes=len(changed.value))
 
-    def change(step: int, group: TakenGroup) -> TakenGroup:
+    def retake(step: int, group: TakenGroup) -> TakenGroup:
         trajectories = tuple(
             msgspec.structs.replace(one, sha256=sha256)
             if one.trajectory == fact.trajectory
@@ -211,7 +212,7 @@ def forge_everything(log: Tamper) -> str:
         )
         return msgspec.structs.replace(group, trajectories=trajectories)
 
-    log.rebatch(change)
+    log.rebatch(retake)
     log.mend()
     return fact.trajectory
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.consumers.trainers.port import LoggedAt, Settings, StepResult, TrainBatch
-from dora_pipe.policies.log_place import LogPlace
+from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory, header_pairs
+from dora_pipe.store.log_location import LogLocation
 from tests.support.device import DEVICE, prepare
 
 if TYPE_CHECKING:
-    from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedTrainer
-    from dora_pipe.consumers.trainers.torch_lora import LoraOptions
+    from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner
+    from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
 RANKS = int(os.environ.get("DORA_PIPE_RANKS", "1"))
 PARTITIONS = 2
@@ -45,7 +45,7 @@ class BatchLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.place = LogPlace(run=RUN, url=f"sqlite:{path}")
+        self.place = LogLocation(run=RUN, url=f"sqlite:{path}")
         self._topic = Topics(RUN).trajectories
         from dora_pipe.bus.sqlite import SqliteBus
 
@@ -86,7 +86,7 @@ class BatchLog:
 class LoggedTrainer:
     """A trainer whose batches are put into a log first."""
 
-    def __init__(self, trainer: DeepspeedTrainer, log: BatchLog) -> None:
+    def __init__(self, trainer: DeepspeedLearner, log: BatchLog) -> None:
         self.trainer = trainer
         self._log = log
         self.name = trainer.name
@@ -111,7 +111,7 @@ class LoggedTrainer:
         return self.trainer.numerics()
 
 
-def make_trainer(
+def make_learner(
     assets: Path,
     reference: Path,
     log: BatchLog,
@@ -125,8 +125,8 @@ def make_trainer(
 ) -> LoggedTrainer:
     """A trainer of `RANKS` ranks."""
     prepare()
-    from dora_pipe.consumers.trainers.deepspeed_engine import EngineOptions
-    from dora_pipe.consumers.trainers.deepspeed_trainer import DeepspeedOptions, DeepspeedTrainer
+    from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
+    from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions
 
     options = DeepspeedOptions(
         engine=EngineOptions(
@@ -141,5 +141,5 @@ def make_trainer(
         device=DEVICE,
     )
     return LoggedTrainer(
-        DeepspeedTrainer(assets, reference=reference, log=log.place, options=options), log
+        DeepspeedLearner(assets, reference=reference, log=log.place, options=options), log
     )

@@ -59,6 +59,8 @@ class Subject:
     """Nats between log-probs of a token in one company and in another; 0: results are equal."""
     coarse: bool = False
     """That may change which token is drawn, and all that follow."""
+    samples: bool = True
+    """Its log-probs are of a distribution."""
 
 
 @dataclass(slots=True)
@@ -101,12 +103,13 @@ def requests(
         {"top_k": 5, "temperature": 1.3},
         {"min_p": 0.05},
         {"temperature": 0.0},
+        {"temperature": 0.7, "logprob_temperature": 0.7},
     ]
     made = []
     for number in range(count):
         length = int(chance.choice(LENGTHS))
         # Half of them plain: mixed batches take another path than plain ones.
-        which = int(chance.integers(1, 5)) if chance.random() < 0.5 else 0
+        which = int(chance.integers(1, len(settings))) if chance.random() < 0.5 else 0
         made.append(
             request(
                 f"r{number}",
@@ -230,6 +233,9 @@ def check_refusals(subject: Subject) -> None:
         request("b", [5, 6], sampled=2, max_tokens=2),
         request("b", [5], top_p=0.0),
         request("b", [5], temperature=-1.0),
+        request("b", [5], temperature=1e-7),
+        request("b", [5], temperature=1e30),
+        request("b", [5], logprob_temperature=0.0),
         request("b", [5], top_k=-1),
         request("b", [5], min_p=1.5),
         request("b", [5], stop=("x",)),

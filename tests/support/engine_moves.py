@@ -260,7 +260,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
 
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
     """A digest that is not that of the file: the requests go on under the old weights."""
-    from dora_pipe.errors import PolicyError
+    from dora_pipe.core.errors import PolicyError
 
     engine = subject.open(slots=4)
     wanted = requests(subject, 4, seed=9)

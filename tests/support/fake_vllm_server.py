@@ -3,7 +3,7 @@
 A token is a function of (label of the weights or adapter, seed, position). The server keeps a
 record of the doors that were opened, and can be told to go wrong in named ways.
 
-As a program it is what `vllm_serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
+As a program it is what `vllm.serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.errors import PolicyError
-from dora_pipe.policies.digest import read_manifest
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.simulated import mix64
+from dora_pipe.store.safetensors_file import read_manifest
 
 VOCABULARY = 300
 CHUNK_TOKENS = 8
@@ -319,7 +319,7 @@ def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """As `vllm_serve`: report a port, end with stdin. A model called `refused` is refused."""
+    """As `vllm.serve`: report a port, end with stdin. A model called `refused` is refused."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--report", type=int, required=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_format import (
+from dora_pipe.bus.archive.manifest import (
     SEGMENTS,
     Entry,
     chain_of,
@@ -17,7 +16,8 @@ from dora_pipe.bus.archive_format import (
     read_manifest,
     write_manifest,
 )
-from dora_pipe.bus.archive_segment import Segment, write_segment
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.segment import Segment, write_segment
 from dora_pipe.bus.port import Record
 
 

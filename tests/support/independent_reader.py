@@ -1,6 +1,6 @@
 """Reads a run's trajectories from Kafka with kcat, pyarrow and zstandard; nothing of this project.
 
-It knows what docs/records.md says, and shares no line with the code that it is there to check.
+It knows what reference/records.md says, and shares no line with the code that it is there to check.
 As a program: `python independent_reader.py BROKER TRAJECTORIES_TOPIC CONTROL_TOPIC` prints one
 JSON object per trajectory, and one of what the control topic says was logged.
 """

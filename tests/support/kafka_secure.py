@@ -26,7 +26,7 @@ from kafka.admin import (
     ResourceType,
 )
 
-from dora_pipe.bus.kafka_security import KafkaSecurity
+from dora_pipe.bus.kafka.security import KafkaSecurity
 from tests.support.kafka_broker import ROOT, KafkaBroker, Listener
 
 ROLES = ("orchestrator", "worker", "trainer", "auditor")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import TypeVar
 
+from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.reading import records_of
+from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import Command
-from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged
 from dora_pipe.schemas.rounds import AnyDecision, Move, decode_round
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -57,7 +58,8 @@ def samples(place: Path) -> bool:
         end = run.bus.end(tp)
         records = [decode_metrics(one.value) for one in records_of(run.bus, {tp: end})]
     said = [one for one in records if isinstance(one, WorkerStatus) and one.worker == DRAINED]
-    return bool(said) and said[-1].version > 0 and said[-1].active > 1 and bool(said[-1].progress)
+    last = reduce(merged, said, None)
+    return last is not None and last.version > 0 and last.active > 1 and bool(last.progress)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from dora_pipe.config.model import Objective
 from dora_pipe.config.objectives import KEYS
+from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.settings import StepSettings, step_settings
+from dora_pipe.consumers.objectives.table import terms_of
 from dora_pipe.consumers.objectives.terms import Inputs
-from dora_pipe.consumers.trainers.port import Settings
-from dora_pipe.consumers.trainers.settings import StepSettings, step_settings
 
 KINDS = tuple(KEYS)
 
@@ -72,3 +74,33 @@ def random_inputs(
         advantages=advantages.repeat_interleave(torch.tensor(lengths)),
         lengths=tuple(lengths),
     )
+
+
+def gradient(inputs: Inputs, settings: StepSettings) -> Tensor:
+    """d(sum of losses) / d logprobs."""
+    logprobs = inputs.logprobs.detach().clone().requires_grad_()
+    torch.autograd.backward(terms_of(replace(inputs, logprobs=logprobs), settings).loss.sum())
+    assert logprobs.grad is not None
+    return logprobs.grad
+
+
+def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
+    return list(torch.split(values, list(inputs.lengths)))
+
+
+def weights_of(inputs: Inputs, settings: StepSettings) -> Tensor:
+    """The weights in J = sg(weight) A log pi, from the equations, trajectory by trajectory."""
+    found = []
+    log_ratio = (inputs.logprobs - inputs.around).detach()
+    for part, worth in zip(rows(inputs, log_ratio), rows(inputs, inputs.advantages), strict=True):
+        if settings.kind == "cispo":
+            assert settings.clip_low is not None
+            assert settings.clip_high is not None
+            found.append(part.exp().clip(1 - settings.clip_low, 1 + settings.clip_high))
+            continue
+        own = part.exp() if settings.level == "token" else part.sum().exp().expand(len(part))
+        good, bad = settings.positive_weight, settings.negative_weight
+        one = torch.full_like(part, 1.0 if good is None else good)
+        tapered = own.clip(0, 1) * (1.0 if bad is None else bad)
+        found.append(torch.where(worth >= 0, one, tapered))
+    return torch.cat(found)

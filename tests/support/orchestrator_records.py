@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config.model import Config
-from dora_pipe.orchestrator.planner import PLANNER
+from dora_pipe.orchestrator.planner_cuts import PLANNER
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,
@@ -25,10 +25,11 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
     WorkerLeft,
     WorkerReady,
+    config_digest,
 )
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import PlacedRequest
-from dora_pipe.schemas.wire import canonical, sha256_hex
+from dora_pipe.schemas.wire import sha256_hex
 
 RUN = "tiny"
 ASSETS = sha256_hex(b"assets")
@@ -70,7 +71,7 @@ def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunSta
         run=config.run.name,
         schema_version=1,
         config=plain,
-        config_digest=sha256_hex(canonical(plain)),
+        config_digest=config_digest(plain),
         dataset_digest=sha256_hex(b"data"),
         dataset_rows=rows,
         eval_digest=sha256_hex(b"eval data"),

@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
@@ -159,4 +160,4 @@ def unchanged(before: State, after: State) -> bool:
     """Whether nothing but the counters differs."""
     one, other = copy.deepcopy(before), copy.deepcopy(after)
     other.tally = one.tally
-    return one.digest() == other.digest()
+    return digest_of(one) == digest_of(other)

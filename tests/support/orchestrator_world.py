@@ -24,11 +24,11 @@ from typing import Any
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
+from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.orchestrator.snapshot_port import write
 from dora_pipe.orchestrator.snapshots import WriteSnapshot
-from dora_pipe.runtime import Meter, Runtime
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import decode_round
@@ -193,6 +193,7 @@ class World:
             clock=self.clock,
             meter=self.meter,
             exclusive=True,
+            status=bus.writer(),
             turn_ns=0,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
@@ -15,19 +16,26 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from dora_pipe.telemetry.names import Kind
-from dora_pipe.telemetry.span import Event, Link, Span, Value
+from dora_pipe.observe.traces.names import Kind
+from dora_pipe.observe.traces.span import Event, Link, Span, Value
 
 KINDS: dict[int, Kind] = {1: "internal", 4: "producer", 5: "consumer"}
 
 
 class OtlpEndpoint:
-    """Example: ``with OtlpEndpoint() as endpoint: ...; endpoint.spans``. `refuse` so many first."""
+    """Example: ``with OtlpEndpoint() as endpoint: ...; endpoint.spans``. `refuse` so many first;
+    `refuses` says it of each request by its number, with a Retry-After."""
 
-    def __init__(self, *, refuse: int = 0, status: int = 503) -> None:
+    def __init__(
+        self,
+        *,
+        refuse: int = 0,
+        status: int = 503,
+        refuses: Callable[[int], tuple[int, str] | None] | None = None,
+    ) -> None:
+        self.refuses = refuses or (lambda asked: (status, "") if asked <= refuse else None)
         self.requests: list[ExportTraceServiceRequest] = []
         self.asked = 0
-        self.refuse, self.status = refuse, status
         handler = type("Handler", (_Handler,), {"endpoint": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(
@@ -78,8 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
             self.send_error(404)
             return
-        if self.endpoint.asked <= self.endpoint.refuse:
-            self.send_error(self.endpoint.status)
+        refused = self.endpoint.refuses(self.endpoint.asked)
+        if refused is not None:
+            self._refuse(*refused)
             return
         request = ExportTraceServiceRequest()
         request.ParseFromString(body)
@@ -90,6 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
+
+    def _refuse(self, status: int, retry_after: str) -> None:
+        self.send_response(status)
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
+        self.send_header("content-length", "0")
+        self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is printed."""

@@ -6,25 +6,23 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from dora_pipe.producers.effects import (
+from dora_pipe.core.runtime import Now, Published
+from dora_pipe.producers.engines.port import Kv, RequestFinished, TokensSampled
+from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
+from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EngineExported,
     EngineStarted,
+    EnvObserved,
     KvFetched,
     KvPut,
-    Observed,
     ProgressEncoded,
     ProgressFetched,
-    Prompted,
+    PromptReady,
     TrajectoryEncoded,
 )
-from dora_pipe.producers.engines.port import Kv, RequestFinished, TokensSampled
-from dora_pipe.producers.moves import move
-from dora_pipe.producers.requests import Requests
-from dora_pipe.producers.rows import Row
-from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
-from dora_pipe.producers.transitions import VALUE_BYTES_MAX, take, take_published
-from dora_pipe.runtime import Now, Published
+from dora_pipe.producers.worker.request import RequestState
+from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX, Requests
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.policy import Blob
@@ -56,8 +54,8 @@ BLOB = Blob(sha256="a" * 64, bytes=9)
 KV = Kv(tokens=21, layout="x", weights="0" * 64, arrays={})
 
 EVENTS: dict[str, Any] = {
-    "prompted": Prompted(request=KEY, token_ids=[5, 6], episode=False),
-    "episode": Prompted(request=KEY, token_ids=[5, 6], episode=True),
+    "prompted": PromptReady(request=KEY, token_ids=[5, 6], episode=False),
+    "episode": PromptReady(request=KEY, token_ids=[5, 6], episode=True),
     "fetched": ProgressFetched(request=KEY, chunks=(), why="gone"),
     "chain": ProgressFetched(request=KEY, chunks=[CHUNK]),
     "started": EngineStarted(request=KEY, at_ns=10**18),
@@ -70,8 +68,8 @@ EVENTS: dict[str, Any] = {
     ),
     "stopped": RequestFinished(request=KEY, reason="stop"),
     "engine error": RequestFinished(request=KEY, reason="error", error="no more memory"),
-    "observed": Observed(request=KEY, token_ids=[8], done=False, tool="", ok=True),
-    "done": Observed(request=KEY, token_ids=[8], done=True, tool="", ok=True),
+    "observed": EnvObserved(request=KEY, token_ids=[8], done=False, tool="", ok=True),
+    "done": EnvObserved(request=KEY, token_ids=[8], done=True, tool="", ok=True),
     "rewarded": Rewarded(request=KEY, reward=0.5, raw=None, parts={}),
     "task failed": TaskFailed(request=KEY, error="KeyError", message="'x'"),
     "episode lost": EpisodeLost(request=KEY, message="killed"),
@@ -93,8 +91,8 @@ EVENTS: dict[str, Any] = {
 
 
 def fresh(resume: Resume | None = None, kv: Blob | None = None) -> Requests:
-    book = Requests(setup_of(epoch=9, stop_timeout_ns=10**9))
-    book.versions = frozenset({0})
+    requests = Requests(setup_of(epoch=9, stop_timeout_ns=10**9))
+    requests.versions = frozenset({0})
     place = PlacedRequest(
         reason="t",
         spec=spec_of(0),
@@ -106,48 +104,48 @@ def fresh(resume: Resume | None = None, kv: Blob | None = None) -> Requests:
         resume=resume,
         kv=kv,
     )
-    book.place(place, NOW)
-    return book
+    requests.place(place, NOW)
+    return requests
 
 
-def give(book: Requests, *names: str) -> None:
+def give(requests: Requests, *names: str) -> None:
     for name in names:
         event = EVENTS[name]
         if isinstance(event, Published):
-            take_published(book, event, NOW)
+            requests.handle_published(event, NOW)
         else:
-            take(book, event, NOW)
+            requests.handle(event, NOW)
 
 
 def running(*, episode: bool = False) -> Requests:
-    book = fresh()
-    give(book, "episode" if episode else "prompted")
-    book.fill(0)
-    give(book, "started")
-    return book
+    requests = fresh()
+    give(requests, "episode" if episode else "prompted")
+    requests.fill(0)
+    give(requests, "started")
+    return requests
 
 
 def resuming() -> Requests:
-    book = fresh(RESUME)
-    give(book, "prompted")
-    return book
+    requests = fresh(RESUME)
+    give(requests, "prompted")
+    return requests
 
 
-def after(book: Requests, *names: str) -> Requests:
-    give(book, *names)
-    return book
+def after(requests: Requests, *names: str) -> Requests:
+    give(requests, *names)
+    return requests
 
 
 def leaving() -> Requests:
-    book = after(running(), "tokens")
-    book.leave()
-    return book
+    requests = after(running(), "tokens")
+    requests.leave()
+    return requests
 
 
 def moving(*names: str) -> Requests:
-    book = running()
-    move(book, TRAJECTORY, 1, NOW)
-    return after(book, *names)
+    requests = running()
+    requests.move(TRAJECTORY, 1, NOW)
+    return after(requests, *names)
 
 
 def waiting() -> Requests:
@@ -170,18 +168,23 @@ MAKE: dict[str, Callable[[], Requests]] = {
 }
 
 
-def state_of(book: Requests) -> Any:
+def state_of(requests: Requests) -> Any:
     """All that a refused event must not change."""
-    row = book.rows.get(KEY)
+    request = requests.by_key.get(KEY)
     plain = {
         name: deepcopy(value)
-        for name, value in vars(book).items()
-        if name not in ("rows", "counts", "out", "setup", "_phases")
+        for name, value in vars(requests).items()
+        if name not in ("by_key", "counts", "out", "setup", "_phases")
     }
     fields = {}
-    if row is not None:
-        names = [name for name in Row.__dataclass_fields__ if name != "sequence"]
-        fields = {name: deepcopy(getattr(row, name)) for name in names}
-        fields["tokens"] = list(row.sequence.token_ids)
-        fields["segments"] = list(row.sequence.segments)
-    return plain, fields, list(book.rows), {k: v for k, v in vars(book)["_phases"].items() if v}
+    if request is not None:
+        names = [name for name in RequestState.__dataclass_fields__ if name != "sequence"]
+        fields = {name: deepcopy(getattr(request, name)) for name in names}
+        fields["tokens"] = list(request.sequence.token_ids)
+        fields["segments"] = list(request.sequence.segments)
+    return (
+        plain,
+        fields,
+        list(requests.by_key),
+        {k: v for k, v in vars(requests)["_phases"].items() if v},
+    )

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from dora_pipe.bench.faults.inject import Files
 from dora_pipe.bench.faults.order import Order, Point
+from dora_pipe.bench.faults.rounds import Played, Session
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli.fault_rounds import Played, Session
-from dora_pipe.cli.rundir import RunDir
-from dora_pipe.cli.supervisor import Supervisor
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.launch.supervisor import Supervisor
 from dora_pipe.producers.tasks.vocabulary import EOS, SPECIAL
 from dora_pipe.schemas.topics import Topics
 from tests.support.tidy import ROOT

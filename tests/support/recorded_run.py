@@ -8,14 +8,18 @@ started again, a batch command, evaluations, invalid rewards. Every promise hold
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import records_of
+from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.catalogue.reading import FILE
 from dora_pipe.config.load import dump_toml
-from dora_pipe.history.reading import records_of
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -53,8 +57,8 @@ class RecordedRun:
         return SqliteBus(self.log)
 
     def copy(self, directory: Path) -> RecordedRun:
-        """The same run elsewhere, to be damaged."""
-        shutil.copytree(self.directory, directory)
+        """The same run elsewhere, to be damaged; without tables that a command kept beside it."""
+        shutil.copytree(self.directory, directory, ignore=shutil.ignore_patterns(FILE))
         return RecordedRun(directory=directory, run=self.run)
 
 
@@ -93,7 +97,7 @@ def _kill_worker_in_the_middle(cluster: Cluster) -> None:
 
 def progress_is_known(cluster: Cluster, name: str) -> bool:
     """Whether the orchestrator has heard of a progress record of a request that still runs."""
-    rows = cluster.roles[name].machine.requests.rows
+    rows = cluster.roles[name].machine.requests.by_key
     running = {row.place.trajectory for row in rows.values()}
     statuses = cluster.roles[ORCHESTRATOR].machine._statuses
     known = (one.progress for (worker, _), one in statuses.items() if worker == name)
@@ -104,7 +108,7 @@ def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
     """w0 gets no turns for longer than its lease, then goes on for a while without hearing of it:
     what it logs meanwhile is fenced."""
     role = cluster.roles["w0"]
-    cluster.until(lambda: len(role.machine.requests.rows) >= 4)
+    cluster.until(lambda: len(role.machine.requests.by_key) >= 4)
     role.frozen = True
     cluster.ticks(LEASE_TICKS + 30)
     role.frozen, role.ears.deaf = False, True
@@ -137,3 +141,9 @@ def _settle(log: Path) -> None:
 def recorded_in(directory: Path) -> RecordedRun:
     """The session's run; made on first use."""
     return record(directory / "recorded")
+
+
+def audited(run: RecordedRun) -> AuditReport:
+    """What an audit from the beginning says of it."""
+    with closing(run.open()) as bus:
+        return audit(bus, run.topics, run.store)

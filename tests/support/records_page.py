@@ -1,9 +1,10 @@
-"""Prints docs/records.md from the code: every topic, record and field, with type and meaning.
+"""Prints reference/records.md from the code: every topic, record and field, with type and meaning.
 
-    python -m tests.support.records_page > docs/records.md
+    python -m tests.support.records_page > docs/reference/records.md
 
 A field's meaning is the docstring under it or, for a name that means the same everywhere, its
-line in `COMMON`; one that has neither is an error.
+line in `COMMON`; one that has neither is an error. Sections that a person wrote lie in
+`records_texts`; what this code computes of them is put in by `records_examples`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import itertools
 import sys
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 
+from dora_pipe.consumers import contributions
 from dora_pipe.schemas import (
-    arrow_frame,
     control,
     dead_letter,
     identity,
@@ -31,9 +34,18 @@ from dora_pipe.schemas import (
     topics,
     trajectory,
     trajectory_codec,
-    wire,
 )
-from tests.support.records_words import COLUMN_MEANINGS, COMMON, HEAD, LETTER, PARTS, TOPICS
+from tests.support.records_examples import figures
+from tests.support.records_words import (
+    COLUMN_MEANINGS,
+    COMMON,
+    CONTRIBUTIONS,
+    LETTER,
+    PARTS,
+    TOPICS,
+)
+
+TEXTS = Path(__file__).parent / "records_texts"
 
 MODULES = (control, rounds, metrics, policy, trajectory, progress)
 
@@ -57,14 +69,13 @@ def page() -> str:
     """The whole page."""
     return "\n".join(
         [
-            HEAD.format(
-                schema_version=wire.SCHEMA_VERSION,
-                json_mib=wire.RECORD_BYTES_MAX >> 20,
-                raw_mib=arrow_frame.RAW_BYTES_MAX >> 20,
-                level=arrow_frame.COMPRESSION_LEVEL,
-                state_digest_every=rounds.STATE_DIGEST_EVERY,
-            ),
+            _text("head"),
+            _text("places"),
+            _text("values"),
             *_topics(),
+            _text("identity"),
+            _text("digests"),
+            _text("reading"),
             "## control\n",
             *_union(control.AnyControl, control),
             "## decisions\n",
@@ -78,6 +89,8 @@ def page() -> str:
             *_arrow_topics(),
             "## dead-letters\n",
             LETTER.format(header=dead_letter.HEADER),
+            _text("contributions"),
+            *_contributions(),
             "## Parts of records\n",
             *[line for name, module in PARTS for line in _part(name, module)],
             *_words(),
@@ -90,7 +103,28 @@ def _topics() -> list[str]:
         (f"`<run>.{name}`", where.partitions, where.key, where.value, _property(name))
         for name, where in TOPICS.items()
     ]
-    return ["## Topics\n", *_table(("topic", "partitions", "key", "value", "what for"), rows)]
+    head = ("topic", "partitions", "key", "value", "what for")
+    return ["## Topics\n", *_table(head, rows), _text("keys")]
+
+
+def _text(name: str) -> str:
+    """A section that a person wrote, with its figures and worked examples filled in."""
+    return (TEXTS / f"{name}.md").read_text().format_map(_figures())
+
+
+_figures = cache(figures)
+
+
+def _contributions() -> list[str]:
+    rows = [
+        (
+            f"`{field.name}`",
+            f"`{_arrow_type(field.type)}`" + (" (may be null)" if field.nullable else ""),
+            CONTRIBUTIONS.get(field.name) or COMMON[field.name],
+        )
+        for field in contributions.SCHEMA
+    ]
+    return _table(("column", "type", "meaning"), rows)
 
 
 def _property(name: str) -> str:
@@ -106,7 +140,7 @@ def _arrow_topics() -> list[str]:
         "### Columns\n",
         *_columns(trajectory_codec.TRAJECTORY.schema, "Trajectory", trajectory),
         "### An entry of `segments`\n",
-        *_fields("Segment", trajectory),
+        *_segments(),
         "### The object in `meta_json`\n",
         *_fields("Meta", trajectory),
         "## progress\n",
@@ -152,6 +186,17 @@ def _columns(schema: pa.Schema, name: str, module: ModuleType) -> list[str]:
         null = " (may be null)" if field.nullable else ""
         rows.append((f"`{field.name}`", f"`{_arrow_type(field.type)}`{null}", meaning))
     return _table(("column", "type", "meaning"), rows)
+
+
+def _segments() -> list[str]:
+    """The fields of a segment with the types that they have in Arrow."""
+    struct = trajectory_codec.TRAJECTORY.schema.field("segments").type.value_type
+    kinds = {field.name: _arrow_type(field.type) for field in struct}
+    rows = [
+        (f"`{name}`", f"`{kinds[name]}`", meaning)
+        for name, _, _, meaning in fields_of("Segment", trajectory)
+    ]
+    return _table(("field", "type", "meaning"), rows)
 
 
 def _arrow_type(kind: pa.DataType) -> str:

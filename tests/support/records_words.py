@@ -1,47 +1,11 @@
-"""What docs/records.md says that no docstring says: its head, the topics, names used everywhere."""
+"""What reference/records.md says that no docstring says: the topics, and names used everywhere.
+
+Whole sections lie as text in `records_texts`.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-HEAD = """\
-# Records
-
-Every record that crosses the bus, schema version {schema_version}. This page is printed from the
-code (`python -m tests.support.records_page > docs/records.md`); a test compares the two.
-
-- **JSON** (control, decisions, metrics): one object, canonical (fields in their declared order,
-  keys of maps sorted), so that equal values have equal bytes. `kind` is read first: a record of a
-  kind that a reader does not know is kept and counted, never refused. Only inside a round an
-  unknown kind is an error, because state is a fold of rounds and a fold must not skip a decision.
-  NaN and infinity are never written. At most {json_mib} MiB.
-- **Arrow** (trajectories, progress): one zstd frame (level {level}, with checksum) around one
-  Arrow IPC stream of one record batch of one row. Anyone reads it:
-  `pyarrow.ipc.open_stream(zstandard.decompress(value)).read_all()`. Our reader opens a frame to
-  at most {raw_mib} MiB, and refuses compressed Arrow bodies and dictionaries.
-- Both ends check: lengths equal, log-probs finite, `<= 0` and null exactly where nothing was
-  sampled, segments tile the sequence, ids fit each other. What fails is a `SchemaError` with the
-  path inside the record; a reader puts such a record, as it came, into dead letters.
-- Offsets are not dense, digests are sha256 in lower-case hex, `*_ns` is wall clock in ns since
-  1970 (only `now_ns` of a round is the orchestrator's own clock), null means unknown and is never
-  written as 0.
-- Each {state_digest_every}th round carries a digest of the state.
-
-## How records may change
-
-1. **A new field has a default, and its absence means what older writers meant.** Readers ignore
-   fields, columns, JSON keys and headers that they do not know.
-2. **Nothing is removed, renamed or given another type or meaning.** A field that is not needed
-   any more goes on being written.
-3. **Arrays and columns grow at their end.** Records that are JSON arrays (`Resume`,
-   `TakenTrajectory`, `Tensor`) gain entries behind the last one; an Arrow column keeps its type
-   for ever, is never dictionary-encoded, and a new one may be null.
-4. **A new kind of control or metrics record is free; a new kind of decision or observation, or a
-   new word in a closed set, is a new schema version**, because an older reader must refuse it.
-
-`tests/golden/v1` holds bytes of every record and the list of every field; tests read those bytes
-with today's code, today's bytes with older readers, and refuse a change that breaks a rule.
-"""
 
 LETTER = """\
 The value is the record's own value, byte for byte. One header, `{header}`, is an ASCII JSON object:
@@ -67,12 +31,12 @@ class Where(NamedTuple):
 
 
 TOPICS = {
-    "control": Where("1", "entity", "JSON"),
-    "metrics": Where("1 or more", "role", "JSON"),
+    "control": Where("1", "who or what it is about (below)", "JSON"),
+    "metrics": Where("1 or more", "`orchestrator`, `trainer`, or the worker's name", "JSON"),
     "decisions": Where("1", "none", "JSON"),
     "trajectories": Where("P", "group id", "Arrow"),
     "progress": Where("P", "trajectory id", "Arrow"),
-    "dead-letters": Where("1", "none", "as it came"),
+    "dead-letters": Where("1", "none, or `trainer`", "as it came"),
 }
 
 PARTS = (
@@ -93,6 +57,28 @@ PARTS = (
     ("Blocker", "metrics"),
     ("Cost", "metrics"),
 )
+
+CONTRIBUTIONS = {
+    "group": "Group id.",
+    "version": "Policy version that sampled it.",
+    "staleness": "The step less the version.",
+    "reward": "As in `trajectories-logged`; null: not valid, masked.",
+    "advantage": "What the objective made of the group's rewards; null: not valid, masked.",
+    "tokens": "Sampled tokens.",
+    "ratio_mean": "Mean over its tokens of the ratio, present policy by behaviour policy. This and "
+    "the next figures are null where no gradient was computed: the trajectory was masked, or its "
+    "advantage was zero and there was no KL term.",
+    "ratio_min": "The least ratio.",
+    "ratio_max": "The largest ratio.",
+    "clipped_share": "Share of its tokens whose gradient the clip took away.",
+    "kl": "Mean KL estimate.",
+    "loss_share": "What it added to the loss.",
+    "minibatch": "Which update of the step, from 0.",
+    "micro_batch": "Which pass of that update, from 0.",
+    "weight_mean": "Mean weight, proximal by behaviour policy; null where the objective has none.",
+    "masked_share": "Share of its tokens that the objective left out; null where it has no mask.",
+}
+"""Columns of a contributions file whose meaning is not that of the field of their name."""
 
 COLUMN_MEANINGS = {
     "weights_digest": "Weights digest, as bytes.",
@@ -138,7 +124,7 @@ COMMON = {
     "end_ns": "When it ended.",
     "engine": "Name of the generation engine.",
     "engine_version": "Its version.",
-    "epoch": "The worker's role epoch: offset of its `worker-joined`.",
+    "epoch": "The worker's incarnation: offset of its `worker-joined`.",
     "error": "Class of the error.",
     "eval_digest": "sha256 of the evaluation data.",
     "eval_rows": "Rows of the evaluation data.",
@@ -158,7 +144,9 @@ COMMON = {
     "kv_used_tokens": "Tokens in the KV cache now.",
     "lineage": "Where the initial weights come from; null for a model directory.",
     "load_ms": "From the assignment to loaded and checked weights.",
-    "logprobs": "Log-probs of the model itself; null where nothing was sampled.",
+    "logprobs": "Log-probs of the policy: of softmax(logits / `sampling.temperature`), or of"
+    " softmax(logits) where the temperature is 0 (greedy) or the configuration's"
+    " `sampling.logprobs` is `raw` or missing; null where nothing was sampled.",
     "message": "What happened, in one line.",
     "meta": "See below.",
     "moves": "How often the request changed its worker with its KV cache.",
@@ -227,7 +215,7 @@ COMMON = {
     "verb": "What is asked.",
     "version": "Policy version.",
     "Segment.version": "Policy version that sampled it; -1 for what no engine made.",
-    "Segment.epoch": "That worker's role epoch; -1 for what no engine made.",
+    "Segment.epoch": "That worker's incarnation; -1 for what no engine made.",
     "Segment.start": "First token of the segment.",
     "waiting": "Requests that wait for a slot.",
     "why": "What is wrong with it.",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from dora_pipe.consumers.commits import History
-from dora_pipe.consumers.retention import droppable, files_of
-from dora_pipe.schemas.control import RunStarted, StepCommitted
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.retention import droppable, files_of
+from dora_pipe.schemas.control import RunStarted, StepCommitted, config_digest
 from dora_pipe.schemas.policy import Blob, Manifest
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -65,14 +65,14 @@ class Commits:
         return self.history.checkpoint_of(version)
 
 
-def history_of(commits: Sequence[StepCommitted]) -> History:
+def history_of(commits: Sequence[StepCommitted]) -> CommitHistory:
     """What a trainer that starts now reads."""
     started = RunStarted(
         at_ns=0,
         run="r",
         schema_version=1,
         config={},
-        config_digest="",
+        config_digest=config_digest({}),
         dataset_digest="",
         dataset_rows=1,
         eval_digest="",
@@ -83,7 +83,7 @@ def history_of(commits: Sequence[StepCommitted]) -> History:
         planner="",
         package="",
     )
-    history = History(run_started=started)
+    history = CommitHistory(run_started=started)
     for offset, commit in enumerate(commits):
         assert history.add(offset, commit)
     return history

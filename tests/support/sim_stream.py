@@ -1,4 +1,4 @@
-"""The stream of a sound run's records, to be replayed to a fresh `Watch` with one of them changed.
+"""The stream of a sound run's records, replayed to an `InvariantMonitor` with one of them changed.
 
 Rounds are chained anew after a change, so that what is found is the change and not the chain.
 """
@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from dora_pipe.bus.port import Record
-from dora_pipe.errors import InvariantBroken
-from dora_pipe.runtime import Machine
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.runtime import Machine
 from dora_pipe.schemas.control import decode_control
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, decode_round, fold_bytes
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.sim.invariant_monitor import InvariantMonitor
 from dora_pipe.sim.parts import WorkerPlan
 from dora_pipe.sim.role import Role
-from dora_pipe.sim.watch import Watch
 from dora_pipe.sim.world import SECOND_NS, World
 from tests.support.cluster import make_config
 
@@ -97,8 +97,10 @@ def rechained(records: Sequence[Record]) -> list[Record]:
 
 
 def watched(records: Iterable[Record]) -> str:
-    """What a fresh `Watch` finds in the stream; empty when nothing."""
-    watch = Watch(Topics(CONFIG.run.name), heartbeat_ns=SECOND_NS // 5, lease_ns=SECOND_NS)
+    """What a fresh `InvariantMonitor` finds in the stream; empty when nothing."""
+    watch = InvariantMonitor(
+        Topics(CONFIG.run.name), heartbeat_ns=SECOND_NS // 5, lease_ns=SECOND_NS
+    )
     try:
         for record in records:
             watch.appended([record], None)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from dora_pipe.policies.arrow_files import ArrowFiles, open_files
-from dora_pipe.policies.safetensors_file import Source, write_tensors
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.arrow_files import ArrowFiles, open_files
+from dora_pipe.store.safetensors_file import Source, write_tensors
 
 _COUNTER = itertools.count()
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.fold import close_round, fold_inputs
-from dora_pipe.orchestrator.rules_decision import apply_decision
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (

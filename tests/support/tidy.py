@@ -8,24 +8,36 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("cli", "consumers", "orchestrator", "producers", "schemas")
-"""Top folders that install as `dora_pipe.<folder>`."""
+NOT_INSTALLED = {"bench", "infra", "tests"}
+FOLDERS = tuple(
+    sorted({init.parent.name for init in ROOT.glob("*/__init__.py")} - {"infra", "tests"}),
+)
+"""Top folders of code: `dora_pipe.<folder>` in a checkout."""
+
+INSTALLED = tuple(folder for folder in FOLDERS if folder not in NOT_INSTALLED)
+"""Those of them that a wheel holds."""
 
 MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_LINE_CHARACTERS = 100
 MAX_FILE_BYTES = 2_000_000
 
 _SKIPPED = {"build", "dist", "runs", "__pycache__", "node_modules"}
+_NOT_INSTALLED = re.compile(rf"dora_pipe\.({'|'.join(sorted(NOT_INSTALLED))})(\.|$)")
+"""What a checkout could import although no wheel holds it."""
 _PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 _PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor"}
 _HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
 HEAVY_HOMES = re.compile(
-    r"(producers/engines|consumers/trainers|cli)/(\w+/)*\w*(torch|vllm|deepspeed|sft)\w*(/|\.py$)"
+    r"producers/engines/torch/(?!causal_lm)\w+\.py$"
+    r"|producers/engines/vllm/(connector|engine|extension|kv|preload|scheduler|weights)\.py$"
+    r"|(consumers/learners|cli)/(\w+/)*\w*(torch|deepspeed|sft)\w*(/|\.py$)"
 )
 """Files that may import torch and its like when they are imported themselves."""
-_CATCH_ALL_HOMES = re.compile(r"(cli/|dora_pipe/runtime|producers/tasks/server\.py$)")
-"""The task server runs users' code, which may raise anything; the other two end in a message."""
+_CATCH_ALL_HOMES = re.compile(
+    r"((cli|launch)/|core/(runtime|effect_runner)\.py$|producers/tasks/server\.py$)"
+)
+"""The task server runs users' code, which may raise anything; the others end in a message."""
 
 # Put together from parts, so that this file does not break the rules it states.
 _UNFINISHED = re.compile(
@@ -55,8 +67,9 @@ def files(*suffixes: str) -> list[Path]:
     found: list[Path] = []
     for folder, names, leaves in os.walk(ROOT):
         here = Path(folder)
-        names[:] = [n for n in names if not _ignored(n) and not (here / n).is_symlink()]
-        found += [(here / leaf).relative_to(ROOT) for leaf in leaves]
+        names[:] = [n for n in names if not _ignored(n)]
+        # In a linked worktree `.git` is a file, which no commit holds.
+        found += [(here / leaf).relative_to(ROOT) for leaf in leaves if leaf != ".git"]
     return sorted(p for p in found if not suffixes or p.suffix in suffixes)
 
 
@@ -117,7 +130,8 @@ def catching(path: str, text: str) -> Iterator[str]:
 
 
 def imports(path: str, text: str) -> Iterator[str]:
-    """No pickler, no top folder under its bare name, and torch only where it is needed."""
+    """No pickler, no top folder under its bare name, nothing of the package that is not installed,
+    and torch only where it is needed."""
     tree = tree_of(text)
     for node, names in module_imports(tree):
         roots = {name.split(".")[0] for name in names}
@@ -125,6 +139,10 @@ def imports(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: imports a pickler"
         if roots & set(FOLDERS):
             yield f"{path}:{node.lineno}: write dora_pipe.{min(roots & set(FOLDERS))}"
+        benches = path.startswith(("bench/", "tests/"))
+        absent = {n for n in names if _NOT_INSTALLED.match(n)}
+        if absent := {n for n in absent if not (benches and n.startswith("dora_pipe.bench"))}:
+            yield f"{path}:{node.lineno}: {min(absent)} is in no wheel"
     if path.startswith("tests/"):
         return
     for node, names in module_imports(tree, only_at_import=True):

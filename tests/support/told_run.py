@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,11 +20,12 @@ SIBLINGS = 2
 class ToldRun(ABC):
     """Time goes on by a second with every round and report; a subclass folds what is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
+        """`config` as `make_config` takes it."""
         self.now_ns = START_NS
         self.offset = 0
         self.rounds = 0
-        self.fact(records.run_started(records.make_config()))
+        self.fact(records.run_started(records.make_config(**config)))
         self.fact(records.role_started("trainer", 0))
 
     @abstractmethod

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.torch_engine import TorchEngine
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support import models
 from tests.support.engine_contract import Decode, Result, Subject
 
@@ -30,7 +31,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
     """The torch engine under contract, with two policies in a store of their own."""
     directories = [make(kind, folder / f"seed{seed}", seed, **changes) for seed in (0, 1)]
     store = PolicyStore(folder / "policies")
-    manifests = [store.import_model(directory)[0] for directory in directories]
+    manifests = [import_model(store, directory)[0] for directory in directories]
     first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
 
     def open_engine(

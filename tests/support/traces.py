@@ -6,27 +6,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
+from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.bus.port import Bus
-from dora_pipe.history.audit import build_ledger
-from dora_pipe.history.entries import GroupEntry
+from dora_pipe.observe.traces import names
+from dora_pipe.observe.traces.span import Link, Span
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.telemetry import names
-from dora_pipe.telemetry.keeping import Share
-from dora_pipe.telemetry.span import Link, Span
-from dora_pipe.telemetry.tracer import Tracer
 
 WAY = ("queued", "generated", "reward", "published")
 """What the time of a trajectory is made of."""
 
 
 def traces_of(
-    bus: Bus, topics: Topics, share: Share | None = None, *, after: int = -1
+    bus: Bus, topics: Topics, share: SamplingPolicy | None = None, *, after: int = -1
 ) -> list[Span]:
     """Every span of a log."""
     found: list[Span] = []
-    with closing(Tracer(bus, topics, share or Share(), after=after)) as tracer:
+    with closing(Tracer(bus, topics, share or SamplingPolicy(), after=after)) as tracer:
         while not tracer.caught_up:
-            for traced in tracer.turn(timeout_s=0.0):
+            for traced in tracer.turn():
                 found += traced.spans
     return found
 
@@ -113,9 +113,9 @@ def check_way(trajectory: Span, below: Sequence[Span]) -> None:
         assert one.start_ns == at_ns, (trajectory, one)
         at_ns = one.end_ns
     assert at_ns == trajectory.end_ns
-    stays = [one.attributes[names.OUTCOME] for one in below if one.stage == "generated"]
-    assert stays[-1] == "logged"
-    assert "logged" not in stays[:-1]
+    attempts = [one.attributes[names.OUTCOME] for one in below if one.stage == "generated"]
+    assert attempts[-1] == "logged"
+    assert "logged" not in attempts[:-1]
 
 
 def links_to(spans: Iterable[Span], span: Span) -> list[Link]:

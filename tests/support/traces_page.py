@@ -1,6 +1,6 @@
-"""Prints docs/traces.md: its tables from the names in the code, its example from the golden tree.
+"""Prints reference/traces.md: tables from the names in the code, an example from the golden tree.
 
-python -m tests.support.traces_page > docs/traces.md
+python -m tests.support.traces_page > docs/reference/traces.md
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.telemetry.keeping import LATELY, LATELY_MIN
-from dora_pipe.telemetry.names import ATTRIBUTES, STAGES, Source
+from dora_pipe.observe.traces.names import ATTRIBUTES, STAGES, Source
+from dora_pipe.observe.traces.trace_sampling import RECENT, RECENT_MIN
 
 ROOT: Final = Path(__file__).parents[2]
-PAGE: Final = ROOT / "docs" / "traces.md"
+PAGE: Final = ROOT / "docs" / "reference" / "traces.md"
 TREE: Final = ROOT / "tests" / "golden" / "traces" / "group.txt"
 
 SOURCES: Final[dict[Source, str]] = {
@@ -29,8 +29,8 @@ HEAD: Final = """# Traces
 Every group of a run has a trace, from the decision that dispatched it to the optimizer step that
 trained it, and every training step has one. They are made from the log alone, so they can be looked
 at without any backend, sent while the run lives, or rebuilt from a log or an archive years later.
-This page is printed from the code (`python -m tests.support.traces_page > docs/traces.md`); a test
-compares the two.
+This page is printed from the code (`python -m tests.support.traces_page >
+docs/reference/traces.md`); a test compares the two.
 
 ## Without a backend
 
@@ -56,7 +56,16 @@ $ dora-pipe export demo --traces http://127.0.0.1:4318 --follow --ratio 0.1
 An address without a path gets `/v1/traces`. What an endpoint wants as headers (a token, say) is in
 the environment, as for every exporter of OpenTelemetry: `OTEL_EXPORTER_OTLP_HEADERS`; certificates
 too: `OTEL_EXPORTER_OTLP_CERTIFICATE`. No key holds a secret. Memory is bounded by what is open in
-the run. A file that is there already is not overwritten.
+the run. A file that is there already is replaced with `--force` alone.
+
+An endpoint that answers 429, 502, 503 or 504 is busy, not wrong: it is left alone for as long as it
+asks (`Retry-After`, seconds or a date), else for 1, 2, 4 ... 30 s with some chance in it, and every
+wait is told. After 600 s in which it took nothing the command ends with one line. What was sent is
+remembered in `traces-sent/` of the run's directory (of `$XDG_CACHE_HOME/dora-pipe` where that is
+not here, or is an archive), a file for each address and share: the same command goes on where the
+last one ended, and sends nothing twice. Remove the file to send everything again, under the same
+ids. Any other answer, or none at all from an address that never gave one, ends the command at once
+and says which it was.
 
 While a run lives:
 
@@ -68,12 +77,12 @@ traces_ratio = 0.1
 
 `run` then starts one process more, `traces`, which follows the log and sends what has ended, about
 a second later. Workers, trainer and orchestrator do nothing for it, and nothing waits for it: while
-the endpoint is away it stands still in the log, and the run goes on; if it dies for good, the run
-goes on without it. What it has sent is remembered in `traces.sent` in the run's directory, so a
-resumed run sends nothing twice. When the run is over it tries no longer to reach what is away, and
-says so; `export --traces` sends everything later, under the same ids. For a run on several machines
-start `export --traces URL --follow` on any one that reaches the log. `off`, the default, starts
-nothing.
+the endpoint is away or busy it stands still in the log, and the run goes on; if it dies for good,
+the run goes on without it. What it has sent is remembered in `traces.sent` in the run's directory,
+so a resumed run sends nothing twice. When the run is over it tries no longer to reach what is away,
+and says so (a busy endpoint has 20 s more); `export --traces` sends everything later, under the
+same ids. For a run on several machines start `export --traces URL --follow` on any one that reaches
+the log. `off`, the default, starts nothing.
 
 ## Which groups
 
@@ -125,7 +134,7 @@ drawn, and no record carries a context (docs/decisions/0017). So a live trace an
 the same ids, and who knows a trajectory's id knows its span:
 
 ```python
-from dora_pipe.telemetry.ids import RunKey, group_trace, span_id, traceparent
+from dora_pipe.observe.traces.ids import RunKey, group_trace, span_id, traceparent
 
 trace = group_trace(RunKey("demo", started_ns), "g0000000007")  # at_ns of `run started`
 traceparent(trace, span_id(trace, "trajectory", "g0000000007-001"))
@@ -150,7 +159,7 @@ Their names are the stages, in the words of the design.
 
 def page() -> str:
     """The whole page."""
-    head = HEAD.format(tree=TREE.read_text(), lately=LATELY, lately_min=LATELY_MIN + 1)
+    head = HEAD.format(tree=TREE.read_text(), lately=RECENT, lately_min=RECENT_MIN + 1)
     return "\n".join([head, *_stages(), "## Attributes\n", *_attributes()])
 
 

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 
 import pytest
 
-from dora_pipe.telemetry.trackers.port import Figure, Spread, TrackedRun, Tracker
-from dora_pipe.telemetry.trackers.tensorboard import CONFIG, TensorBoardTracker
-from dora_pipe.telemetry.trackers.wandb import STEP, WandbTracker
+from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun, Tracker
+from dora_pipe.observe.trackers.tensorboard import CONFIG, TensorBoardTracker
+from dora_pipe.observe.trackers.wandb import STEP, WandbTracker
 
 RUN: Final = TrackedRun(name="demo", started_ns=10**18, config={"run": {"name": "demo"}})
 PROJECT: Final = "arithmetic"

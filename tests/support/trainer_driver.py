@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dora_pipe.bus.port import Record
-from dora_pipe.consumers.commits import History
-from dora_pipe.consumers.effects import (
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.effects import (
     BatchFetched,
     FetchBatch,
     PolicyPublished,
@@ -16,14 +16,15 @@ from dora_pipe.consumers.effects import (
     StepTrained,
     TrainStep,
 )
-from dora_pipe.consumers.machine import TrainerMachine, TrainerSetup
-from dora_pipe.consumers.status import Gauges
-from dora_pipe.runtime import CaughtUp, Now, Outputs, Published
+from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
+from dora_pipe.consumers.trainer.status import Gauges
+from dora_pipe.core.runtime import CaughtUp, Now, Outputs, Published
 from dora_pipe.schemas.control import (
     Offender,
     RunStarted,
     TakenGroup,
     TakenTrajectory,
+    config_digest,
     decode_control,
 )
 from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter
@@ -51,7 +52,7 @@ def run_started() -> RunStarted:
         run="r",
         schema_version=1,
         config={},
-        config_digest="",
+        config_digest=config_digest({}),
         dataset_digest="",
         dataset_rows=1,
         eval_digest="",
@@ -78,8 +79,8 @@ def batch(step: int, attempt: int = 1, deadline: int = 9) -> TakeBatch:
 class Driver:
     """Feeds a machine and reads what it writes."""
 
-    def __init__(self, *, checkpoint_every: int = 2, history: History | None = None) -> None:
-        self.history = history or History(run_started=run_started(), role_epoch=4)
+    def __init__(self, *, checkpoint_every: int = 2, history: CommitHistory | None = None) -> None:
+        self.history = history or CommitHistory(run_started=run_started(), role_epoch=4)
         setup = TrainerSetup(
             topics=TOPICS,
             role_epoch=5,

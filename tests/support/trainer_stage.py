@@ -15,14 +15,13 @@ import msgspec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.config.model import Config, Model, Run, Task
-from dora_pipe.consumers.machine import TrainerMachine, TrainerSetup
-from dora_pipe.consumers.ports import InlinePort
-from dora_pipe.consumers.recovery import read_history
-from dora_pipe.consumers.trainers.port import Trainer
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer, initial_weights
-from dora_pipe.consumers.work import TrainerWork, WorkSetup
-from dora_pipe.policies.store import PolicyStore
-from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
+from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
+from dora_pipe.consumers.trainer.ports import InlinePort
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.schemas.control import (
     AnyControl,
     RoleStarted,
@@ -30,6 +29,7 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     TakenGroup,
     TakenTrajectory,
+    config_digest,
     decode_control,
 )
 from dora_pipe.schemas.identity import group_id, trajectory_id
@@ -39,6 +39,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory, header_pairs
 from dora_pipe.schemas.wire import Unknown, encode
+from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_trajectory
 
 RUN = "r"
@@ -100,12 +101,13 @@ class TrainerStage:
         config = msgspec.structs.replace(
             config, trainer=msgspec.structs.replace(config.trainer, **trainer)
         )
+        plain = msgspec.to_builtins(config)
         started = RunStarted(
             at_ns=1,
             run=RUN,
             schema_version=1,
-            config=msgspec.to_builtins(config),
-            config_digest="c",
+            config=plain,
+            config_digest=config_digest(plain),
             dataset_digest="d",
             dataset_rows=1,
             eval_digest="e",
@@ -275,7 +277,7 @@ class StagedTrainer:
         self,
         stage: TrainerStage,
         *,
-        trainer: Trainer | None = None,
+        trainer: Learner | None = None,
         adopt: bool = False,
         checkpoint_every: int = 2,
         keep_every: int = 0,
@@ -292,8 +294,8 @@ class StagedTrainer:
         started = role_started(epoch)
         writer.append([Append(topic=stage.topics.control, value=encode(started))])
         meter = Meter()
-        self.work = TrainerWork(
-            WorkSetup(
+        self.handlers = EffectHandlers(
+            HandlersSetup(
                 topics=stage.topics,
                 initial=history.run_started.policy,
                 starts=dict(history.starts),
@@ -302,11 +304,11 @@ class StagedTrainer:
             ),
             bus=bus,
             store=stage.store,
-            make_trainer=lambda: trainer or SimulatedTrainer(),
+            make_learner=lambda: trainer or SimulatedLearner(),
             clock=stage.clock,
             meter=meter,
         )
-        self.port = InlinePort(self.work)
+        self.port = InlinePort(self.handlers)
         self.machine = TrainerMachine(
             TrainerSetup(
                 topics=stage.topics,
@@ -327,6 +329,7 @@ class StagedTrainer:
             clock=stage.clock,
             meter=meter,
             exclusive=True,
+            status=bus.writer(),
             turn_ns=0,
         )
 

@@ -1,4 +1,4 @@
-"""Takes the screenshots of docs/ui.md: `make ui-shots RUN=runs/demo`.
+"""Takes the screenshots of docs/observe.md: `make ui-shots RUN=runs/demo`.
 
 Each page is drawn by the server on that run, in Chromium, at the width that its name says.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from dora_pipe.cli.rundir import RUNS
 from dora_pipe.cli.ui import opener_of
-from dora_pipe.ui.asking import question
-from dora_pipe.ui.desk import Desk
-from dora_pipe.ui.server import Server
+from dora_pipe.core.console import RUNS
+from dora_pipe.observe.web.query import parse_query
+from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.server import Server
 from tests.support.chromium import Page, browser
 from tests.support.tidy import ROOT
 
@@ -26,15 +26,15 @@ HEIGHT_MAX = 1250
 
 
 @contextmanager
-def served(run: str) -> Iterator[tuple[Desk, str]]:
+def served(run: str) -> Iterator[tuple[QueryWorker, str]]:
     """The pages of a run, and where they are."""
-    with closing(Desk(opener_of(run, RUNS))) as desk:
-        desk.read_all()
-        with Server([desk], port=0) as server:
+    with closing(QueryWorker(opener_of(run, RUNS))) as worker:
+        worker.read_all()
+        with Server([worker], port=0) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:
-                yield desk, server.address
+                yield worker, server.address
             finally:
                 server.shutdown()
                 thread.join()
@@ -43,8 +43,8 @@ def served(run: str) -> Iterator[tuple[Desk, str]]:
 def shots(run: str, folder: Path) -> None:
     """Write the pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    with served(run) as (desk, address), tempfile.TemporaryDirectory() as own:
-        listed = desk.ask(question("/trajectories?fate=trained&sort=-tokens&limit=1"))
+    with served(run) as (worker, address), tempfile.TemporaryDirectory() as own:
+        listed = worker.ask(parse_query("/trajectories?fate=trained&sort=-tokens&limit=1"))
         (row,) = listed["rows"]
         step = row[listed["columns"].index("step")]
         pages = {

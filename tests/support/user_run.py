@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.cli.rundir import opened
-from dora_pipe.history.audit import audit
-from dora_pipe.history.reading import records_of
+from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from tests.support.models import make_llama_gqa
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.vllm_core import CPU_BUILD, VllmSettings, version_of
+from dora_pipe.producers.engines.vllm.core import CPU_BUILD, VllmSettings, version_of
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support import models
 from tests.support.device import COARSE, DEVICE, DTYPE, LORA_DTYPE, ON_GPU, ROUNDING
 from tests.support.engine_contract import Decode, Subject
@@ -35,7 +36,7 @@ def need_vllm() -> None:
 
 def open_vllm(model_dir: Path, settings: VllmSettings = SETTINGS, **options: Any) -> Any:
     """A VllmEngine on one thread; what vLLM's imports warn of is not ours."""
-    from dora_pipe.producers.engines.vllm_engine import VllmEngine
+    from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,7 +62,7 @@ def stored_subject(
 ) -> Iterator[Subject]:
     """An engine under contract whose policies are these two models; it is opened with the first."""
     store = PolicyStore(folder / "policies")
-    manifests = [store.import_model(directory)[0] for directory in directories]
+    manifests = [import_model(store, directory)[0] for directory in directories]
     opened: list[Engine] = []
     first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.vllm_process import ServerProcess
-from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 from tests.support import models
 from tests.support.device import LORA_DTYPE
 from tests.support.engine_contract import Decode, Subject

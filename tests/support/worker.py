@@ -13,15 +13,19 @@ from typing import Any, TypeVar
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
-from dora_pipe.producers.handover import Handover, MemoryHandover
-from dora_pipe.producers.handover_port import HandoverPort
-from dora_pipe.producers.machine import WorkerMachine
-from dora_pipe.producers.ports import EnginePort, TaskPort
-from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.producers.rows import WorkerSetup
-from dora_pipe.runtime import Meter, Runtime
+from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
+from dora_pipe.producers.worker.machine import WorkerMachine
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.schemas.control import (
     AnyControl,
     Resume,
@@ -30,7 +34,7 @@ from dora_pipe.schemas.control import (
     decode_control,
 )
 from dora_pipe.schemas.identity import Purpose, group_id, group_seed, partition_of, trajectory_id
-from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
+from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -323,7 +327,7 @@ class World:
     def until_idle(self, worker: Worker) -> None:
         """Tick until no request is left, and what was decided has been read."""
         self.ticks(worker, 4)
-        self.until(worker, lambda: not worker.machine.requests.rows)
+        self.until(worker, lambda: not worker.machine.requests.by_key)
 
     def stop(self, worker: Worker) -> None:
         """What SIGTERM does, then on to the end."""
@@ -349,7 +353,14 @@ class World:
 
     def statuses(self) -> list[WorkerStatus]:
         found = [decode_metrics(record.value) for record in self.records(TOPICS.metrics)]
-        return [status for status in found if isinstance(status, WorkerStatus)]
+        said: dict[tuple[str, int], WorkerStatus] = {}
+        statuses = []
+        for status in found:
+            if isinstance(status, WorkerStatus):
+                at = (status.worker, status.epoch)
+                said[at] = merged(said.get(at), status)
+                statuses.append(said[at])
+        return statuses
 
     def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
         """The record that a fact points at."""

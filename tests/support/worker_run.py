@@ -11,25 +11,27 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config import model
-from dora_pipe.policies.model_dir import asset_files
-from dora_pipe.policies.store import PolicyStore
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.role import Decode, run_worker
+from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
 from dora_pipe.producers.tasks.registry import dataset_digest
 from dora_pipe.producers.tasks.vocabulary import write_word_tokenizer
+from dora_pipe.producers.worker.role import run_worker
 from dora_pipe.schemas.control import (
     AnyControl,
     RunStarted,
     TrajectoryLogged,
     WorkerJoined,
+    config_digest,
     decode_control,
 )
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, PlacedRequest, Round
 from dora_pipe.schemas.wire import Unknown, encode
+from dora_pipe.store.model_dir import asset_files
+from dora_pipe.store.store import PolicyStore
 from tests.support.singly import as_decision, singly
 from tests.support.worker import PARTITIONS, TOPICS, digest_of, spec_of
 
@@ -59,12 +61,13 @@ class Run:
     def begin(self, **changes: Any) -> None:
         train, rows = dataset_digest(task_of_the_run(), "train")
         evaluation, eval_rows = dataset_digest(task_of_the_run(), "eval")
+        config = msgspec.to_builtins(self.config)
         record = RunStarted(
             at_ns=0,
             run="r",
             schema_version=1,
-            config=msgspec.to_builtins(self.config),
-            config_digest="",
+            config=config,
+            config_digest=config_digest(config),
             dataset_digest=train,
             dataset_rows=rows,
             eval_digest=evaluation,
@@ -128,7 +131,7 @@ class Run:
             epoch=epoch,
         )
 
-    def work(self, script: Iterator[bool], **more: Any) -> None:
+    def work(self, script: Iterator[bool], *, worker: str = "w0", **more: Any) -> None:
         """Be the worker; at every turn the script goes on, and ends it by giving True."""
 
         def stop() -> bool:
@@ -139,7 +142,7 @@ class Run:
         run_worker(
             self.bus,
             TOPICS,
-            worker="w0",
+            worker=worker,
             store=self.store,
             engine_factory=self.engine,
             stop=stop,

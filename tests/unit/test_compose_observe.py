@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dora_pipe.cli.rundir import RunDir
 from dora_pipe.cli.up import PAGES, PROFILES
+from dora_pipe.launch.run_dir import RunDir
 from infra.observe.dashboards import FOLDER
 from tests.support.cli_words import parsed
 from tests.support.compose import Service, read

@@ -11,13 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dora_pipe.cli import doctor, roles, start
-from dora_pipe.cli.gpus import ORDER, VISIBLE, gpus_of, need_gpus, visible
-from dora_pipe.cli.rundir import RunDir
+from dora_pipe.cli import doctor
+from dora_pipe.cli.commands.start import worker
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
-from dora_pipe.errors import ConfigError
-from dora_pipe.producers.engines import vllm_core
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.local_roles import ORDER, VISIBLE, gpus_of, need_gpus, visible
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.producers.engines import registry
+from dora_pipe.producers.engines.vllm import core as vllm_core
 
 RANKS = {"kind": "deepspeed", "ranks": 2}
 
@@ -44,7 +47,7 @@ def config(*, trainer: dict[str, object] | None = None, **workers: object) -> Co
 
 def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
     shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
-    names = ("w0", "w1", "w2", "w3", "late", roles.TRAINER, roles.ORCHESTRATOR)
+    names = ("w0", "w1", "w2", "w3", "late", local_roles.TRAINER, local_roles.ORCHESTRATOR)
     found = [gpus_of(shared, name)[1] for name in names]
     assert found == [(1,), (2,), (1,), (2,), (), (0, 3), ()]
 
@@ -77,7 +80,8 @@ def test_a_gpu_that_is_not_visible_is_one_line_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("w0", ("1", "PCI_BUS_ID")), (roles.TRAINER, ("0,3", "PCI_BUS_ID"))]
+    ("name", "expected"),
+    [("w0", ("1", "PCI_BUS_ID")), ("trainer", ("0,3", "PCI_BUS_ID"))],
 )
 def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, expected: tuple[str, str]
@@ -89,7 +93,7 @@ def test_a_forked_role_sees_its_own_gpus_and_its_parent_all(
     monkeypatch.setattr(roles, "worker", tell)
     monkeypatch.setattr(roles, "trainer", tell)
     shared = config(gpus=[1, 2], trainer={**RANKS, "gpus": [0, 3]})
-    _forked(lambda: start.be_torch_role(RunDir(tmp_path), shared, name))
+    _forked(lambda: roles.be_torch_role(RunDir(tmp_path), shared, name))
     assert (tmp_path / "seen").read_text() == " ".join(expected)
     assert VISIBLE not in os.environ
 
@@ -110,22 +114,21 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
 ) -> None:
     seen: list[str] = []
     monkeypatch.setattr(roles, "talk", lambda _: None)
-    monkeypatch.setattr(roles, "need_engines", lambda _: None)
+    monkeypatch.setattr(registry, "need_engines", lambda _: None)
     monkeypatch.setattr(roles, "worker", lambda *_: seen.append(os.environ.get(VISIBLE, "-")))
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
         '[workers]\nengines = ["vllm", "torch"]\ngpus = [4, 5]\n'
     )
-    start.worker(path, name="w1", root=tmp_path)
-    start.worker(path, name="w1", engine="vllm", root=tmp_path)
+    worker(path, name="w1", root=tmp_path)
+    worker(path, name="w1", engine="vllm", root=tmp_path)
     assert seen == ["-", "5"]
 
 
 @pytest.mark.parametrize(
     ("sections", "line"),
     [
-        ({"engine": "torch", "gpus": [0]}, r"workers\.gpus: the torch engine computes on the CPU"),
         ({"trainer": {"gpus": [0]}}, r"trainer\.gpus: the trainer computes on the CPU"),
         ({"trainer": {**RANKS, "device": "cpu", "gpus": [0, 1]}}, r"trainer\.gpus: the trainer"),
         ({"trainer": {"device": "cuda", "gpus": [0, 1]}}, r"the torch trainer has one GPU"),

@@ -10,7 +10,7 @@ import yaml
 from infra.kafka.broker import read_properties
 from tests.support.cli_words import parsed
 from tests.support.compose import ADDRESSES, IMAGE_ONLY, Service, read
-from tests.support.tidy import ROOT
+from tests.support.tidy import FOLDERS, ROOT
 
 SERVICES = read()
 BROKERS = {name: service for name, service in SERVICES.items() if service.is_broker}
@@ -153,9 +153,9 @@ def test_images_are_targets_of_one_dockerfile_that_takes_only_what_is_there() ->
 
 def test_what_the_image_is_built_of_is_not_ignored() -> None:
     ignored = set((ROOT / ".dockerignore").read_text().split())
-    project = {"cli", "consumers", "dora_pipe", "orchestrator", "producers", "schemas"}
-    assert not ignored & {*project, "pyproject.toml", "README.md", "LICENSE", "requirements"}
-    assert {".git", ".venv", "runs", "build"} <= ignored
+    project = {*FOLDERS, "__init__.py", "py.typed", "pyproject.toml"}
+    assert not ignored & {*project, "README.md", "LICENSE", "requirements"}
+    assert {".git", ".venv*", "runs", "build"} <= ignored
 
 
 def _pins(lock: str) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE
+from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from tests.support.cli_words import parsed

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from dora_pipe.telemetry.metrics import METRICS
+from dora_pipe.observe.metrics.table import METRICS
 from infra.observe.dashboards import COLUMNS, FOLDER, HEIGHT, Dashboard
 from infra.observe.panels import DASHBOARDS
 from tests.support.prometheus import OBSERVE, missing

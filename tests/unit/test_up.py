@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.kafka import client as kafka_client
 from dora_pipe.cli import up as under_test
 from dora_pipe.cli.up import (
     BROKERS,
@@ -24,7 +25,7 @@ from dora_pipe.cli.up import (
     silent_of,
     version_of,
 )
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from tests.support.tidy import ROOT
 from tests.support.worker import VirtualClock
 
@@ -108,6 +109,7 @@ def test_refusal_is_an_answer_and_a_closed_port_is_none(
     served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(kafka_client, "CONNECT_LIMIT_S", 0.5)
     assert answers(Page(what="", where=served, profile="observe"))
     assert not answers(Page(what="", where="http://127.0.0.1:9/", profile="observe"))
     assert not answers(Page(what="", where="kafka://127.0.0.1:9", profile="single"))

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from dora_pipe.cli import roles
-from dora_pipe.cli.init import EXAMPLES, example_config
-from dora_pipe.cli.roles_vllm import open_vllm
+from dora_pipe.cli.defaults import EXAMPLES
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
-from dora_pipe.errors import ConfigError, UsageError
+from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.launch import local_roles
+from dora_pipe.launch.examples import example_config
 from dora_pipe.producers.engines.port import LORA
+from dora_pipe.producers.engines.registry import (
+    EngineKind,
+    check_engines,
+    engine_kind,
+    need_engines,
+    open_engine,
+)
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.engines.vllm.open import open_vllm
 from tests.support.fake_vllm_server import FakeVllm
+
+OWN = EngineKind(
+    open=lambda assets, config, decode: SimulatedEngine(
+        slots=config.workers.slots, context_tokens=config.workers.context_tokens
+    )
+)
 
 
 def _config(**workers: object) -> Config:
@@ -31,27 +48,27 @@ def _config(**workers: object) -> Config:
 
 def test_workers_take_the_engines_in_turn_and_strangers_the_runs() -> None:
     config = _config(count=3, engines=["vllm", "torch"])
-    found = [roles.worker_engine(config, name) for name in ("w0", "w1", "w2", "late")]
+    found = [local_roles.worker_engine(config, name) for name in ("w0", "w1", "w2", "late")]
     assert found == ["vllm", "torch", "vllm", "torch"]
-    assert roles.worker_engine(_config(engine="vllm"), "w0") == "vllm"
+    assert local_roles.worker_engine(_config(engine="vllm"), "w0") == "vllm"
 
 
 def test_engine_of_one_worker_changes_nothing_else() -> None:
     config = _config(count=2, engines=["torch", "vllm"], slots=7)
-    own = roles.with_engine(config, "vllm")
+    own = local_roles.with_engine(config, "vllm")
     assert own.workers.engine == "vllm" and own.workers.engines == ()
     assert own.workers.slots == 7
-    assert roles.worker_engine(own, "w0") == "vllm"
+    assert local_roles.worker_engine(own, "w0") == "vllm"
 
 
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
     addresses = ["http://a:1", "http://b:2"]
     config = _config(count=3, engine="vllm-server", vllm={"addresses": addresses})
-    found = [roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
+    found = [local_roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
     assert found == ["http://a:1", "http://b:2", "", ""]
-    own = roles.with_engine(config, "vllm-server", address=found[1])
+    own = local_roles.with_engine(config, "vllm-server", address=found[1])
     assert own.workers.vllm.addresses == ("http://b:2",)
-    assert roles.with_engine(config, "torch").workers.vllm.addresses == ()
+    assert local_roles.with_engine(config, "torch").workers.vllm.addresses == ()
 
 
 def test_address_without_a_key_is_one_line_with_a_hint(
@@ -98,20 +115,59 @@ def test_absent_package_is_one_line_with_a_hint(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "vllm" else ask(name)
     )
-    roles.need_engines(["torch"])
+    need_engines(["torch"])
     with pytest.raises(ConfigError, match="engine 'vllm' needs vllm") as raised:
-        roles.need_engines(["torch", "vllm"])
+        need_engines(["torch", "vllm"])
     assert raised.value.hint is not None and "make vllm" in raised.value.hint
 
 
 def test_unknown_engine_is_named() -> None:
-    with pytest.raises(UsageError, match="no engine 'sglang'"):
-        roles.need_engines(["sglang"])
+    with pytest.raises(ConfigError, match=r"workers\.engine: no engine `vlm`") as raised:
+        need_engines(["torch", "vlm"])
+    assert raised.value.hint == "did you mean `vllm`?"
 
 
-def test_unknown_engine_in_a_file_is_an_error_of_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"workers\.engines"):
-        _config(engines=["torch", "sglang"])
+def test_engine_of_a_users_own_is_opened_by_its_row(tmp_path: Path) -> None:
+    own = f"{__name__}:OWN"
+    config = _config(engine=own, slots=3)
+    need_engines([own])
+    assert open_engine(assets=tmp_path, config=config, decode=lambda tokens: "").slots == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (f"{__name__}:absent", "has no `absent`"),
+        ("no_such_module:engine", "cannot import `no_such_module`"),
+        (f"{__name__}:Path", "is a type, not an EngineKind"),
+    ],
+)
+def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
+    with pytest.raises(DoraError, match=re.escape(why)):
+        engine_kind(name)
+
+
+@pytest.mark.parametrize(
+    ("sections", "engines", "why"),
+    [
+        ({"workers": {"gpus": [0]}}, ["torch"], "workers.gpus: torch compute on the CPU"),
+        ({"lora": {"rank": 513}}, ["torch", "vllm"], "vllm hosts adapters of ranks up to 512"),
+        ({"lora": {"rank": 513}}, ["vllm-server"], "vllm-server hosts adapters of ranks up to"),
+    ],
+)
+def test_engine_that_does_not_go_with_a_key_is_named(
+    sections: dict[str, Any], engines: list[str], why: str
+) -> None:
+    config = _config(**sections.pop("workers", {}))
+    if lora := sections.get("lora"):
+        config = msgspec.structs.replace(config, lora=Lora(**lora))
+    with pytest.raises(ConfigError, match=why):
+        check_engines(config, engines)
+
+
+def test_engines_that_go_with_their_keys_are_taken() -> None:
+    config = msgspec.structs.replace(_config(gpus=[0]), lora=Lora(rank=512))
+    check_engines(config, ["torch", "vllm"])
 
 
 @pytest.mark.parametrize("task", EXAMPLES)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import PIECE_RECORDS
 from dora_pipe.bench.audit import bench_audit, bench_memory
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.cli.audit_helper import Log, help_audit, starting
-from dora_pipe.cli.forks import Forks
-from dora_pipe.history.audit import audit
-from dora_pipe.history.auditor import PIECE_RECORDS
+from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
 
 GROWTH_BYTES_MAX = 40
@@ -40,7 +40,7 @@ def test_synthetic_run_holds_from_the_first_record_to_the_last(plan: LogPlan) ->
 
 
 def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
-    with Forks(help_audit) as forks:
+    with ForkedHelpers(help_audit) as forks:
         figures = bench_audit(
             [f"sqlite:{tmp_path / 'log.sqlite'}"],
             tokens=[64],

@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.bench import bus as bench
 from dora_pipe.bench.bus import bench_bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 
 
 def test_every_phase_of_every_bus_and_size_has_a_row(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dora_pipe.bench import codec as bench
 from dora_pipe.bench.codec import Way, bench_codec, sample_trajectory
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.trajectory import check
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
 

@@ -5,18 +5,36 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dora_pipe.bench.engine import MODEL, EngineFigure, bench_engine, demo_requests
-from dora_pipe.errors import UsageError
+from dora_pipe.bench.engine import (
+    MODEL,
+    GenerateFigure,
+    bench_engine,
+    computed_per_token,
+    demo_requests,
+)
+from dora_pipe.core.errors import UsageError
 
 
 def test_figures_hold_both_engines() -> None:
     (figure,) = bench_engine([8], requests_per_row=1)
-    assert isinstance(figure, EngineFigure)
+    assert isinstance(figure, GenerateFigure)
     assert (figure.rows, figure.requests) == (8, 32)
     assert figure.tokens == sum(one.params.max_tokens for one in demo_requests(32))
     assert figure.tokens_per_s > 0 and figure.cpu_tokens_per_s > 0
     wanted = figure.cpu_tokens_per_s / figure.generate_cpu_tokens_per_s
     assert figure.ratio == pytest.approx(wanted, rel=0.01)
+    by_length = figure.cpu_tokens_per_s / figure.sorted_generate_cpu_tokens_per_s
+    assert figure.sorted_ratio == pytest.approx(by_length, rel=0.01)
+    assert figure.computed > figure.sorted_computed >= 1.0
+
+
+def test_batches_compute_what_their_longest_request_takes() -> None:
+    requests = demo_requests(4)
+    first, second, third, fourth = (one.params.max_tokens for one in requests)
+    computed = 2 * max(first, second) + 2 * max(third, fourth)
+    asked = first + second + third + fourth
+    assert computed_per_token(requests, 2) == pytest.approx(computed / asked)
+    assert computed_per_token(requests, 1) == 1.0
 
 
 def test_requests_are_those_of_the_demo() -> None:

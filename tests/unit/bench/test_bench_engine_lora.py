@@ -16,7 +16,7 @@ from dora_pipe.bench.engine_lora import (
     bench_resident,
     under_versions,
 )
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import TokensSampled
 
 

@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.bench.moves import MoveFigure, bench_moves, move_figures
 from dora_pipe.bench.moves_child import RUNNING_TOKENS, TOKENS_MAX
 from dora_pipe.bench.moves_engine import LLAMA_25M
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 
 pytest.importorskip("torch")
 

@@ -10,9 +10,9 @@ import pytest
 
 from dora_pipe.bench.traces import WARM_STEPS, Endpoint, TracedRun, Traces, costs, measure, order
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-from tests.support.tally_stage import tally_of
+from tests.support.stats_stage import stats_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_time_counts_from_the_last_warm_commit_to_the_last_one(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     found = measure(bus, recorded.topics, round_=3, traces="on", requests=2, sent_bytes=1500)
-    steps = list(tally_of(bus, recorded.topics).steps)
+    steps = list(stats_of(bus, recorded.topics).steps)
     seconds = (steps[-1].committed_ns - steps[WARM_STEPS - 1].committed_ns) / 1e9
     assert (found.round, found.traces, found.steps) == (3, "on", STEPS - WARM_STEPS)
     assert found.seconds == pytest.approx(seconds, abs=0.01)

@@ -15,6 +15,7 @@ from dora_pipe.bench.faults.order import (
     BROKER_AGAIN_S_MAX,
     COMMIT_DELAY_S_MAX,
     DOWN_S_MAX,
+    INSIDE,
     KINDS,
     PARTITIONS,
     RANDOM_DELAY_S_MAX,
@@ -118,6 +119,20 @@ def test_on_kafka_the_broker_is_struck_in_turn_with_the_roles_at_random_moments(
     assert topics <= {"trajectories", "progress", "control", "decisions", "metrics"}
     assert all(0 <= one.leads[1] < PARTITIONS for one in brokers)
     assert order_of(0, 3, control_facts=RECORDS, kinds=KINDS) == orders[3]
+
+
+def test_roles_that_stay_dead_are_struck_inside_their_appends_each_kind_at_all_that_matter() -> (
+    None
+):
+    orders = [order_of(0, at, control_facts=RECORDS, dead_s=10.0) for at in range(30)]
+    assert Counter(map(_kind, orders)) == dict.fromkeys(ROLE_KINDS, 10)
+    assert all(one.stays_dead and one.down_s == 10.0 for one in orders)
+    points = [(_kind(one), one.at) for one in orders]
+    met = {(kind, at.moment, at.what) for kind, at in points if isinstance(at, Point)}
+    assert met == {(kind, *aim[:2]) for kind, aims in INSIDE.items() for aim in aims}
+    assert {moment for _, moment, _ in met} == {"middle"}
+    broker = order_of(0, 3, control_facts=RECORDS, kinds=KINDS)
+    assert not any(one.stays_dead for one in (*_series(), broker))
 
 
 def test_a_point_knows_its_records() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from dora_pipe.bench.faults import series as faults
 from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.cli import faults
-from dora_pipe.cli.fault_rounds import CONTROL_FACTS, Played, round_config
-from dora_pipe.cli.main import app
-from dora_pipe.errors import InvariantBroken, UsageError
+from dora_pipe.bench.faults.rounds import CONTROL_FACTS, Played, round_config
+from dora_pipe.cli.app import app
+from dora_pipe.core.errors import InvariantBroken, UsageError
 
 ORDER = Order(
     number=4, seed=11, role="trainer", at=Point(moment="after", what="step-committed", nth=2)
@@ -83,6 +84,15 @@ def test_a_round_that_is_not_sound_ends_the_command_with_exit_code_5_and_keeps_w
     assert caught.value.exit_code == 5
     assert tmp_path.exists() and str(tmp_path) in (caught.value.hint or "")
     assert "1 of 2 rounds clean" in capsys.readouterr().err
+
+
+def test_a_role_that_stayed_dead_need_not_come_back_but_nobody_else_may_lose_anything() -> None:
+    dead = msgspec.structs.replace(ORDER, role="w0", down_s=10.0)
+    away = dataclasses.replace(_played(recovered_s=None), order=dead)
+    assert away.clean
+    lost = msgspec.structs.replace(SOUND, others=("w1 was fenced",))
+    assert not dataclasses.replace(away, verdict=lost).clean
+    assert not dataclasses.replace(away, hit=None).clean
 
 
 def test_clean_rounds_leave_nothing_behind(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dora_pipe.bench.moves_log import covered_s, figure_of, overhead_of, pause_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.errors import UsageError
+from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.control import RequestReleased, Resume
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.topics import Topics

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bench.moves_weights import Metered, bench_weights
-from dora_pipe.policies.local_files import LocalFiles
+from dora_pipe.store.files import LocalFiles
 
 
 def test_store_is_read_by_everybody_or_by_nobody(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from dora_pipe.bench.offpolicy import (
     summarise,
 )
 from dora_pipe.config.objectives import KEYS
-from dora_pipe.consumers.trainers.port import Settings
-from dora_pipe.consumers.trainers.settings import changed_settings, step_settings
-from dora_pipe.errors import UsageError
+from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.settings import changed_settings, step_settings
+from dora_pipe.core.errors import UsageError
 from tests.support.offpolicy import measured
 
 GRPO: Settings = {

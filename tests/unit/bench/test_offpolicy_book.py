@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.bench.offpolicy import Cell
 from dora_pipe.bench.offpolicy_book import CELLS, Book, setting_digest
-from dora_pipe.errors import ResourceError, UsageError
+from dora_pipe.core.errors import ResourceError, UsageError
 from tests.support.offpolicy import measured
 
 SETTING = {"trainer.learning_rate": 1e-3, "task.options": {"mu": 1.0}}

@@ -11,11 +11,10 @@ pytest.importorskip("torch")
 
 from dora_pipe.bench.offpolicy import Cell, Measured, sampled_by
 from dora_pipe.bench.offpolicy_cell import Bench, evaluated_versions
-from dora_pipe.cli.init import CONTEXT_TOKENS, example_config
-from dora_pipe.cli.small_model import write_small_model
 from dora_pipe.config.load import load_config
-from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
-from dora_pipe.errors import NonFinite
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.core.errors import NonFinite
+from dora_pipe.launch.examples import CONTEXT_TOKENS, example_config, write_small_model
 from dora_pipe.producers.tasks.arithmetic import WORDS
 from dora_pipe.schemas.trajectory import check
 

@@ -1,7 +1,7 @@
-"""docs/offpolicy.md says what its cells say, to the digit, and shows the pictures drawn of them.
+"""bench/results/offpolicy.md says what its cells say, to the digit, and shows their pictures.
 
-After the study has gone on: `dora-pipe bench offpolicy --out docs/offpolicy --report`, and what it
-prints goes into the page.
+After the study has gone on: `dora-pipe bench offpolicy --out bench/results/offpolicy --report`,
+and what it prints goes into the page.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dora_pipe.bench.offpolicy_book import CELLS, SETTING
-from dora_pipe.cli.main import app
-from dora_pipe.cli.output import PIPE_COLUMNS
+from dora_pipe.cli.app import app
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "bench" / "results"
 STUDY = DOCS / "offpolicy"
 PICTURES = ("courses.svg", "ends.svg")
 
@@ -28,7 +27,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     for name in (CELLS, SETTING):
         shutil.copy(STUDY / name, place)
     words = ["bench", "offpolicy", "--out", str(place), "--report"]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": str(PIPE_COLUMNS)})
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     return place, done.stdout
 

@@ -16,9 +16,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.bus import archive_format
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_format import (
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.archive import manifest as manifest_file
+from dora_pipe.bus.archive.manifest import (
     MANIFEST,
     SEGMENTS,
     Entry,
@@ -28,14 +28,14 @@ from dora_pipe.bus.archive_format import (
     problems_of,
     read_manifest,
 )
-from dora_pipe.bus.archive_segment import decode_segment, read_segment
-from dora_pipe.bus.archive_writer import ArchiveWriter
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.segment import decode_segment, read_segment
+from dora_pipe.bus.archive.tiered import TieredBus
+from dora_pipe.bus.archive.writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.bus.splice import SplicedBus
-from dora_pipe.errors import BusError, BusFull, InvariantBroken, LogTruncated, SchemaError
-from dora_pipe.history.reading import records_of
+from dora_pipe.core.errors import BusError, BusFull, InvariantBroken, LogTruncated, SchemaError
 from tests.support.bus_archive import archive_all, everything, partitions_of
 
 AT = TopicPartition("t", 0)
@@ -105,7 +105,7 @@ def test_what_an_interrupted_pass_sealed_and_the_log_lost_is_told_from_what_is_g
     interrupted(bus, place)
     log.delete_before(at, cut + 2)
     with pytest.raises(LogTruncated, match="sealed by a pass that has not ended") as found:
-        SplicedBus(ArchiveBus(place), bus).reader({at: 0})
+        TieredBus(ArchiveBus(place), bus).reader({at: 0})
     assert "goes on where it was" in (found.value.hint or "")
 
 
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_leaves_the_last_manifest_and_the_next_pass_goes_on(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(archive_format, "sync", refuse)
+        patch.setattr(manifest_file, "sync", refuse)
         with pytest.raises(BusFull, match="no room left for the archive"):
             archive_all(bus, place)
     assert read_manifest(place).cut == {"t": (0,)}
@@ -171,7 +171,7 @@ def test_a_waiting_reader_meets_a_manifest_that_was_changed(place: Path) -> None
         manifest = load_manifest(place)
         first = msgspec.structs.replace(manifest.entries[0], odd=(0,))
         entries = (first, *manifest.entries[1:])
-        archive_format.write_manifest(place, msgspec.structs.replace(manifest, entries=entries))
+        manifest_file.write_manifest(place, msgspec.structs.replace(manifest, entries=entries))
         with pytest.raises(InvariantBroken, match="chain"):
             reader.poll(timeout_s=5)
 
@@ -200,9 +200,9 @@ def test_no_manifest_that_was_changed_anywhere_passes(data: st.DataObject) -> No
     entry = Entry(
         topic="t", partition=0, start=0, end=2, records=0, bytes=0, file="", file_bytes=0, sha256=""
     )
-    chain = archive_format.chain_of(archive_format.genesis("r", {"t": 1}), entry)
+    chain = manifest_file.chain_of(manifest_file.genesis("r", {"t": 1}), entry)
     whole = msgspec.json.encode(
-        archive_format.Manifest(
+        manifest_file.Manifest(
             format=1,
             run="r",
             topics={"t": 1},
@@ -253,7 +253,7 @@ def _entry(raw: bytes | bytearray) -> Entry:
 
 
 def _stream(records: list[Record]) -> bytes:
-    from dora_pipe.bus.archive_segment import SCHEMA, _batch
+    from dora_pipe.bus.archive.segment import SCHEMA, _batch
 
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as stream:

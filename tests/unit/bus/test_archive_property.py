@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.bus import archive_format
-from dora_pipe.bus.archive import ArchiveBus
-from dora_pipe.bus.archive_writer import ArchiveWriter
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.archive import manifest as manifest_file
+from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.tiered import TieredBus
+from dora_pipe.bus.archive.writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.bus.splice import SplicedBus
-from dora_pipe.history.reading import records_of
 from tests.support.bus_archive import archive_all, everything, partitions_of
 
 
@@ -26,7 +26,7 @@ from tests.support.bus_archive import archive_all, everything, partitions_of
 def hasty() -> Iterator[None]:
     """Nothing dies here, so nothing need be durable: syncing would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive_format, "sync", lambda path: None)
+        patch.setattr(manifest_file, "sync", lambda path: None)
         yield
 
 
@@ -173,5 +173,5 @@ def test_an_archive_below_a_log_reads_as_the_log_before_retention(
         for tp in ALL:
             with closing(ArchiveBus(place)) as archive:
                 bus.log.delete_before(tp, int(archive.end(tp) * share))
-        with closing(SplicedBus(ArchiveBus(place), bus)) as both:
+        with closing(TieredBus(ArchiveBus(place), bus)) as both:
             assert {tp: list(records_of(both, {tp: both.end(tp)})) for tp in ALL} == whole

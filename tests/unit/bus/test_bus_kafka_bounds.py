@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kafka import errors as kafka_errors
 from kafka.future import Future
 
-from dora_pipe.bus import kafka_bounds
 from dora_pipe.bus.checks import record_bytes
-from dora_pipe.bus.kafka_bounds import Fetched, Flight
+from dora_pipe.bus.kafka import bus as kafka_bus
+from dora_pipe.bus.kafka.bus import Fetched, InFlight
 from dora_pipe.bus.port import Append, Record, TopicPartition
 
 
@@ -63,13 +63,13 @@ def record(size: int = 1) -> Append:
 
 def test_every_offset_comes_back_in_the_order_of_the_records() -> None:
     producer = Producer()
-    flight = Flight(producer, limit_s=5)
+    in_flight = InFlight(producer, limit_s=5)
     for _ in range(3):
-        flight.send(record())
+        in_flight.send(record())
     assert producer.waits == [], "nobody waits as long as there is room"
-    assert (len(flight), flight.bytes) == (3, 3)
-    assert flight.land() == [100, 101, 102]
-    assert (len(flight), flight.bytes) == (0, 0)
+    assert (len(in_flight), in_flight.bytes) == (3, 3)
+    assert in_flight.wait() == [100, 101, 102]
+    assert (len(in_flight), in_flight.bytes) == (0, 0)
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=60), most=st.integers(1, 8))
@@ -77,46 +77,46 @@ def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
     sizes: list[int], most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kafka_bounds, "FLIGHT_RECORDS_MAX", most)
-        patch.setattr(kafka_bounds, "FLIGHT_BYTES_MAX", 50)
-        flight = Flight(Producer(), limit_s=5)
+        patch.setattr(kafka_bus, "IN_FLIGHT_RECORDS_MAX", most)
+        patch.setattr(kafka_bus, "IN_FLIGHT_BYTES_MAX", 50)
+        in_flight = InFlight(Producer(), limit_s=5)
         for size in sizes:
-            flight.send(record(size))
-            assert 1 <= len(flight) <= most
-            assert flight.bytes <= 50
-        assert flight.land() == [100 + number for number in range(len(sizes))]
+            in_flight.send(record(size))
+            assert 1 <= len(in_flight) <= most
+            assert in_flight.bytes <= 50
+        assert in_flight.wait() == [100 + number for number in range(len(sizes))]
 
 
 def test_a_record_above_the_bound_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_bounds, "FLIGHT_BYTES_MAX", 10)
+    monkeypatch.setattr(kafka_bus, "IN_FLIGHT_BYTES_MAX", 10)
     producer = Producer()
-    flight = Flight(producer, limit_s=5)
+    in_flight = InFlight(producer, limit_s=5)
     for size in (4, 99, 4):
-        flight.send(record(size))
-        assert len(flight) == 1
-    assert flight.land() == [100, 101, 102]
+        in_flight.send(record(size))
+        assert len(in_flight) == 1
+    assert in_flight.wait() == [100, 101, 102]
 
 
 def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = iter([10.0, 11.0, 12.0, 14.0, 99.0])  # sent at 10, 11; flushed at 12; waited for
-    monkeypatch.setattr("dora_pipe.bus.kafka_bounds.time.monotonic", lambda: next(now_s))
+    monkeypatch.setattr("dora_pipe.bus.kafka.bus.time.monotonic", lambda: next(now_s))
     producer = Producer()
-    flight = Flight(producer, limit_s=5)
-    flight.send(record())
-    flight.send(record())
-    flight.land()
+    in_flight = InFlight(producer, limit_s=5)
+    in_flight.send(record())
+    in_flight.send(record())
+    in_flight.wait()
     assert producer.flushes == [3.0]
     assert producer.waits == [1.0, 0.0]
 
 
 def test_the_error_of_a_record_ends_the_flight() -> None:
-    flight = Flight(Producer(fails_at=1), limit_s=5)
+    in_flight = InFlight(Producer(fails_at=1), limit_s=5)
     for _ in range(3):
-        flight.send(record())
+        in_flight.send(record())
     with pytest.raises(kafka_errors.KafkaTimeoutError):
-        flight.land()
+        in_flight.wait()
 
 
 def fetched(count: int, *, partition: int = 0, size: int = 10) -> list[Record]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
 from kafka import errors as kafka_errors
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
-from dora_pipe.bus.kafka_client import (
-    bounded,
-    our_errors,
-    topic_settings,
-)
+from dora_pipe.bus.kafka.access import our_errors
+from dora_pipe.bus.kafka.client import Admin, bounded, client_settings, topic_settings
+from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.errors import (
+from dora_pipe.core.errors import (
     BusError,
     DoraError,
     Fenced,
@@ -49,6 +48,16 @@ def test_what_is_unspecific_in_a_commit_is_an_unknown_outcome_and_fencing_is_not
         raise kafka_errors.KafkaTimeoutError("slow")
     with pytest.raises(Fenced), our_errors(OutcomeUnknown):
         raise kafka_errors.ProducerFencedError
+
+
+def test_an_admin_client_that_finds_no_cluster_leaves_no_thread_that_goes_on_looking() -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        settings = client_settings([server], KafkaSecurity())
+        with pytest.raises(kafka_errors.KafkaTimeoutError):
+            Admin(**{**settings, "bootstrap_timeout_ms": 50})
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_commit_that_never_returns_is_left_at_its_limit() -> None:

@@ -14,7 +14,7 @@ from dora_pipe.bus.memory import (
     ScriptedFaults,
 )
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
-from dora_pipe.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
+from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
 
 AT = TopicPartition("t", 0)
 
@@ -114,13 +114,15 @@ def test_a_delayed_append_is_seen_when_its_time_has_come_and_hides_what_follows(
     writer.append(texts("behind"))
     assert [record.value for record in reader.poll(timeout_s=0)] == [b"now"]
     assert first < reader.position(AT) == bus.end(AT) == second, "caught up before the hidden one"
-    assert bus.all_visible_ms() == 50
+    assert bus.end(AT) < bus.written_end(AT)
+    assert reader.held_back() == [AT]
     clock.ms = 49
     assert reader.poll(timeout_s=9) == []
     clock.ms = 50
     assert [record.value for record in reader.poll(timeout_s=0)] == [b"late", b"behind"]
     assert reader.position(AT) == bus.end(AT)
-    assert bus.all_visible_ms() is None
+    assert bus.end(AT) == bus.written_end(AT)
+    assert reader.held_back() == []
 
 
 def test_a_reader_may_stand_behind_a_record_that_is_still_hidden() -> None:

@@ -13,7 +13,7 @@ import pytest
 from dora_pipe.bus import sqlite, sqlite_file
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus, SqliteReader
-from dora_pipe.errors import BusError, BusFull, LogTruncated, TopicMissing
+from dora_pipe.core.errors import BusError, BusFull, LogDamaged, LogTruncated, TopicMissing
 
 AT = TopicPartition("t", 0)
 
@@ -70,7 +70,7 @@ def test_a_folder_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path, create: bool) -> None:
     path.write_bytes(b"a diary, not a log\n" * 200)
     before = path.read_bytes()
-    with pytest.raises(BusError, match="not a log of dora-pipe"):
+    with pytest.raises(LogDamaged, match="not a log of dora-pipe"):
         SqliteBus(path).create([TopicSpec(name="t")]) if create else SqliteBus(path).topics()
     assert path.read_bytes() == before
 
@@ -80,7 +80,7 @@ def test_another_program_s_database_is_refused_and_left_alone(path: Path) -> Non
         connection.execute("CREATE TABLE diary (entry)")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(BusError, match="not a log of dora-pipe"):
+    with pytest.raises(LogDamaged, match="not a log of dora-pipe"):
         SqliteBus(path).create([TopicSpec(name="t")])
     assert path.read_bytes() == before
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.claims import (
+from dora_pipe.bus.claim_check import (
     CLAIM,
     CLAIM_BYTES,
     CLAIM_LOST,
@@ -23,7 +23,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.errors import BusFull, RecordTooLarge
+from dora_pipe.core.errors import BusFull, RecordTooLarge
 
 TOPIC = "r.trajectories"
 AT = TopicPartition(TOPIC, 0)

@@ -16,8 +16,8 @@ from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
 from kafka.protocol.frame import KafkaBytes
 
-from dora_pipe.bus import kafka_driven
-from dora_pipe.bus.kafka_driven import (
+from dora_pipe.bus.kafka import driven
+from dora_pipe.bus.kafka.driven import (
     RECEIVE_BYTES,
     DrivenClient,
     DrivenConsumer,
@@ -182,7 +182,7 @@ def test_a_closed_door_is_no_error_and_is_not_tried_again_at_once(
     client = DrivenClient(bootstrap_servers=NOBODY)
     monkeypatch.setattr("time.sleep", slept.append)
     assert client.await_ready("node-1") is False
-    assert slept == [kafka_driven.AWHILE_S]
+    assert slept == [driven.AWHILE_S]
     client.close()
 
 

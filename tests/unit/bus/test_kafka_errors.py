@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka_errors import our_errors
-from dora_pipe.bus.kafka_security import KafkaSecurity
-from dora_pipe.errors import AccessRefused, BusError, OutcomeUnknown, RecordTooLarge
-from dora_pipe.patience import FINAL_ERRORS
+from dora_pipe.bus.kafka.access import our_errors
+from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.core.errors import AccessRefused, BusError, OutcomeUnknown, RecordTooLarge
+from dora_pipe.core.retry import FINAL_ERRORS
 
 WORKER = KafkaSecurity(protocol="SASL_SSL", username="w0", ca_file="ca.pem")
 

@@ -12,10 +12,10 @@ from queue import Queue
 
 import pytest
 
-from dora_pipe.bus import kafka_reach
-from dora_pipe.bus.kafka_reach import check_advertised, knock, split, unreachable
-from dora_pipe.bus.kafka_security import PASSWORD_VARIABLE, PLAINTEXT, KafkaSecurity
-from dora_pipe.errors import AccessRefused, BusError
+from dora_pipe.bus.kafka import access as access
+from dora_pipe.bus.kafka.access import check_advertised, probe, split, unreachable
+from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, PLAINTEXT, KafkaSecurity
+from dora_pipe.core.errors import AccessRefused, BusError
 
 SECRET = "s3cret-42"
 WAIT_S = 10.0
@@ -27,7 +27,7 @@ Door = Callable[[Callable[[socket.socket], object]], str]
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     """Opens a port whose every visitor is handled by a function; returns its address."""
-    monkeypatch.setattr(kafka_reach, "KNOCK_LIMIT_S", 0.2)
+    monkeypatch.setattr(access, "PROBE_WAIT_S", 0.2)
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     opened: list[tuple[socket.socket, threading.Thread]] = []
 
@@ -86,7 +86,7 @@ def test_a_door_that_hangs_up_or_is_no_kafka_is_left_to_the_client_s_patience(
         came.put(1)
         visitor.sendall(said)
 
-    knock([door(hang_up)], replace(CLEAR, protocol=protocol))
+    probe([door(hang_up)], replace(CLEAR, protocol=protocol))
     assert came.get(timeout=WAIT_S)
 
 
@@ -96,7 +96,7 @@ def test_a_listener_without_tls_is_told_from_one_that_hangs_up(door: Door) -> No
             answer(visitor, NO_SASL)
 
     with pytest.raises(AccessRefused, match="speaks no TLS") as refused:
-        knock([door(listen)], KafkaSecurity(protocol="SSL"))
+        probe([door(listen)], KafkaSecurity(protocol="SSL"))
     assert "bus.protocol" in (refused.value.hint or "")
 
 
@@ -108,22 +108,22 @@ def test_a_door_that_says_nothing_is_left_to_the_client_s_patience(door: Door) -
         came.put(1)
         release.wait(WAIT_S)
 
-    knock([door(wait)], PLAINTEXT)
+    probe([door(wait)], PLAINTEXT)
     release.set()
     assert came.get(timeout=WAIT_S)
 
 
 def test_nobody_at_all_is_left_to_the_client_too() -> None:
     began_s = time.monotonic()
-    knock(["127.0.0.1:1"], PLAINTEXT)
+    probe(["127.0.0.1:1"], PLAINTEXT)
     assert time.monotonic() - began_s < WAIT_S
 
 
 def test_a_listener_without_sasl_is_entered_without(door: Door) -> None:
     address = door(lambda visitor: answer(visitor, NO_SASL))
-    knock([address], PLAINTEXT)
+    probe([address], PLAINTEXT)
     with pytest.raises(AccessRefused, match="asks for no password"):
-        knock([address], CLEAR)
+        probe([address], CLEAR)
 
 
 def test_no_password_leaves_before_the_listener_takes_its_kind(door: Door) -> None:
@@ -135,7 +135,7 @@ def test_no_password_leaves_before_the_listener_takes_its_kind(door: Door) -> No
         heard.put(visitor.recv(1000))
 
     with pytest.raises(AccessRefused, match="offers SCRAM-SHA-512, GSSAPI, not PLAIN") as refused:
-        knock([door(listen)], CLEAR)
+        probe([door(listen)], CLEAR)
     assert "bus.mechanism" in (refused.value.hint or "")
     assert b"PLAIN" in heard.get(timeout=WAIT_S)
     assert heard.get(timeout=WAIT_S) == b"", "and then it hangs up"
@@ -151,10 +151,10 @@ def test_a_login_is_taken_or_refused(door: Door, end: bytes, lets_in: bool) -> N
 
     address = door(listen)
     if lets_in:
-        knock([address], CLEAR)
+        probe([address], CLEAR)
     else:
         with pytest.raises(AccessRefused, match="wrong name or password") as refused:
-            knock([address], CLEAR)
+            probe([address], CLEAR)
         assert SECRET not in f"{refused.value.message}{refused.value.hint}"
     assert b"PLAIN" in heard.get(timeout=WAIT_S)
     login = heard.get(timeout=WAIT_S)
@@ -171,14 +171,14 @@ def test_a_broker_that_cannot_prove_that_it_knows_the_password_is_refused(door: 
         answer(visitor, struct.pack(">hhi", 0, -1, len(token)) + token)
 
     with pytest.raises(AccessRefused):
-        knock([door(listen)], scram)
+        probe([door(listen)], scram)
 
 
 def test_one_that_lets_in_is_enough(door: Door) -> None:
     bad = door(lambda visitor: None)
     asked: Queue[bytes] = Queue()
     good = door(lambda visitor: asked.put(answer(visitor, NO_SASL)))
-    knock(["127.0.0.1:1", bad, good], PLAINTEXT)
+    probe(["127.0.0.1:1", bad, good], PLAINTEXT)
     assert asked.get(timeout=WAIT_S)
 
 
@@ -194,7 +194,7 @@ def test_an_address_needs_a_host_and_a_port(server: str) -> None:
     with pytest.raises(BusError, match="no address"):
         split(server)
     with pytest.raises(BusError, match="no address"):
-        knock([server], PLAINTEXT)
+        probe([server], PLAINTEXT)
 
 
 def test_an_address_may_be_one_of_version_six() -> None:

@@ -17,9 +17,9 @@ from kafka.record import MemoryRecords
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.record.util import calc_crc32c
 
-from dora_pipe.bus import kafka_records
 from dora_pipe.bus.checks import record_bytes
-from dora_pipe.bus.kafka_records import Tally, Unpacked
+from dora_pipe.bus.kafka import driven
+from dora_pipe.bus.kafka.driven import ByteCount, Unpacked
 from dora_pipe.bus.port import Record, TopicPartition
 
 AT = KafkaPartition("t", 3)
@@ -59,14 +59,14 @@ def sealed(batch: bytes) -> bytes:
     return bytes(made)
 
 
-def read(data: bytes, *, start: int = 0, tally: Tally | None = None) -> list[Record]:
+def read(data: bytes, *, start: int = 0, count: ByteCount | None = None) -> list[Record]:
     """Everything from `start` on."""
     part = Unpacked(
         start,
         AT,
         MemoryRecords(data),
         isolation_level=IsolationLevel.READ_COMMITTED,
-        tally=tally or Tally(),
+        count=count or ByteCount(),
     )
     found: list[Record] = part.take(None)
     part._maybe_raise_next_inline_exception()
@@ -92,11 +92,11 @@ def test_records_are_those_that_the_client_itself_reads(records: list[Raw], base
     client = Fetcher.PartitionRecords(
         base, AT, MemoryRecords(data), isolation_level=IsolationLevel.READ_COMMITTED
     )
-    tally = Tally()
-    found = read(data, start=base, tally=tally)
+    count = ByteCount()
+    found = read(data, start=base, count=count)
     assert found == [ours(one) for one in client.take(None)]
     assert found[0].at == TopicPartition("t", 3)
-    assert sum(map(record_bytes, found)) <= tally.bytes
+    assert sum(map(record_bytes, found)) <= count.bytes
 
 
 @given(
@@ -141,11 +141,11 @@ def test_headers_of_one_shape_are_taken_apart_at_once_and_others_one_by_one() ->
 
 
 def test_what_is_remembered_of_headers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_records, "_layouts", {})
-    monkeypatch.setattr(kafka_records, "LAYOUTS_MAX", 3)
+    monkeypatch.setattr(driven, "_layouts", {})
+    monkeypatch.setattr(driven, "LAYOUTS_MAX", 3)
     records: list[Raw] = [(b"", b"v", [("h", b"x" * size)]) for size in (*range(9), 5000)]
     assert [len(one.headers[0][1]) for one in read(batch_of(records))] == [*range(9), 5000]
-    assert len(kafka_records._layouts) == 3
+    assert len(driven._layouts) == 3
 
 
 def test_a_fetch_that_begins_inside_a_batch_gives_only_what_is_behind() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus import kafka_client
-from dora_pipe.bus.kafka_client import keep_requests
+from dora_pipe.bus.kafka import client as kafka_client
+from dora_pipe.bus.kafka.client import keep_requests
 
 
 def producer_whose(await_ready: Callable[..., bool]) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus.kafka_client import client_settings
-from dora_pipe.bus.kafka_security import (
+from dora_pipe.bus.kafka.client import client_settings
+from dora_pipe.bus.kafka.security import (
     KEY_PASSWORD_VARIABLE,
     PASSWORD_VARIABLE,
     PLAINTEXT,
@@ -20,7 +20,7 @@ from dora_pipe.bus.kafka_security import (
     KafkaSecurity,
 )
 from dora_pipe.config.model import Bus
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 from tests.support.kafka_secure import Certificates
 
 SECRET = "s3cret-9f1"

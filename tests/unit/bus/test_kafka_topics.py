@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
-from dora_pipe.bus.kafka_client import FETCH_BYTES, topic_settings
-from dora_pipe.bus.kafka_topics import (
+from dora_pipe.bus.kafka.client import FETCH_BYTES, topic_settings
+from dora_pipe.bus.kafka.cluster import (
     TopicFacts,
     check_settings,
-    complaints,
-    fetch_complaint,
+    fetch_problem,
+    problems_of,
 )
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.config.model import Bus
-from dora_pipe.errors import BusError
+from dora_pipe.core.errors import BusError
 from infra.kafka.tools import CLASSES
 
 SPEC = TopicSpec(name="r.t", partitions=4)
@@ -38,7 +38,7 @@ def topic(brokers: int = 3, replicas: int = 0, **changed: str) -> TopicFacts:
 
 @pytest.mark.parametrize("brokers", [1, 2, 3, 5])
 def test_a_topic_as_we_make_it_has_nothing_wrong_with_it(brokers: int) -> None:
-    assert complaints(topic(brokers)) == []
+    assert problems_of(topic(brokers)) == []
     assert topic(brokers).spec == SPEC
 
 
@@ -81,7 +81,7 @@ def test_what_is_weaker_than_it_could_be_is_told_and_used(
 def test_a_command_in_a_hint_can_be_pasted() -> None:
     """It is a script that `make kafka-tools` makes, with every word it needs."""
     facts = replace(topic(retention_ms="1"), servers="k1.example:9092,k2.example:9092")
-    (found,) = complaints(facts)
+    (found,) = problems_of(facts)
     command = found.hint[found.hint.index("kafka-configs.sh") :]
     assert command.split()[0] in CLASSES
     assert command == (
@@ -92,15 +92,15 @@ def test_a_command_in_a_hint_can_be_pasted() -> None:
 
 def test_what_is_refused_stands_before_what_is_told() -> None:
     facts = topic(retention_ms="1", cleanup_policy="compact")
-    assert [one.fatal for one in complaints(facts)] == [True, False]
+    assert [one.fatal for one in problems_of(facts)] == [True, False]
 
 
 def test_followers_that_fetch_less_than_a_record_are_named_with_the_setting() -> None:
     limit = int(topic().settings["max.message.bytes"])
-    found = fetch_complaint(topic(), 1_048_576)
+    found = fetch_problem(topic(), 1_048_576)
     assert found is not None and f"replica.fetch.max.bytes={limit}" in found.hint
-    assert fetch_complaint(topic(), limit) is None
-    assert fetch_complaint(topic(1), 1_048_576) is None, "one replica has no followers"
+    assert fetch_problem(topic(), limit) is None
+    assert fetch_problem(topic(1), 1_048_576) is None, "one replica has no followers"
 
 
 def test_the_largest_record_that_can_be_asked_for_fits_into_one_fetch() -> None:

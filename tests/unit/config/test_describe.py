@@ -4,12 +4,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dora_pipe.config.describe import dump_toml, keys_of, kind_of, reference, toml
 from dora_pipe.config.load import from_plain, leaves
 from dora_pipe.config.model import Config, Groups, Run, Staleness
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 
 SMALL = from_plain(
     {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "task": {"kind": "arithmetic"}}
@@ -18,7 +20,7 @@ SMALL = from_plain(
 
 def test_the_page_is_what_the_code_writes() -> None:
     assert PAGE.read_text() == reference(), (
-        "run: python -m dora_pipe.config.describe > docs/configuration.md"
+        "run: python -m dora_pipe.config.describe > docs/reference/configuration.md"
     )
 
 
@@ -72,6 +74,13 @@ def test_shown_configuration_has_every_key_under_its_meaning() -> None:
 def test_value_that_toml_cannot_say_is_refused() -> None:
     with pytest.raises(TypeError, match="NoneType"):
         toml([None])
+
+
+@given(value=st.recursive(st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+def test_text_is_read_back_the_same_and_nothing_in_it_steers_a_terminal(value: object) -> None:
+    shown = toml(value)
+    assert tomllib.loads(f"a = {shown}")["a"] == value
+    assert shown.isprintable()
 
 
 def test_all_sections_of_the_tree_are_shown() -> None:

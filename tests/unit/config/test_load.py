@@ -17,7 +17,8 @@ from dora_pipe.config.load import (
     load_config,
 )
 from dora_pipe.config.model import FROZEN, LOGGED, Config, in_flight_batches
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.names import RULE
 
 SMALL = """
 [run]
@@ -175,6 +176,13 @@ def test_override_that_means_nothing_is_refused(file: Path, text: str, message: 
 # What is refused.
 
 
+def test_path_below_a_folder_whose_name_is_no_utf_8_is_refused(file: Path) -> None:
+    folder = file.parent / "a\udcff"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"^model\.path: .* no UTF-8"):
+        load_config(file.rename(folder / file.name), [])
+
+
 def test_missing_file_and_broken_toml_name_the_file(tmp_path: Path) -> None:
     assert "no.toml" in refusal(tmp_path / "no.toml")[0]
     broken = tmp_path / "broken.toml"
@@ -212,9 +220,11 @@ def test_unknown_key_is_refused_with_the_nearest_one(
         (SMALL.replace("steps = 3", "steps = 0"), "run.steps: expected `int` >= 1"),
         (SMALL.replace("steps = 3", ""), "`run.steps` is missing"),
         (SMALL.replace('[task]\nkind = "arithmetic"', ""), "`task` is missing"),
-        (SMALL.replace('"small"', '"sm all"'), "run.name: expected `str` matching"),
         (SMALL + "[sampling]\nstop = [1]", "sampling.stop[0]: expected `str`"),
         (SMALL + "[trainer]\nlearning_rate = inf", "trainer.learning_rate: a number is not"),
+        (SMALL + "[trainer]\nlearning_rate = 1e39", "trainer.learning_rate: 1e+39 is more than"),
+        (SMALL + "[objective]\nkl = 1e300", "objective.kl: 1e+300 is more than 1e+06"),
+        (SMALL + f"[workers]\nslots = {10**40}", "workers.slots: a number is not finite or too"),
         (SMALL + "[trainer]\nlearning_rate = nan", "trainer.learning_rate"),
         (SMALL + "[task.options]\nday = 2024-01-01", "task.options: a number is not"),
         (SMALL + "[task.options]\nx = [nan]", "task.options: a number is not"),
@@ -223,6 +233,14 @@ def test_unknown_key_is_refused_with_the_nearest_one(
 def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     assert refusal(file)[0].startswith(message)
+
+
+@pytest.mark.parametrize("name", ["", "sm all", "-small", "sm\u00e4ll", "s" * 101])
+def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
+    file: Path, name: str
+) -> None:
+    file.write_text(SMALL.replace('"small"', f'"{name}"'))
+    assert refusal(file) == ("run.name: not a name", RULE)
 
 
 @pytest.mark.parametrize(

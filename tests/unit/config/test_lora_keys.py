@@ -50,14 +50,6 @@ def test_adapter_of_every_linear_layer_fits() -> None:
         ),
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets: there are none of q_proj"),
         ({"lora": {"rank": 4}, "staleness": {"interruptible": True}}, "nothing is interrupted"),
-        (
-            {"lora": {"rank": 513}, "workers": {"engines": ["torch", "vllm"]}},
-            "lora.rank: vLLM hosts adapters of ranks up to 512, not 513",
-        ),
-        (
-            {"lora": {"rank": 513}, "workers": {"engine": "vllm-server"}},
-            "lora.rank: vLLM hosts adapters of ranks up to 512, not 513",
-        ),
     ],
 )
 def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted: str) -> None:

@@ -9,7 +9,7 @@ from dora_pipe.config.describe import dump_toml, kind_of
 from dora_pipe.config.load import changed_keys, load_config
 from dora_pipe.config.model import Config, Staleness, in_flight_batches
 from dora_pipe.config.paradigms import PARADIGMS, paradigm, paradigm_of
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 
 SMALL = """
 [run]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.consumers.checks import Arrived, Known, check_batch
+from dora_pipe.consumers.trainer.checks import Arrived, Known, check_batch
 from dora_pipe.schemas.control import Offender, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.rounds import TakeBatch

@@ -9,8 +9,8 @@ import torch
 
 from dora_pipe.config.model import Config, Model, Run, Task
 from dora_pipe.config.model import Trainer as Section
-from dora_pipe.consumers.trainers import make
-from dora_pipe.errors import ConfigError
+from dora_pipe.consumers.learners import registry as make
+from dora_pipe.core.errors import ConfigError
 
 
 def _config(**trainer: object) -> Config:
@@ -27,9 +27,9 @@ def test_absent_deepspeed_is_one_line_with_the_recipe(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs deepspeed, which is not installed") as caught:
-        make.make_trainer(assets=tmp_path, reference=tmp_path, config=_config(kind="deepspeed"))
+        make.make_learner(assets=tmp_path, reference=tmp_path, config=_config(kind="deepspeed"))
     assert "make deepspeed" in str(caught.value.hint)
-    make.need_trainer(_config(kind="torch"))
+    make.need_learner(_config(kind="torch"))
 
 
 def test_absent_gpu_is_one_line_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +55,10 @@ def test_gpu_is_taken_by_deepspeed_alone_unless_it_is_asked_for(
 def test_process_that_torchrun_did_not_start_as_another_rank_is_the_trainer(
     rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora_pipe.policies.log_place import LogPlace
-    from dora_pipe.policies.store import PolicyStore
+    from dora_pipe.store.log_location import LogLocation
+    from dora_pipe.store.store import PolicyStore
 
-    log, store = LogPlace(run="r", url=f"sqlite:{tmp_path}/x"), PolicyStore(tmp_path)
+    log, store = LogLocation(run="r", url=f"sqlite:{tmp_path}/x"), PolicyStore(tmp_path)
     monkeypatch.setenv("RANK", rank)
     assert not make.follows(_config(kind="deepspeed"), log, store)
     monkeypatch.setenv("RANK", "1")

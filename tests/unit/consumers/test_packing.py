@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.packing import FILL_MIN, Row, minibatches, pack
+from dora_pipe.consumers.learners.packing import FILL_MIN, Row, minibatches, pack
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 limits = st.integers(1, 4000)

@@ -7,8 +7,9 @@ import pytest
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.consumers.reader import BatchReader, Found, Place
-from dora_pipe.errors import BusError, LogTruncated
+from dora_pipe.consumers.place_reader import Place
+from dora_pipe.consumers.trainer.batch_reader import BatchReader, Found
+from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.batches import make_trajectory

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.effects import DropFiles
-from dora_pipe.consumers.retention import DROPPED_MAX, droppable, files_of, retained
-from dora_pipe.errors import ResourceError
+from dora_pipe.consumers.trainer.effects import DropFiles
+from dora_pipe.consumers.trainer.retention import DROPPED_MAX, droppable, files_of, retained
+from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.policy import Blob
 from tests.support.retention import Commits, Life, play
 from tests.support.trainer_stage import TrainerStage

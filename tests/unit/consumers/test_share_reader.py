@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.clock import SystemClock
-from dora_pipe.consumers.share_reader import ShareReader
-from dora_pipe.consumers.trainers.port import LoggedAt
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.consumers.learners.deepspeed.share_reader import ShareReader
+from dora_pipe.consumers.learners.port import LoggedAt
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.topics import Topics
 from tests.support.batches import make_batch
 from tests.support.deepspeed import RUN, BatchLog

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dora_pipe.consumers.trainers.torch_device import capability
-from dora_pipe.errors import ResourceError
+from dora_pipe.consumers.learners.torch.device import capability
+from dora_pipe.core.errors import ResourceError
 
 REFUSED = (
     "cuDNN version incompatibility: PyTorch was compiled against (9, 20, 0) but found runtime "

@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.trainers.torch_lora import LoraModel, LoraOptions
-from dora_pipe.consumers.trainers.torch_model import passage_of
-from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
-from dora_pipe.errors import PolicyError
-from dora_pipe.policies.adapters import a_name, b_name, base_of, read_adapter, stands_on
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
+from dora_pipe.consumers.learners.torch.model import passage_of
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.adapters import a_name, b_name, base_of, read_adapter, stands_on
+from dora_pipe.store.model_dir import export_model, import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support.adapters import publish, random_adapter
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_llama_gqa, make_qwen2
@@ -32,11 +33,11 @@ class Policy:
     def __init__(self, root: Path, name: str) -> None:
         self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
         self.store = PolicyStore(root / "policies")
-        self.manifest, self.assets = self.store.import_model(self.directory)
+        self.manifest, self.assets = import_model(self.store, self.directory)
         self.base = self.store.weights_path(self.manifest.digest)
 
-    def trainer(self, options: LoraOptions | None = OPTIONS, **more: Any) -> TorchTrainer:
-        made = TorchTrainer(
+    def trainer(self, options: LoraOptions | None = OPTIONS, **more: Any) -> TorchLearner:
+        made = TorchLearner(
             self.store.assets_path(self.assets),
             reference=self.base,
             options=TorchOptions(lora=options, **more),
@@ -44,7 +45,7 @@ class Policy:
         made.load(self.base, digest=self.manifest.digest, optimizer=None)
         return made
 
-    def saved(self, trainer: TorchTrainer) -> Manifest:
+    def saved(self, trainer: TorchLearner) -> Manifest:
         return self.store.publish_weights(trainer.save_weights)
 
 
@@ -142,7 +143,7 @@ def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Pa
     path = policy.store.weights_path(made.digest)
     trainer = policy.trainer()
     trainer.load(path, digest=made.digest, optimizer=None)
-    policy.store.export_policy(made.digest, policy.assets, tmp_path / "out")
+    export_model(policy.store, made.digest, policy.assets, tmp_path / "out")
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for (ids, mask), mine in zip(ROWS, trainer.score(ROWS), strict=True):
         logits = torch.log_softmax(merged(torch.tensor([ids])).logits[0].detach().double(), -1)
@@ -162,7 +163,7 @@ def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
     model.load(path)
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     model.network(input_ids=ids).logits.square().mean().backward()
-    merged = TorchTrainer(
+    merged = TorchLearner(
         policy.store.assets_path(policy.assets), reference=policy.base
     )._model.network
     state = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
@@ -227,7 +228,7 @@ def test_numerics_name_the_adapter_only_where_there_is_one(policy: Policy) -> No
 def test_configuration_makes_such_a_trainer(policy: Policy) -> None:
     import msgspec
 
-    from dora_pipe.consumers.trainers.make import make_trainer
+    from dora_pipe.consumers.learners.registry import make_learner
 
     plain = {
         "run": {"name": "r", "steps": 1},
@@ -235,7 +236,7 @@ def test_configuration_makes_such_a_trainer(policy: Policy) -> None:
         "task": {"kind": "arithmetic"},
         "lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]},
     }
-    trainer = make_trainer(
+    trainer = make_learner(
         assets=policy.store.assets_path(policy.assets),
         reference=policy.base,
         config=msgspec.convert(plain, Config),

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import changed_settings, step_settings
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.model import TorchModel
 from dora_pipe.consumers.objectives.advantage import batch_advantages
-from dora_pipe.consumers.trainers.port import Settings, StepResult, TrainBatch
-from dora_pipe.consumers.trainers.settings import changed_settings, step_settings
-from dora_pipe.consumers.trainers.torch_model import TorchModel
-from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
-from dora_pipe.errors import ConfigError
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_qwen2
 from tests.support.objectives import KINDS, OF_TRAINER, objective_settings
@@ -27,7 +28,7 @@ class Policy:
 
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
-        self.manifest, assets = self.store.import_model(make_qwen2(root / "model"))
+        self.manifest, assets = import_model(self.store, make_qwen2(root / "model"))
         self.assets = self.store.assets_path(assets)
         self.weights = self.store.weights_path(self.manifest.digest)
 
@@ -37,9 +38,9 @@ class Policy:
         result = trainer.train(batch, settings)
         return result, trainer.manifest().digest
 
-    def trainer(self) -> TorchTrainer:
+    def trainer(self) -> TorchLearner:
         options = TorchOptions(micro_batch_tokens=128)
-        made = TorchTrainer(self.assets, reference=self.weights, options=options)
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.manifest.digest, optimizer=None)
         return made
 

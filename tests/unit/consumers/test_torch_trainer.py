@@ -1,6 +1,7 @@
 """The torch trainer against a plain second implementation of the step, and at its edges."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.consumers.trainers.port import Settings, TrainBatch
-from dora_pipe.consumers.trainers.torch_model import TorchModel, passage_of
-from dora_pipe.consumers.trainers.torch_trainer import TorchOptions, TorchTrainer
-from dora_pipe.errors import ConfigError, NonFinite, PolicyError
-from dora_pipe.policies.store import PolicyStore
+from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.core.errors import ConfigError, NonFinite, PolicyError
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.model_dir import export_model, import_model
+from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, poisoned
 from tests.support.models import make_llama_gqa, make_qwen2
 
@@ -25,11 +27,11 @@ class Policy:
     def __init__(self, root: Path, name: str) -> None:
         self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
         self.store = PolicyStore(root / "policies")
-        self.manifest, self.assets = self.store.import_model(self.directory)
+        self.manifest, self.assets = import_model(self.store, self.directory)
         self.weights = self.store.weights_path(self.manifest.digest)
 
-    def trainer(self, **options: Any) -> TorchTrainer:
-        made = TorchTrainer(
+    def trainer(self, **options: Any) -> TorchLearner:
+        made = TorchLearner(
             self.store.assets_path(self.assets),
             reference=self.weights,
             options=TorchOptions(**options),
@@ -271,6 +273,34 @@ def test_infinite_ratio_is_not_committed_and_names_the_way_out(
 
 
 @pytest.mark.parametrize(
+    ("reward", "divided"), [(1e39, False), (1e200, False), (1e200, True), (1.7e308, True)]
+)
+def test_rewards_that_overflow_are_not_committed_and_name_the_way_out(
+    qwen2: Policy, reward: float, divided: bool
+) -> None:
+    batch = make_batch(seed=2, groups=1, siblings=4)
+    rewards = [reward, reward, reward, -reward]
+    siblings = [
+        replace(one, reward=value)
+        for one, value in zip(batch.groups[0].trajectories, rewards, strict=True)
+    ]
+    batch = replace(batch, groups=[replace(batch.groups[0], trajectories=siblings)])
+    settings = {**SETTINGS, "objective.advantage_std": divided}
+    with pytest.raises(NonFinite) as caught:
+        qwen2.trainer().train(batch, settings)
+    assert "fail-batch" in str(caught.value.hint)
+
+
+def test_rewards_whose_sum_overflows_are_not_committed_and_name_the_way_out(qwen2: Policy) -> None:
+    batch = make_batch(seed=2, groups=1, siblings=4)
+    siblings = [replace(one, reward=1.7e308) for one in batch.groups[0].trajectories]
+    batch = replace(batch, groups=[replace(batch.groups[0], trajectories=siblings)])
+    with pytest.raises(NonFinite, match="reward_mean") as caught:
+        qwen2.trainer().train(batch, SETTINGS)
+    assert "fail-batch" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"trainer.learning_rate": "fast"},
@@ -301,7 +331,7 @@ def test_tied_weights_are_written_once_and_load_with_transformers(tmp_path: Path
     names = [tensor.name for tensor in manifest.tensors]
     assert "lm_head.weight" not in names
     assert names == [tensor.name for tensor in policy.manifest.tensors]
-    policy.store.export_policy(manifest.digest, policy.assets, tmp_path / "out")
+    export_model(policy.store, manifest.digest, policy.assets, tmp_path / "out")
     loaded, info = transformers_model(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -313,7 +343,7 @@ def test_tied_weights_are_written_once_and_load_with_transformers(tmp_path: Path
 
 def test_weights_of_another_shape_are_refused(policy: Policy, tmp_path: Path) -> None:
     other = PolicyStore(tmp_path / "policies")
-    small, _ = other.import_model(make_qwen2(tmp_path / "model", hidden_size=64))
+    small, _ = import_model(other, make_qwen2(tmp_path / "model", hidden_size=64))
     with pytest.raises(PolicyError, match="does not fit the model"):
         policy.trainer().load(other.weights_path(small.digest), digest=small.digest, optimizer=None)
 
@@ -321,7 +351,7 @@ def test_weights_of_another_shape_are_refused(policy: Policy, tmp_path: Path) ->
 def test_directory_that_is_no_model_is_a_policy_error(tmp_path: Path, qwen2: Policy) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(PolicyError, match="no causal LM can be built"):
-        TorchTrainer(tmp_path, reference=qwen2.weights)
+        TorchLearner(tmp_path, reference=qwen2.weights)
 
 
 def test_training_leaves_torch_as_it_found_it(qwen2: Policy) -> None:

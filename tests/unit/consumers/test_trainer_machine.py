@@ -1,13 +1,13 @@
 """The trainer's table of phases, from–to: what comes in, what is begun, what is written."""
 
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.consumers.effects import (
+from dora_pipe.consumers.trainer.effects import (
     FetchBatch,
     PublishPolicy,
     Restore,
     TrainStep,
 )
-from dora_pipe.runtime import CaughtUp
+from dora_pipe.core.runtime import CaughtUp
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.consumers.recovery import read_commits, read_history
-from dora_pipe.consumers.replay import load_base, replay_steps
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import (
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
+from dora_pipe.core.errors import (
     InvariantBroken,
     LogTruncated,
     ReplayDiverged,
@@ -35,7 +35,7 @@ def test_replay_that_diverges_names_step_tensor_and_numerics(stage: TrainerStage
     trainer = stage.trainer(checkpoint_every=100)
     train(stage, trainer, 0, 1)
     trainer.close()
-    again = stage.trainer(trainer=SimulatedTrainer(flavour="another machine"))
+    again = stage.trainer(trainer=SimulatedLearner(flavour="another machine"))
     with pytest.raises(ReplayDiverged, match=r"step 0 .* tensor weights differs") as caught:
         again.tick(200)
     assert "--adopt" in str(caught.value.hint)
@@ -48,7 +48,7 @@ def test_adopt_takes_the_committed_weights_and_logs_that_it_did(stage: TrainerSt
     trainer.close()
     committed = digests(stage)
     again = stage.trainer(
-        trainer=SimulatedTrainer(flavour="another machine"), adopt=True, checkpoint_every=100
+        trainer=SimulatedLearner(flavour="another machine"), adopt=True, checkpoint_every=100
     )
     train(stage, again, 2)
     adopted = [one for one in stage.control() if isinstance(one, WeightsAdopted)]
@@ -59,7 +59,7 @@ def test_adopt_takes_the_committed_weights_and_logs_that_it_did(stage: TrainerSt
     assert last.digest_before == committed[1]
     assert last.checkpoint is not None  # nobody has to adopt these steps again
     again.close()
-    third = stage.trainer(trainer=SimulatedTrainer(flavour="another machine"))
+    third = stage.trainer(trainer=SimulatedLearner(flavour="another machine"))
     train(stage, third, 3)
     assert not stage.commits()[3].adopted
 
@@ -94,7 +94,7 @@ def commits_of(stage: TrainerStage) -> list[StepCommitted]:
 def replayed(stage: TrainerStage, commits: list[StepCommitted], first: int) -> list[Any]:
     """Replay from the nearest checkpoint; what came out from step `first` on."""
     history = read_history(stage.bus, stage.topics, stage.clock)
-    trainer = SimulatedTrainer()
+    trainer = SimulatedLearner()
     base = load_base(stage.store, trainer, stage.policy, history.notes[:first])
     assert base <= first
     steps = replay_steps(stage.bus, stage.topics, trainer, commits[base:], clock=stage.clock)

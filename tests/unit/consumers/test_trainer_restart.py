@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
-from dora_pipe.consumers.recovery import read_history
-from dora_pipe.consumers.trainers.simulated import SimulatedTrainer
-from dora_pipe.errors import (
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.errors import (
     Fenced,
     NonFinite,
     OutcomeUnknown,
@@ -206,7 +206,7 @@ def test_commit_rejected_by_the_orchestrator_is_replaced_in_the_history(
 
 def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: TrainerStage) -> None:
     name = trajectory_id(group_id("train", 0), 1)
-    trainer = stage.trainer(trainer=SimulatedTrainer(poison=[name]))
+    trainer = stage.trainer(trainer=SimulatedLearner(poison=[name]))
     stage.take_new(0)
     with pytest.raises(NonFinite, match=name):
         trainer.tick(200)
@@ -214,7 +214,7 @@ def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: Traine
     # After `fail-batch` the next attempt is taken, although the first comes first in the log.
     trainer.close()
     stage.take(0, [stage.log_group(1), stage.log_group(2)], attempt=2)
-    again = stage.trainer(trainer=SimulatedTrainer(poison=[name]))
+    again = stage.trainer(trainer=SimulatedLearner(poison=[name]))
     again.train_to(1)
     assert [one.attempt for one in stage.commits()] == [2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.errors import PolicyError
-from dora_pipe.producers.engines.causal_lm import FAMILIES, Rope, read_causal_lm
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, Rope, read_causal_lm
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",

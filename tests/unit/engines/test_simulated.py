@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_pipe.errors import PolicyError
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
     VOCABULARY,
@@ -80,7 +80,7 @@ def test_the_wall_clock_is_the_simulators() -> None:
 def test_port_and_simulated_engine_need_no_torch() -> None:
     program = (
         "import sys, dora_pipe.producers.engines.port, dora_pipe.producers.engines.simulated;"
-        "import dora_pipe.producers.engines.causal_lm, dora_pipe.bench.engine;"
+        "import dora_pipe.producers.engines.torch.causal_lm, dora_pipe.bench.engine;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     ran = subprocess.run(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.engine import MODEL
-from dora_pipe.producers.engines.torch_attention import Piece, split_pieces
-from dora_pipe.producers.engines.torch_kv import KEYS_MIN, KvCache, pool_keys
+from dora_pipe.producers.engines.torch.attention import Piece, split_pieces
+from dora_pipe.producers.engines.torch.kv import KEYS_MIN, KvCache, pool_keys
 
 SLOTS, CONTEXT = 5, 300
 

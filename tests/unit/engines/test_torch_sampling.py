@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.slots import Drawn
-from dora_pipe.producers.engines.torch_sampling import GAMMA, Sampler, mix, stream, uniforms
+from dora_pipe.producers.engines.torch.sampling import GAMMA, Sampler, mix, stream, uniforms
 
 PLAIN = SamplingParams()
 SETTINGS = (

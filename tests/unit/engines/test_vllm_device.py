@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_pipe.errors import ConfigError
-from dora_pipe.producers.engines import vllm_core, vllm_lora
-from dora_pipe.producers.engines.vllm_core import GPU_FREE_MIN, VllmSettings
-from dora_pipe.producers.engines.vllm_weights import on_device
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.vllm import core as vllm_core
+from dora_pipe.producers.engines.vllm import lora as vllm_lora
+from dora_pipe.producers.engines.vllm.core import GPU_FREE_MIN, VllmSettings
+from dora_pipe.producers.engines.vllm.weights import on_device
 from tests.support.models import make_qwen2
 
 GIB = 2**30

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.errors import ConfigError, PolicyError, ResourceError
-from dora_pipe.producers.engines import vllm_process, vllm_serve
-from dora_pipe.producers.engines.vllm_core import VllmSettings
-from dora_pipe.producers.engines.vllm_http import Address, call
-from dora_pipe.producers.engines.vllm_process import ServerProcess
-from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.producers.engines.vllm import process as vllm_process
+from dora_pipe.producers.engines.vllm import serve as vllm_serve
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.http import Address, call
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import PolicyError
+from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import (
     EngineRequest,
     RequestFinished,
@@ -16,8 +16,8 @@ from dora_pipe.producers.engines.port import (
     TokensSampled,
 )
 from dora_pipe.producers.engines.stops import StopText
-from dora_pipe.producers.engines.vllm_core import token_kv_values, token_seed
-from dora_pipe.producers.engines.vllm_rows import Row, is_plain
+from dora_pipe.producers.engines.vllm.core import token_kv_values, token_seed
+from dora_pipe.producers.engines.vllm.rows import Row
 
 
 def _row(*, emit_every: int = 0, stops: StopText | None = None) -> Row:
@@ -84,10 +84,12 @@ def row_tokens(row: Row, tokens: list[int]) -> object:
         ({"top_k": 3}, False),
         ({"top_p": 0.9}, False),
         ({"min_p": 0.1}, False),
+        ({"temperature": 0.5, "logprob_temperature": 0.5}, True),
+        ({"temperature": 0.5, "logprob_temperature": 0.5, "top_k": 3}, False),
     ],
 )
 def test_only_an_unchanged_distribution_is_plain(change: dict[str, float], plain: bool) -> None:
-    assert is_plain(replace(SamplingParams(), **change)) is plain  # type: ignore[arg-type]
+    assert replace(SamplingParams(), **change).plain is plain  # type: ignore[arg-type]
 
 
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))

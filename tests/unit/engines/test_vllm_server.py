@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines import vllm_server
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, TokensSampled
-from dora_pipe.producers.engines.vllm_http import Address
-from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from dora_pipe.producers.engines.vllm import server as vllm_server
+from dora_pipe.producers.engines.vllm.http import Address
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 from tests.support import engine_contract as contract
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Decode, Result, Subject, request, run
@@ -121,6 +121,18 @@ def test_request_names_all_that_decides_its_tokens(server: FakeVllm, subject: Su
         0,
     )
     assert drawn["request_id"] != greedy["request_id"]
+
+
+def test_request_names_the_temperature_of_its_log_probs_where_it_is_not_one(
+    server: FakeVllm, subject: Subject
+) -> None:
+    engine = _open(subject)
+    engine.add(request("r", [5, 6], temperature=0.7, logprob_temperature=0.7, max_tokens=3))
+    while engine.active:
+        engine.step()
+    (asked,) = server.last_bodies(1)
+    assert asked["sampling_params"]["extra_args"] == {"logprob_temperature": 0.7}
+    assert asked["sampling_params"]["logprobs"] == 0  # it is that of what was drawn from, too
 
 
 def test_weights_change_behind_a_pause_in_vllms_own_order(

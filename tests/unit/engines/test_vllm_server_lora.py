@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_pipe.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.policies.adapters import adapter_sources
-from dora_pipe.policies.safetensors_file import Source, write_tensors
-from dora_pipe.producers.engines import vllm_remote_host
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.port import COUNTER_SAMPLING, LORA, EngineRequest
-from dora_pipe.producers.engines.vllm_http import Address
-from dora_pipe.producers.engines.vllm_server import VllmServerEngine
+from dora_pipe.producers.engines.vllm import remote_host as vllm_remote_host
+from dora_pipe.producers.engines.vllm.http import Address
+from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.store.adapters import adapter_sources
+from dora_pipe.store.safetensors_file import Source, write_tensors
 from tests.support.adapters import RANK, random_adapter
 from tests.support.engine_contract import request, run
 from tests.support.fake_vllm_server import GUARD_S, FakeVllm

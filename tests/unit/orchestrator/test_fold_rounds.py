@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.digest import STATE_FORM
 from dora_pipe.orchestrator.fold import check_digest, close_round, fold_round, is_digest_due
-from dora_pipe.orchestrator.state import STATE_FORM, State
+from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.fold import apply_control, read_control
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import KINDS, AnyControl, VersionsDropped, WeightsAdopted

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.fold import apply_decision
 from dora_pipe.orchestrator.planner import plan
 from dora_pipe.schemas.rounds import Assign, Move, Place

@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.orchestrator import machine as module
-from dora_pipe.orchestrator import planner
+from dora_pipe.core.runtime import CaughtUp, Now, Outputs, StopAsked
+from dora_pipe.orchestrator import pace, planner_cuts
+from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
-from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.runtime import CaughtUp, Now, Outputs, StopAsked
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import (
+    STATE_DIGEST_EVERY,
     Assign,
     Fence,
     LeaseExpired,
@@ -196,8 +196,7 @@ def test_many_control_records_are_spread_over_several_rounds() -> None:
 
 
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
-    monkeypatch.setattr(module, "decide", lambda state: decide(state, limit=6))
+    monkeypatch.setattr(planner_cuts, "DECISIONS_MAX", 6)
     bench = Bench(groups__per_step=8)
     bench.serving(slots=16)
     placed = len(placed_by(bench.rounds[-1].decisions))
@@ -206,6 +205,39 @@ def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch
     while bench.machine.wake_at() == 0:
         bench.react()
     assert len(bench.machine.state.workers["w0"].requests) == 16
+
+
+def test_round_that_folds_much_leaves_its_plan_to_the_turn_that_follows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pace, "FOLDED_BYTES_MAX", 10)
+    bench = Bench()
+    assert (bench.rounds[-1].planned, bench.rounds[-1].decisions) == (False, ())
+    joined = bench.fact(records.joined("w0"))
+    assert bench.machine.wake_at() == 0
+    found = bench.turn(joined)
+    assert [type(one) for one in found] == [Assign], "never two rounds in a row without a plan"
+    assert bench.rounds[-1].planned and bench.machine.wake_at() > 0
+
+
+def test_digest_that_has_much_to_hash_is_not_made_in_a_round_that_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pace, "UNSETTLED_MAX", 0)
+    bench = Bench()
+    while len(bench.rounds) < STATE_DIGEST_EVERY - 1:
+        bench.react(bench.fact(records.command("resume")))
+    assert all(one.planned for one in bench.rounds)
+    bench.react(bench.fact(records.joined("w0")))
+    last = bench.rounds[-1]
+    assert last.state_digest is not None and (last.planned, last.decisions) == (False, ())
+    assert bench.machine.wake_at() == 0
+    assert [type(one) for one in bench.turn()] == [Assign]
+    folded = State()
+    for round_ in bench.rounds:
+        below = [one for one in bench.control if folded.control_next <= one[0]]
+        fold_round(folded, round_, [one for one in below if one[0] < round_.control_next])
+    assert folded.digest() == bench.machine.state.digest()
 
 
 def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewhere() -> None:
@@ -226,6 +258,30 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
     assert placed.keys() == set(lost)
     assert (placed[lost[1]].resume, placed[lost[0]].resume) == (resume, None)
     assert {one.worker for one in placed.values()} == {"w1"}
+
+
+@pytest.mark.parametrize("name", ["wörker", "x" * 600, "trainer"])
+def test_worker_with_a_name_that_is_none_is_fenced_as_it_joins_and_hears_why(name: str) -> None:
+    bench = Bench()
+    found = bench.turn(bench.fact(records.joined(name)))
+    epoch = bench.offset
+    lease, fence = found[:2]
+    assert lease == LeaseExpired(worker=name, epoch=epoch)
+    assert isinstance(fence, Fence) and (fence.worker, fence.epoch) == (name, epoch)
+    assert fence.reason.startswith("not a worker's name: ") and len(fence.reason) < 200
+    assert name not in bench.machine.state.workers
+    assert not any(isinstance(one, Assign) for one in found)
+
+
+def test_worker_that_an_older_log_has_under_an_odd_name_folds_as_it_did_and_is_fenced() -> None:
+    before = Bench()
+    state = before.machine.state
+    apply_control(state, before.offset + 3, read_control(encode(records.joined("w.1"))))
+    assert "w.1" in state.workers and state.tally.rejected == 0
+    after = Bench(state=state, started=False)
+    found = after.turn(CaughtUp())
+    assert [type(one) for one in found[:2]] == [LeaseExpired, Fence]
+    assert "w.1" not in after.machine.state.workers
 
 
 @pytest.mark.parametrize("sign", ["metrics", "control"])
@@ -274,11 +330,11 @@ def test_the_planning_period_is_observed() -> None:
     assert bench.machine.wake_at() <= int((bench.now_s + 0.5) * 1e9)
 
 
-def test_status_goes_out_every_heartbeat_and_says_what_the_run_waits_for() -> None:
+def test_status_goes_out_without_news_and_says_what_the_run_waits_for() -> None:
     bench = Bench()
     bench.published.clear()
     bench.wait(5)
-    assert len(bench.topic(TOPICS.metrics)) == 10
+    assert len(bench.topic(TOPICS.metrics)) == 3, "at the first heartbeat behind 1.25 s"
     status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
     assert isinstance(status, OrchestratorStatus)
     assert (status.waits_for, status.version, status.open_groups) == ("a worker", 0, 0)

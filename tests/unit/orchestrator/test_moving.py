@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.fold import apply_decision, apply_observation
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
@@ -301,7 +301,7 @@ def test_release_that_nobody_asked_for_is_rejected() -> None:
 
 
 def test_the_worked_example_of_the_page_goes_as_it_is_told() -> None:
-    page = " ".join((Path(__file__).parents[3] / "docs" / "planner.md").read_text().split())
+    page = " ".join((Path(__file__).parents[3] / "docs" / "scheduling.md").read_text().split())
     stage = Stage(**{**MANY, "staleness__in_flight_batches": 12.0}).begin()
     stage.join("w0", moves=True)
     stage.join("w1", moves=True)

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.fold import apply_decision
 from dora_pipe.orchestrator.planner import decide, may_still_admit, plan
+from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNER_2, is_cut, size_max, size_of
 from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -345,6 +346,18 @@ def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
     assert len(parts) > 10
     assert [*chain(*parts)] == [one for one in whole.decided if not isinstance(one, Assign)]
     assert cut.state.digest() == whole.state.digest()
+
+
+def test_batch_counts_once_for_each_of_its_groups_where_a_plan_is_cut() -> None:
+    stage = Stage(groups__per_step=6, groups__size=2, staleness__max_staleness=2).begin()
+    stage.worker("w0", slots=100)
+    for number in range(6):
+        stage.finish_group(f"g{number:010d}")
+    cut = stage.plan(limit=6)
+    assert [type(one) for one in cut] == [TakeBatch]
+    assert (size_of(cut), size_of(cut, PLANNER_2)) == (6, 1)
+    assert not is_cut(cut, PLANNER) and not is_cut(cut, PLANNER_2)
+    assert (size_max(PLANNER), size_max(PLANNER_2), size_max("consolidate-1")) == (500, 1000, 1000)
 
 
 @pytest.mark.parametrize("kind", [Dispatch, Place, Assign, TakeBatch, End])

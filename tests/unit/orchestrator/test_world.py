@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_pipe.orchestrator.apply_control import apply_control
+from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_decision, apply_observation
 from dora_pipe.orchestrator.hosting import orphans
 from dora_pipe.orchestrator.planner import decide, plan
 from dora_pipe.orchestrator.queues import queue_key
 from dora_pipe.orchestrator.recovery import read_rounds, recover
-from dora_pipe.orchestrator.rules_control import apply_control
 from dora_pipe.orchestrator.staleness import feasible
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import LeaseExpired
@@ -114,6 +115,7 @@ def check_state(state: State) -> None:
     check_index(state)
     assert set(state.policies) == {*state.pins, state.version}
     assert sum(state.pins.values()) == len(state.groups)
+    assert state.digest() == digest_of(state)
 
 
 def check_index(state: State) -> None:
@@ -140,6 +142,12 @@ def check_index(state: State) -> None:
         (index.pressed, [one for one in workers if one.pressed]),
     ):
         assert found == {one.name: one for one in expected}
+    running = sorted(one.key for one in state.groups.values() if one.phase == "generating")
+    due: dict[int, list[str]] = {}
+    for key in running:
+        if state.groups[key.group].spec.purpose == "train":
+            due.setdefault(key.deadline, []).append(key.group)
+    assert {deadline: list(names) for deadline, names in index.generating.items()} == due
 
 
 def finish(world: World) -> None:

@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, load_file, save
 
-from dora_pipe.producers import handover_kv
-from dora_pipe.producers.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
 from dora_pipe.producers.engines.port import Array, Kv
-from dora_pipe.producers.handover import (
+from dora_pipe.producers.worker import kv_handover as handover_kv
+from dora_pipe.producers.worker.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
+from dora_pipe.producers.worker.kv_handover import (
     OTHER_REQUEST,
     Handover,
+    KvHandover,
     KvLabel,
     MemoryHandover,
     NoHandover,
     label_of,
+    packed,
 )
-from dora_pipe.producers.handover_kv import KvHandover, packed
-from dora_pipe.producers.handover_port import HandoverPort
+from dora_pipe.producers.worker.ports import HandoverPort
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.transfers.files import MappedFiles
-from dora_pipe.transfers.port import (
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.port import (
     AGE_MAX_NS,
     GONE,
     NO_ROOM,

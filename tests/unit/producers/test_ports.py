@@ -10,19 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.producers.effects import (
-    EngineAdd,
-    EngineCancel,
-    EngineExport,
-    EngineExported,
-    EngineStarted,
-    LoadFailed,
-    LoadWeights,
-    Observed,
-    Prompted,
-    Score,
-    StepEnvironment,
-)
 from dora_pipe.producers.engines.port import (
     EngineEvent,
     EngineRequest,
@@ -32,15 +19,22 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.ports import STEP_NS, EnginePort, TaskPort
-from dora_pipe.producers.tasks.calls import (
+from dora_pipe.producers.tasks import calls
+from dora_pipe.producers.tasks.calls import Forget, PromptCall, Rewarded
+from dora_pipe.producers.worker.effects import (
+    EngineAdd,
+    EngineCancel,
+    EngineExport,
+    EngineExported,
+    EngineStarted,
     EnvObserved,
     EnvStep,
-    Forget,
-    PromptCall,
+    LoadFailed,
+    LoadWeights,
+    PromptReady,
     RewardCall,
-    Rewarded,
 )
+from dora_pipe.producers.worker.ports import STEP_NS, EnginePort, TaskPort
 from tests.support.inline_tasks import InlineTasks, Numbers
 from tests.support.worker import VirtualClock
 
@@ -218,18 +212,18 @@ def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None
     tasks = InlineTasks(episodes=True)
     port = TaskPort(tasks, Numbers())
     port.start(PromptCall(request="a", split="train", index=3))
-    assert port.poll() == [Prompted(request="a", token_ids=[5, 6, 7], episode=True)]
-    port.start(StepEnvironment(request="a", token_ids=[8, 9]))
-    assert port.poll() == [Observed(request="a", token_ids=[9, 9], done=True, tool="", ok=True)]
-    assert tasks.seen[-1] == EnvStep(request="a", text="8 9")
-    score = Score(request="a", split="eval", index=3, answer=[8], turns=[[8], [9]])
+    assert port.poll() == [PromptReady(request="a", token_ids=[5, 6, 7], episode=True)]
+    port.start(EnvStep(request="a", token_ids=[8, 9]))
+    assert port.poll() == [EnvObserved(request="a", token_ids=[9, 9], done=True, tool="", ok=True)]
+    assert tasks.seen[-1] == calls.EnvStep(request="a", text="8 9")
+    score = RewardCall(request="a", split="eval", index=3, answer=[8], turns=[[8], [9]])
     port.start(score)
     (event,) = port.poll()
     assert isinstance(event, Rewarded)
     asked: object = tasks.seen[-1]
-    assert asked == RewardCall(request="a", split="eval", index=3, text="8", turns=("8", "9"))
+    assert asked == calls.RewardCall(request="a", split="eval", index=3, text="8", turns=("8", "9"))
     port.start(msgspec.structs.replace(score, turns=[[8]]))
-    assert isinstance(tasks.seen[-1], RewardCall) and tasks.seen[-1].turns == ("8",)
+    assert isinstance(tasks.seen[-1], calls.RewardCall) and tasks.seen[-1].turns == ("8",)
 
 
 def test_forgetting_reaches_the_pool_and_closing_closes_it() -> None:
@@ -238,6 +232,6 @@ def test_forgetting_reaches_the_pool_and_closing_closes_it() -> None:
     port.start(PromptCall(request="a", split="train", index=3))
     port.start(Forget(request="a"))
     assert (tasks.calls, tasks.forgotten, port.busy) == ([], ["a"], False)
-    tasks.events.append(EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
+    tasks.events.append(calls.EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
     assert port.busy
     port.close()

@@ -8,8 +8,9 @@ import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.errors import LogTruncated
-from dora_pipe.producers.effects import (
+from dora_pipe.core.errors import LogTruncated
+from dora_pipe.core.runtime import Meter
+from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EncodeProgress,
     EncodeTrajectory,
@@ -18,8 +19,7 @@ from dora_pipe.producers.effects import (
     ProgressFetched,
     TrajectoryEncoded,
 )
-from dora_pipe.producers.record_ports import CodecPort, ProgressPort
-from dora_pipe.runtime import Meter
+from dora_pipe.producers.worker.ports import CodecPort, ProgressPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.sequence import TokenSequence, chain_error
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
 from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory import check
 from tests.support.batches import make_trajectory

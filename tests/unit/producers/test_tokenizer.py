@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from dora_pipe.errors import PolicyError
-from dora_pipe.producers.tokenizer import Tokenizer
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.worker.tokenizer import Tokenizer
 
 WORDS = ["<pad>", "<s>", "</s>", "<end>", "<unk>", "one", "two", "three", "0"]
 S, END, EOS = WORDS.index("<s>"), WORDS.index("<end>"), WORDS.index("</s>")
@@ -54,7 +54,7 @@ def test_what_the_post_processor_puts_behind_is_left_out(tmp_path: Path) -> None
 
 
 def test_prompt_that_begins_with_the_prefix_gets_no_second_one(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(_assets(tmp_path))
+    tokenizer = Tokenizer(_assets(tmp_path), special_tokens="parse")
     assert tokenizer.prompt_ids("<s> one") == [S, 5]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_pipe.producers.rows import Hosted, Phase, Row
-from dora_pipe.producers.waits import NAMES, TOKENS_QUIET_NS, Situation, waits
+from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
+from dora_pipe.producers.worker.status import NAMES, TOKENS_QUIET_NS, Situation, waits
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import PlacedRequest
 from tests.support.worker import setup_of, spec_of
@@ -14,7 +14,7 @@ NOW_NS = 100_000_000_000
 HEARTBEAT_NS = 500_000_000
 
 
-def row(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> Row:
+def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
     place = PlacedRequest(
         spec=spec_of(ordinal),
         trajectory=f"g{ordinal:010d}-000",
@@ -24,7 +24,7 @@ def row(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> Row:
         epoch=3,
     )
     params = setup_of(3).params["train"]
-    return Row(
+    return RequestState(
         key=f"g{ordinal:010d}-000/1",
         place=place,
         pin=place.spec.version,
@@ -61,21 +61,23 @@ def test_worker_without_requests_waits_for_those_of_its_version() -> None:
 
 
 def test_loading_comes_before_everything_and_began_when_it_was_ordered() -> None:
-    (found,) = waits([row(Phase.WAITING)], situation(loading=9, loading_ns=7))
+    (found,) = waits([request(Phase.WAITING)], situation(loading=9, loading_ns=7))
     assert (found.name, found.key, found.since_ns, found.still) == ("weights", "9", 7, True)
     assert list(found.blockers) == [Blocker("version", "9")]
 
 
 def test_worker_that_samples_waits_for_nothing() -> None:
-    assert waits([row(Phase.RUNNING), row(Phase.WAITING, 1, ago_ns=10**10)], situation()) == []
+    assert (
+        waits([request(Phase.RUNNING), request(Phase.WAITING, 1, ago_ns=10**10)], situation()) == []
+    )
 
 
 def test_reward_that_takes_its_time_is_named_beside_the_work_from_its_oldest_on() -> None:
     rows = [
-        row(Phase.RUNNING),
-        row(Phase.REWARDING, 1, ago_ns=HEARTBEAT_NS),
-        row(Phase.REWARDING, 2, ago_ns=3 * HEARTBEAT_NS),
-        row(Phase.REWARDING, 3, ago_ns=1),
+        request(Phase.RUNNING),
+        request(Phase.REWARDING, 1, ago_ns=HEARTBEAT_NS),
+        request(Phase.REWARDING, 2, ago_ns=3 * HEARTBEAT_NS),
+        request(Phase.REWARDING, 3, ago_ns=1),
     ]
     (found,) = waits(rows, situation())
     assert (found.name, found.words, found.still) == ("reward", "rewards (2)", False)
@@ -84,14 +86,14 @@ def test_reward_that_takes_its_time_is_named_beside_the_work_from_its_oldest_on(
 
 
 def test_worker_whose_requests_all_wait_says_for_what_at_once() -> None:
-    (found,) = waits([row(Phase.REWARDING), row(Phase.LOGGING, 1)], situation())
+    (found,) = waits([request(Phase.REWARDING), request(Phase.LOGGING, 1)], situation())
     assert (found.name, found.words, found.still) == ("reward", "rewards (1)", True)
 
 
 def test_engine_that_gives_no_token_for_long_is_waited_for() -> None:
     quiet = situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS)
-    assert waits([row(Phase.RUNNING)], quiet) == []
-    (found,) = waits([row(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
+    assert waits([request(Phase.RUNNING)], quiet) == []
+    (found,) = waits([request(Phase.RUNNING)], situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS - 1))
     assert (found.name, found.still) == ("tokens", True)
     assert found.since_ns == NOW_NS - TOKENS_QUIET_NS - 1
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pytest
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import arrow_frame
 from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, DECODE_BYTES_MAX, RAW_BYTES_MAX
 from dora_pipe.schemas.arrow_message import METADATA_BYTES_MAX, check_schema, metadata_bytes

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.batch import batch_digest, deadline_of, staleness_of
 from dora_pipe.schemas.control import TakenGroup
 from tests.golden.values import GROUPS

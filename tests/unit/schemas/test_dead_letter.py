@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.dead_letter import (
     HEADER,
     WHY_CHARACTERS_MAX,

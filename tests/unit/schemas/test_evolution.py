@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import control, metrics, policy, rounds
 from dora_pipe.schemas.arrow_frame import Layout
 from dora_pipe.schemas.headers import header_pairs, parse_headers

@@ -21,7 +21,7 @@ from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
 from dora_pipe.schemas.wire import encode
-from tests.golden import arrow_values, make, values
+from tests.golden import arrow_values, later_values, make, values
 
 V1 = Path(make.__file__).parent / "v1"
 
@@ -34,6 +34,8 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("control/worker-joined-several", control.decode_control, values.JOINED_SEVERAL),
     ("decisions/round-pins", rounds.decode_round, values.ROUND_PINS),
     ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
+    ("decisions/round-halt", rounds.decode_round, later_values.ROUND_HALT),
+    ("control/trajectories-logged-invalid", control.decode_control, later_values.LOGGED_INVALID),
 ]
 
 
@@ -95,7 +97,7 @@ def test_every_topic_has_golden_bytes() -> None:
 def test_golden_round_has_every_observation_and_decision() -> None:
     for union, found in (
         (rounds.AnyObservation, values.ROUND.observations),
-        (rounds.AnyDecision, values.ROUND.decisions),
+        (rounds.AnyDecision, (*values.ROUND.decisions, *later_values.ROUND_HALT.decisions)),
     ):
         assert {type(one) for one in found} == set(typing.get_args(union))
 
@@ -108,6 +110,9 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         values.JOINED_SEVERAL,
         values.ROUND_PINS,
         values.ROUND_DROPS,
+        later_values.ROUND_HALT,
+        later_values.LOGGED_INVALID,
+        later_values.STATUS_SINCE,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
 from dora_pipe.schemas.trajectory import Headers
 from tests.golden.arrow_values import HEADERS, PLAIN_TRAJECTORY, TRAJECTORY

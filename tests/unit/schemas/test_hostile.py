@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import arrow_frame
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.dead_letter import HEADER, decode_dead_letter

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.identity import (
     SIBLINGS_MAX,
     Purpose,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.errors import InvariantBroken, SchemaError
+from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.schemas.rounds import Round, Succession
 from dora_pipe.schemas.wire import encode
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import Topics
 
 KAFKA_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")

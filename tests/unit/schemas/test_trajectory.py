@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given
 
-from dora_pipe.errors import SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory, check, mixing_error
 from dora_pipe.schemas.trajectory_codec import (
     TRAJECTORY,

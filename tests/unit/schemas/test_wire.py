@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import ConfigError, SchemaError
+from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.schemas import control, metrics, rounds
 from dora_pipe.schemas.finite import float_fields, refuse_non_finite
 from dora_pipe.schemas.policy import Tensor, weights_digest
@@ -177,6 +177,13 @@ def test_chain_depends_on_every_part_of_the_round_but_itself() -> None:
     ]
     assert len({chain(), *(chain(**one) for one in changes)}) == 1 + len(changes)
     assert rounds.chain_of("11" * 32, b"", ROUND) != chain()
+
+
+def test_round_is_sealed_with_the_bytes_and_the_chain_that_it_has() -> None:
+    bare = msgspec.structs.replace(ROUND, chain="")
+    chain, value = rounds.seal(rounds.GENESIS_CHAIN, b"folded", bare)
+    assert chain == rounds.chain_of(rounds.GENESIS_CHAIN, b"folded", bare)
+    assert value == encode(msgspec.structs.replace(bare, chain=chain))
 
 
 @given(st.permutations(TENSORS))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.model import Config
 from dora_pipe.producers.engines.simulated import long_tailed_length
 from dora_pipe.sim.modelled import EngineRates
@@ -35,7 +37,8 @@ def run(**parts: Any) -> Measured:
     plans = [WorkerPlan(name=f"w{one}", slots=8, prefetch=4) for one in range(2)]
     with World(config, workers=plans, parts=ModelledParts(**parts)) as world:
         assert world.run(until_ns=40_000 * SECOND_NS)
-        return measure(world.bus, world.topics)
+        with closing(read_catalogue(world.bus, world.topics)) as catalogue:
+            return measure(world.bus, world.topics, catalogue)
 
 
 def test_the_pace_of_a_modelled_engine_is_what_a_log_says_of_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.arithmetic import COUNT_MAX, WORDS, Arithmetic
 
 ROW = {"start": 3, "step": 7, "count": 3}

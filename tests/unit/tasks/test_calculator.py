@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.errors import ConfigError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.calculator import (
     MODULUS,
     SPARE_TURNS,

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from dora_pipe.config.load import load_config
+from dora_pipe.producers.tasks import calculator
 from dora_pipe.producers.tasks.jsonl import read_jsonl
 from dora_pipe.producers.tasks.port import Reward
 from dora_pipe.producers.tasks.registry import dataset_digest, open_task
+from dora_pipe.producers.tasks.vocabulary import EOS, write_word_tokenizer
+from dora_pipe.producers.worker.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -32,7 +35,7 @@ def test_every_example_is_a_sound_configuration_whose_task_opens(path: Path) -> 
 
 @pytest.mark.parametrize("name", ["arithmetic", "calculator"])
 def test_examples_of_built_in_tasks_are_what_init_writes(name: str) -> None:
-    assert table(EXAMPLES / f"{name}.toml") == table(ROOT / "cli" / "templates" / f"{name}.toml")
+    assert table(EXAMPLES / f"{name}.toml") == table(ROOT / "launch" / "templates" / f"{name}.toml")
 
 
 def test_no_word_of_the_evaluation_data_is_trained_on() -> None:
@@ -127,3 +130,15 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
         "",
     ]
     assert world.step("4").done
+
+
+def test_control_tokens_of_the_calculators_demonstrations_are_parsed(tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / "calculator.toml", ())
+    write_word_tokenizer(tmp_path, calculator.WORDS)
+    tokenizer = Tokenizer(tmp_path, special_tokens=config.task.special_tokens)
+    pairs = open_task(config.task).demonstrations(3, 40)
+    later = [before for before, _ in pairs if EOS in before]
+    assert later
+    for before in later:
+        ids = tokenizer.prompt_ids(before)
+        assert sum(one in tokenizer.stop_ids for one in ids) == before.count(EOS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.errors import ConfigError, DoraError, TaskError
+from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.tasks.jsonl import JsonlTask, read_jsonl
 from dora_pipe.producers.tasks.port import Reward
 

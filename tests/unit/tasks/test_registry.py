@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.errors import ConfigError, DoraError, TaskError
+from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.producers.tasks.registry import (

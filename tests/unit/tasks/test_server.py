@@ -8,8 +8,21 @@ from typing import Any
 import numpy
 import pytest
 
-from dora_pipe.errors import TaskError
-from dora_pipe.producers.tasks import server, wire
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.tasks import server
+from dora_pipe.producers.tasks.calls import (
+    UP,
+    Answer,
+    Call,
+    EnvStep,
+    PromptCall,
+    RewardCall,
+    Rewarded,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+    unpack,
+)
 from dora_pipe.producers.tasks.port import (
     Environment,
     Observation,
@@ -18,6 +31,7 @@ from dora_pipe.producers.tasks.port import (
     Split,
     Task,
 )
+from dora_pipe.schemas.finite import REWARD_MAX
 
 
 class World(Environment):
@@ -57,16 +71,27 @@ class Scripted(Task):
         return self._reward
 
 
-def answer(task: Task, *calls: wire.Call) -> wire.Up:
+def answer(task: Task, *calls: Call) -> TaskEvent:
+    """What the last of these calls gives."""
     served = server.Server(task)
     packed = [served.answer(call) for call in calls][-1]
-    (body,) = wire.unpack(bytearray(packed))
-    decoded: wire.Up = wire.UP.decode(body)
-    return decoded
+    (body,) = unpack(bytearray(packed))
+    decoded = UP.decode(body)
+    assert isinstance(decoded, Answer)
+    assert decoded.number == calls[-1].number
+    return decoded.event
 
 
-SCORE = wire.Score(7, None, "train", 0, "t", ("t",))
-PROMPT = wire.Prompt(1, "train", 0)
+SCORE = Call(7, None, RewardCall(request="a", split="train", index=0, text="t", turns=("t",)))
+PROMPT = Call(1, None, PromptCall(request="a", split="train", index=0))
+
+
+def rewarded(number: float) -> Rewarded:
+    return Rewarded(request="a", reward=number, raw=None, parts={})
+
+
+def of_episode(number: int, call: TaskCall) -> Call:
+    return Call(number, 1, call)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +106,7 @@ PROMPT = wire.Prompt(1, "train", 0)
     ],
 )
 def test_any_finite_number_is_a_reward(value: Any, number: float) -> None:
-    assert answer(Scripted(reward=value), SCORE) == wire.Scored(7, number, None, {})
+    assert answer(Scripted(reward=value), SCORE) == rewarded(number)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +128,28 @@ def test_any_finite_number_is_a_reward(value: Any, number: float) -> None:
 )
 def test_what_is_no_finite_number_is_an_error(value: Any) -> None:
     failed = answer(Scripted(reward=value), SCORE)
-    assert isinstance(failed, wire.Failed)
-    assert failed.number == 7
+    assert isinstance(failed, TaskFailed)
+    assert failed.request == "a"
     assert failed.error in ("NoAnswer", "OverflowError")
     assert failed.message
+
+
+@pytest.mark.parametrize("value", [REWARD_MAX, -REWARD_MAX, 1.0])
+def test_a_reward_within_the_bound_is_taken(value: float) -> None:
+    assert answer(Scripted(reward=value), SCORE) == rewarded(value)
+
+
+@pytest.mark.parametrize("value", [1.000001e6, -1e200, Reward(value=1.7e308)])
+def test_a_reward_beyond_the_bound_is_an_error_that_names_the_bound(value: Any) -> None:
+    failed = answer(Scripted(reward=value), SCORE)
+    assert isinstance(failed, TaskFailed)
+    assert "beyond 1e+06" in failed.message
 
 
 @pytest.mark.parametrize("prompt", [None, 3, ["p"]])
 def test_prompt_that_is_no_text_is_an_error(prompt: Any) -> None:
     failed = answer(Scripted(prompt=prompt), PROMPT)
-    assert isinstance(failed, wire.Failed)
+    assert isinstance(failed, TaskFailed)
     assert "not text" in failed.message
 
 
@@ -122,8 +159,8 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
     World.closed = 0
     served = server.Server(Scripted(world=True))
     served.answer(PROMPT)
-    assert b"RuntimeError" in served.answer(wire.Step(2, 1, "raise"))
-    assert b"Observed" in served.answer(wire.Step(3, 1, "go"))
+    assert b"RuntimeError" in served.answer(of_episode(2, EnvStep(request="a", text="raise")))
+    assert b"Observed" in served.answer(of_episode(3, EnvStep(request="a", text="go")))
     served.end(1)
     served.end(1)
     assert World.closed == 1
@@ -134,10 +171,9 @@ def test_score_closes_the_episode_even_when_the_reward_is_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     World.closed = 0
-    scored = answer(
-        Scripted(world=True, reward=None), PROMPT, wire.Score(2, 1, "train", 0, "t", ())
-    )
-    assert isinstance(scored, wire.Failed)
+    score = RewardCall(request="a", split="train", index=0, text="t", turns=())
+    scored = answer(Scripted(world=True, reward=None), PROMPT, of_episode(2, score))
+    assert isinstance(scored, TaskFailed)
     assert World.closed == 1
     assert "Traceback" in capsys.readouterr().err
 

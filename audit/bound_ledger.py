@@ -1,0 +1,139 @@
+"""The bound's own books: which groups are in U, which of them are finished, what may be done next.
+
+Written a second time, in another form than the orchestrator's, so that the one checks the other:
+U is kept as the groups themselves, and feasibility is asked of the sorted deadlines, the k-th
+earliest of which must not lie before step + ceil(k / B) - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
+
+from dora_pipe.audit.effective_config import EffectiveConfig
+from dora_pipe.audit.entries import GroupEntry
+from dora_pipe.config.model import Groups, in_flight_batches
+from dora_pipe.schemas.rounds import GroupSpec
+
+Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
+"""Of an open group: siblings are awaited; complete, for a batch; or the fate that it must get."""
+
+_ROUNDING: Final = 1e-9
+"""C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
+
+
+class BoundLedger:
+    """Training groups that were dispatched and not yet taken, and the step that comes next."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """t: committed steps."""
+        self.training: tuple[int, int] | None = None
+        """(step, attempt) of the batch that is being trained."""
+        self._u: dict[str, GroupSpec] = {}
+        self._finished: dict[str, GroupSpec] = {}
+
+    @property
+    def step(self) -> int:
+        """s: the next step to be taken."""
+        return self.version if self.training is None else self.version + 1
+
+    @property
+    def size(self) -> int:
+        """|U|."""
+        return len(self._u)
+
+    @property
+    def deadlines(self) -> list[int]:
+        """Of the groups in U."""
+        return [spec.deadline for spec in self._u.values()]
+
+    def add(self, spec: GroupSpec) -> None:
+        """A group enters U."""
+        self._u[spec.group] = spec
+
+    def settle(self, group: GroupEntry, outlook: Outlook) -> None:
+        """A sibling of a group in U has ended."""
+        spec = group.spec
+        if spec.group not in self._u:
+            return
+        if outlook == "finished":
+            self._finished[spec.group] = spec
+        elif outlook != "running":
+            self.remove(spec.group)
+
+    def remove(self, group: str) -> None:
+        """A group leaves U: taken, or ended."""
+        self._u.pop(group, None)
+        self._finished.pop(group, None)
+
+    def give_back(self, spec: GroupSpec) -> None:
+        """A group of a refused batch returns, finished as it was."""
+        self._u[spec.group] = spec
+        self._finished[spec.group] = spec
+
+    def why_not_admit(self, deadline: int, in_force: EffectiveConfig) -> str:
+        """What forbids one more group with this deadline; empty when nothing does."""
+        config, per_step = in_force.config, in_force.config.groups.per_step
+        busy = len(self._u) + (per_step if self.training is not None else 0)
+        limit = max(per_step, math.ceil(in_flight_batches(config.staleness) * per_step - _ROUNDING))
+        if busy >= limit:
+            return f"{busy} groups are in flight and the limit is {limit}"
+        left = (in_force.steps - self.step) * per_step
+        if len(self._u) >= left:
+            return f"{len(self._u)} groups wait and the steps left take {left}"
+        return why_infeasible([*self.deadlines, deadline], self.step, per_step)
+
+    def why_not_take(self, step: int, groups: Sequence[str], in_force: EffectiveConfig) -> str:
+        """What forbids these groups as the batch of a step; empty when nothing does."""
+        per_step = in_force.config.groups.per_step
+        if self.training is not None:
+            return f"step {self.training[0]} is being trained"
+        if step != self.version:
+            return f"the next step is {self.version}"
+        if step >= in_force.steps:
+            return f"the run ends after {in_force.steps} steps"
+        ordered = sorted(self._finished.values(), key=lambda spec: (spec.deadline, spec.ordinal))
+        due = {spec.group for spec in ordered[:per_step]}
+        if len(due) < per_step:
+            return f"{len(due)} groups are finished and a batch has {per_step}"
+        if set(groups) != due or len(groups) != per_step:
+            strange = sorted(set(groups) ^ due)[:4]
+            return f"not the {per_step} earliest deadlines: {', '.join(strange)}"
+        rest = (spec.deadline for spec in self._u.values() if spec.group not in due)
+        return why_infeasible(rest, step + 1, per_step)
+
+
+def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
+    """Which deadline cannot be kept from `step` on with `per_step` groups a step; or empty.
+
+    Example: ``why_infeasible([4, 4, 5, 5, 5], 4, 2)`` names the fifth group: its turn is step 6.
+    """
+    for place, deadline in enumerate(sorted(deadlines)):
+        turn = step + place // per_step
+        if deadline < turn:
+            return f"the group {place + 1}. in line, due at step {deadline}, has its turn at {turn}"
+    return ""
+
+
+def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
+    """What a group can still come to, from how its siblings ended."""
+    size, ended = group.spec.size, 0
+    valid: list[float] = []
+    for entry in group.requests.values():
+        if (bound := entry.bound) is not None:
+            ended += 1
+            if (reward := bound.fact.reward) is not None:
+                valid.append(reward)
+        elif entry.failed:
+            ended += 1
+    if group.spec.purpose == "eval":
+        return "running" if ended < size else "evaluated"
+    if size - (ended - len(valid)) < min(rules.min_valid_siblings, size):
+        return "failed"
+    if ended < size:
+        return "running"
+    if rules.filter_zero_advantage and len(set(valid)) <= 1:
+        return "filtered"
+    return "finished"

@@ -1,0 +1,210 @@
+"""Folds the rounds with the orchestrator's own code: the states it recorded, the plans it made.
+
+The chain is checked where rounds are read (`folded_rounds`), link by link; here it is taken as it
+stands, so that a log whose chain was mended is still held against its states and its plans.
+
+A plan changes the state it is made on. One that is the recorded one has led where the record leads;
+after one that differs the recorded decisions hold, not the ones that would have been right: the
+state is folded again, from a copy that is kept from some rounds before, and every later plan is
+still compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.round_reader import FoldedRound
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.digest import Leaves
+from dora_pipe.orchestrator.fold import (
+    check_digest,
+    close_round,
+    fold_decisions,
+    fold_inputs,
+    fold_records,
+    read_control,
+)
+from dora_pipe.orchestrator.planner import decide
+from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNERS
+from dora_pipe.orchestrator.state import State, is_comparable
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.rounds import AnyDecision, Round
+
+REMADE_WRONG_MAX: Final = 100
+"""After so many plans that differ no more are made: each costs a copy of the state."""
+
+ANCHOR_BYTES: Final = 2 * 1024 * 1024
+"""Of rounds and facts that are kept beside the copy of the state."""
+
+DECISION_BYTES: Final = 500
+
+Control = Sequence[tuple[int, bytes]]
+"""Offset and bytes of the control records that a round folds."""
+
+NOTHING: Final = "nothing"
+
+
+class FoldCheck:
+    """Follows the rounds for as long as they can be folded; the first that cannot ends it."""
+
+    TRANSIENT = ("_anchor", "_since")
+    """Not kept when this is frozen."""
+
+    _anchor: State | None = None
+
+    def __init__(self, findings: Findings, *, plans: bool = True) -> None:
+        self._findings = findings
+        self.state: State | None = State()
+        """After the last round; None once a round could not be folded."""
+        self.digests = 0
+        """States that were compared."""
+        self.plans = 0
+        """Plans that were made again, and were the same."""
+        self.planner = ""
+        """Who made them, as `run started` says."""
+        self._plans = plans
+        """Plans are made again."""
+        self._wrong = 0
+        if not plans:
+            findings.notes.append("plans were not made again: --quick")
+        self.rewire()
+
+    def rewire(self) -> None:
+        """Go on from the present state, also after this was frozen."""
+        if self.state is not None and not hasattr(self.state, "leaves"):
+            self.state.leaves = Leaves.of(self.state)
+        self._anchor = _copied(self.state) if self._plans and self.state else None
+        self._since: list[tuple[Round, Control]] = []
+        self._since_bytes = 0
+
+    def take(self, turn: FoldedRound) -> None:
+        """Fold one round."""
+        round_, state = turn.round, self.state
+        if state is None or round_ is None:
+            return
+        self._findings.looked["rounds"] += 1
+        for fact in turn.facts:
+            if isinstance(fact.record, RunStarted) and not self.planner:
+                self._started(fact.record.planner)
+        records = [(fact.offset, fact.record or read_control(fact.value)) for fact in turn.facts]
+        try:
+            fold_records(state, round_, records)
+            if self._plans:
+                control = [(fact.offset, fact.value) for fact in turn.facts]
+                self._plan_again(state, round_, control)
+            else:
+                fold_decisions(state, round_)
+        except InvariantBroken as error:
+            who = f"round {round_.ordinal}"
+            why = error.message.removeprefix(f"{who}: ")
+            self._findings.add("rounds", who, f"cannot be folded: {why}")
+            self.state = self._anchor = None
+            return
+        self._compared(round_.state_digest)
+        assert self.state is not None
+        self.state.chain = round_.chain
+        if self._since_bytes > ANCHOR_BYTES:
+            self.rewire()
+
+    def _compared(self, digest: str | None) -> None:
+        if digest is None:
+            return
+        if is_comparable(digest):
+            self.digests += 1
+        elif (note := "states recorded in another form were not compared") not in (
+            notes := self._findings.notes
+        ):
+            notes.append(note)
+
+    def _started(self, planner: str) -> None:
+        self.planner = planner
+        if planner not in PLANNERS and self._plans:
+            self._stop_planning()
+            note = f"plans were made by {planner or 'a planner without a name'}; this is {PLANNER}"
+            self._findings.notes.append(f"{note}: they were not made again")
+
+    def _stop_planning(self) -> None:
+        self._plans, self._anchor, self._since = False, None, []
+
+    def _plan_again(self, state: State, round_: Round, control: Control) -> None:
+        """Whether the plan of a round is what its planner decides on the state of the log."""
+        self._since.append((round_, control))
+        size_bytes = sum(len(value) for _, value in control)
+        self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
+        again = decide(state) if round_.planned else []
+        if tuple(again) == round_.decisions:
+            self.plans += round_.planned
+            self._findings.looked["decisions"] += 1
+            close_round(state, round_)
+            check_digest(state, round_)
+            return
+        expected, found = _first_difference(again, round_.decisions)
+        message = "its plan is not what its planner decides on what stood in the log"
+        self._findings.add(
+            "decisions", f"round {round_.ordinal}", message, expected=expected, found=found
+        )
+        self._fold_again()
+        self._wrong += 1
+        if self._wrong >= REMADE_WRONG_MAX:
+            self._stop_planning()
+            self._findings.notes.append("after so many plans that differ no more were made again")
+
+    def _fold_again(self) -> None:
+        """The state by the recorded decisions alone. Raises InvariantBroken."""
+        state = self._anchor
+        assert state is not None
+        for round_, control in self._since:
+            fold_inputs(state, round_, control)
+            fold_decisions(state, round_)
+            state.chain = round_.chain
+        self.state = state
+        self.rewire()
+
+
+def _copied(state: State) -> State:
+    """A state that goes its own way; what never changes, most of it, both of them have."""
+    groups = state.groups.values()
+    results = (one for group in groups for one in group.results if one is not None)
+    unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
+    return copy.deepcopy(state, {id(one): one for one in unchanging})
+
+
+def _first_difference(
+    expected: Sequence[AnyDecision], found: Sequence[AnyDecision]
+) -> tuple[str, str]:
+    """The first decision in which two plans differ, each told by what it has of its own."""
+    for one, other in zip(expected, found, strict=False):
+        if one != other:
+            return _differing(one, other)
+    if len(expected) > len(found):
+        return _words(expected[len(found)]), NOTHING
+    return NOTHING, _words(found[len(expected)])
+
+
+def _differing(one: AnyDecision, other: AnyDecision) -> tuple[str, str]:
+    if type(one) is not type(other):
+        return _words(one), _words(other)
+    names = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
+    return _words(one, names), _words(other, names)
+
+
+def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
+    """A decision as its kind and whom it concerns, or as the named fields.
+
+    Example: ``move (trajectory g0000000042-002, worker w0, to w1)``.
+    """
+    kind = str(type(decision).__struct_config__.tag)
+    plain = msgspec.to_builtins(decision)
+    told = names or [one for one in ("trajectory", "group", "worker", "to", "step") if one in plain]
+    whom = ", ".join(f"{name} {_short(plain[name])}" for name in told if name in plain)
+    return f"{kind} ({whom})" if whom else kind
+
+
+def _short(value: object, characters_max: int = 120) -> str:
+    text = str(value)
+    return text if len(text) <= characters_max else f"{text[:characters_max]}..."

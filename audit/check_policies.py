@@ -1,0 +1,187 @@
+"""Holds the policy store against the commits: weights, contributions, checkpoints, assets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dora_pipe.audit.entries import StepEntry, VersionEntry
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.consumers.learners.settings import advantage_rule
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.store.store import PolicyStore, assets_digest
+
+_TOLERANCE = 1e-9
+"""Relative; advantages are computed from the same numbers by the same sums."""
+
+
+class PolicyCheck:
+    """Looks at files once, when the log names them; `finish` judges those that were not there.
+
+    A file of a version that a later commit drops may be gone already: that is known at the end.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._absent: dict[tuple[str, int], str] = {}
+        """(whose file, version) of what was not there, and what is to be said of it."""
+        self._storeless = False
+
+    def look(
+        self, store: PolicyStore, versions: Iterable[VersionEntry], steps: Iterable[StepEntry]
+    ) -> None:
+        """Every file that these versions and steps name is there and is what the log says."""
+        look = _Look(self._ledger, store, self._absent)
+        for version in versions:
+            there = store.root.is_dir() or store.has_weights(version.digest)
+            if not there and not self._storeless:
+                self._findings.add("policies", store.where, "there is no policy store")
+            self._storeless = self._storeless or not there
+            if self._storeless:
+                return
+            look.weights(version.version, version.manifest)
+            if version.version == 0 and self._ledger.started is not None:
+                look.assets(self._ledger.started.assets_digest)
+        for entry in steps:
+            if self._storeless:
+                return
+            look.contributions(entry)
+            if entry.fact.checkpoint is not None:
+                look.checkpoint(entry, entry.fact.checkpoint)
+        self._excuse()
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        self._excuse()
+        for (who, _), message in self._absent.items():
+            self._findings.add("policies", who, message)
+
+    def _excuse(self) -> None:
+        """What commits have dropped may be gone; who is not there then needs no memory."""
+        dropped = self._ledger.dropped
+        for who, version in [one for one in self._absent if one[1] in dropped]:
+            del self._absent[who, version]
+
+
+class _Look:
+    def __init__(
+        self, ledger: Ledger, store: PolicyStore, absent: dict[tuple[str, int], str]
+    ) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._store = store
+        self._absent = absent
+
+    def weights(self, version: int, manifest: Manifest) -> None:
+        """The weights of a version, tensor by tensor."""
+        who = f"version {version}"
+        self._findings.looked["policies"] += 1
+        try:
+            found = self._store.verify(manifest.digest)
+        except PolicyError as error:
+            if self._store.has_weights(manifest.digest):
+                self._findings.add("policies", who, error.message)
+            else:
+                self._absent[who, version] = error.message
+            return
+        message = "the tensors of its file are not those of its manifest"
+        expected, there = set(manifest.tensors), set(found.tensors)
+        self._findings.same("policies", who, message, expected=expected, found=there)
+        message = "its manifest says another size than its file has"
+        self._findings.same("policies", who, message, expected=manifest.bytes, found=found.bytes)
+
+    def assets(self, digest: str) -> None:
+        """The files of configuration and tokenizer."""
+        try:
+            folder = self._store.assets(digest)
+        except PolicyError as error:
+            self._findings.add("policies", "assets", error.message)
+            return
+        there = assets_digest(sorted(folder.iterdir())) if folder.is_dir() else "nothing"
+        message = "configuration and tokenizer files were changed"
+        self._findings.same("policies", "assets", message, expected=digest, found=there)
+
+    def checkpoint(self, entry: StepEntry, blob: Blob) -> None:
+        """The optimizer's state after a step; it goes with the version that the step made."""
+        who = f"checkpoint of step {entry.step}"
+        self._findings.looked["policies"] += 1
+        try:
+            self._sized(who, self._store.verify_blob("optimizer", blob.sha256), blob)
+        except PolicyError as error:
+            if self._store.has_blob("optimizer", blob.sha256):
+                self._findings.add("policies", who, error.message)
+            else:
+                self._absent[who, entry.step + 1] = error.message
+
+    def _sized(self, who: str, path: Path, blob: Blob) -> None:
+        message = "the commit says another size than its file has"
+        found = path.stat().st_size
+        self._findings.same("policies", who, message, expected=blob.bytes, found=found)
+
+    def contributions(self, entry: StepEntry) -> None:
+        """The contributions of a step have one row per trajectory of its batch, and agree."""
+        who = f"contributions of step {entry.step}"
+        self._findings.looked["policies"] += 1
+        try:
+            path = self._store.verify_blob("contributions", entry.fact.contributions.sha256)
+        except PolicyError as error:
+            self._findings.add("policies", who, error.message)
+            return
+        self._sized(who, path, entry.fact.contributions)
+        try:
+            rows = read_contributions(path)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._findings.add("policies", who, f"cannot be read: {error}")
+            return
+        # A trainer takes a batch in dispatch order; deadlines may have another one (`set`).
+        wanted = sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
+        found = [row["trajectory"] for row in rows]
+        message = "its rows are not the trajectories of the batch"
+        if self._findings.same("policies", who, message, expected=wanted, found=found):
+            self._rows(entry, {row["trajectory"]: row for row in rows})
+
+    def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
+        known = self._ledger.accounts.groups
+        groups = [known[taken.group] for taken in entry.fact.groups if taken.group in known]
+        rewards = [
+            (group.spec.version, [logged.fact.reward for logged in group.results])
+            for group in groups
+        ]
+        rule, by_std = advantage_rule(entry.fact.settings)
+        whole = len(groups) == len(entry.fact.groups) or rule != "version-baseline"
+        advantages = batch_advantages(rewards, rule, by_std)
+        for group, of_group in zip(groups, advantages, strict=True):
+            for logged, advantage in zip(group.results, of_group, strict=True):
+                fact = logged.fact
+                if (row := rows.get(fact.trajectory)) is None:
+                    continue
+                expected = {
+                    "group": group.spec.group,
+                    "version": group.spec.version,
+                    "staleness": staleness_of(entry.step, group.spec.version),
+                    "reward": fact.reward,
+                    "tokens": fact.tokens,
+                }
+                for name, value in expected.items():
+                    self._row(entry.step, fact.trajectory, name, value, row[name])
+                if whole and not _close(advantage, row["advantage"]):
+                    self._row(entry.step, fact.trajectory, "advantage", advantage, row["advantage"])
+
+    def _row(self, step: int, trajectory: str, name: str, expected: object, found: object) -> None:
+        message = f"{name} in the contributions of step {step} does not follow from what was logged"
+        self._findings.same("policies", trajectory, message, expected=expected, found=found)
+
+
+def _close(first: float | None, second: float | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

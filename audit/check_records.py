@@ -1,0 +1,299 @@
+"""Holds every record of the trajectories topic against what control and decisions say of it.
+
+A record is looked at when its group has ended, since what became of the group is part of what is
+asked. What stays of it is a count, unless its bytes are not those that were logged: then its real
+sha256 is kept, so that batches can be digested from the bytes that are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from dora_pipe.audit.check_mixed import wrong_mixture
+from dora_pipe.audit.entries import GroupEntry, Logged
+from dora_pipe.audit.evidence import Content, Evidence, Place
+from dora_pipe.audit.findings import Check
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.reading import Buried
+from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.identity import group_of, trajectory_seed
+from dora_pipe.schemas.trajectory import Headers
+
+_HEADERS: Final = (
+    "trajectory",
+    "sampled tokens",
+    "attempt",
+    "epoch",
+    "worker",
+    "version",
+    "digest",
+    "reward",
+)
+"""What `trajectory logged` repeats of the headers, as it is told of."""
+
+
+class _Asked(NamedTuple):
+    """What is held at once against what was dispatched."""
+
+    checks: Mapping[str, Check]
+    """Its names, and whose concern each is."""
+    counts: Mapping[Check, int]
+
+
+def _asked(**checks: Check) -> _Asked:
+    return _Asked(checks, Counter(checks.values()))
+
+
+_OF_HEADERS: Final = _asked(group="records", partition="records", deadline="C3", version="C1")
+_OF_VALUE: Final = _asked(
+    group_size="records",
+    purpose="records",
+    dataset_digest="records",
+    index="records",
+    data_epoch="records",
+    seed="records",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What the pass over the trajectories topic leaves behind."""
+
+    records: int = 0
+    bytes: int = 0
+    standings: Counter[str] = field(default_factory=Counter)
+    """Records by standing; `pending` are those that nobody has logged."""
+    other_bytes: dict[Place, str] = field(default_factory=dict)
+    """Real sha256 of records whose bytes are not those that were logged."""
+    mixed: Counter[int] = field(default_factory=Counter)
+    """Logged records by the number of versions that sampled them."""
+    one_version: int = 0
+    """Records all of whose evidence names one version and its published digest."""
+
+
+class RecordCheck:
+    """Judges evidence. `seen` is what it has come to.
+
+    A record that cannot be read is a violation, unless it is among the dead letters and its group
+    was not trained: then the run has dealt with it.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self.buried: Collection[Buried] = ()
+        self.seen = Seen()
+
+    def judge(self, one: Evidence, logged: Logged | None) -> None:
+        """Check one record; it is told by its place until its headers are known."""
+        self._findings.looked["records"] += 1
+        self.seen.records += 1
+        self.seen.bytes += one.bytes
+        if one.headers is None:
+            self._unreadable(one, logged, f"headers cannot be read: {one.header_error}")
+            return
+        if one.headers.run != self._ledger.run:
+            message = f"is of another run, in the log at {one.where}"
+            self._wrong(one.headers.trajectory, message, self._ledger.run, one.headers.run)
+            return
+        if one.other_key:
+            message = f"lies under another key, at {one.where}"
+            self._wrong(one.headers.trajectory, message, one.headers.group, one.other_key)
+        if logged is None:
+            self._not_logged(one, one.headers)
+            return
+        self.seen.standings[logged.standing] += 1
+        self._logged(one, one.headers, logged)
+
+    def missing(self, logged: Logged) -> None:
+        """A record that control names and the topic does not have: something was lost."""
+        partition, offset = logged.place
+        where = f"trajectories:{partition}:{offset}"
+        message = f"was logged, but its record is not there at {where}"
+        self._wrong(logged.fact.trajectory, message)
+
+    def cut(self, partition: int, end: int, gone: Iterable[Logged]) -> None:
+        """Records that control names lie behind the end of their partition: one line for all."""
+        offsets = [logged.fact.offset for logged in gone]
+        message = f"was cut: {len(offsets)} records that were logged lie behind its end"
+        expected = f"end > {max(offsets)}"
+        self._wrong(f"trajectories:{partition}", message, expected, end)
+
+    def _unreadable(self, one: Evidence, logged: Logged | None, message: str) -> None:
+        who = one.where if logged is None else f"{logged.fact.trajectory} at {one.where}"
+        group = None
+        if logged is not None:
+            group = self._ledger.accounts.groups[group_of(logged.fact.trajectory)]
+        trained = group is not None and group.fate == "trained"
+        if (one.topic, one.partition, one.offset) in self.buried and not trained:
+            self._findings.notes.append(f"{who} {message}; it is among the dead letters")
+        else:
+            self._wrong(who, message)
+
+    def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
+        self._findings.add("records", subject, message, expected=expected, found=found)
+
+    def _not_logged(self, one: Evidence, headers: Headers) -> None:
+        """A record that control does not name: its worker was lost, or has yet to say so."""
+        entry = self._ledger.accounts.request(headers.trajectory)
+        worker = self._ledger.accounts.workers.get(headers.epoch)
+        if entry is None:
+            self._wrong(headers.trajectory, f"lies at {one.where} but was never dispatched")
+            return
+        departure = "" if worker is None else worker.departure
+        if departure in ("fenced", "replaced"):
+            standing = "fenced"
+        else:
+            superseded = entry.bound is not None or departure == "left"
+            standing = "superseded" if superseded else "pending"
+        self.seen.standings[standing] += 1
+        if one.lost:
+            self._unreadable(one, None, f"cannot be read: {one.lost}")
+        elif one.sha256 != headers.sha256:
+            self._wrong(headers.trajectory, f"its bytes at {one.where} were changed")
+
+    def _logged(self, one: Evidence, headers: Headers, logged: Logged) -> None:
+        fact, before = logged.fact, self._findings.total
+        who = fact.trajectory
+        if one.lost:  # Nothing else can be said of it.
+            self._unreadable(one, logged, f"cannot be read: {one.lost}")
+            return
+        self._bytes(one, headers, fact)
+        self._headers(headers, fact)
+        group = self._ledger.accounts.groups[group_of(who)]
+        self._spec(headers, group, one)
+        if one.value_error:
+            self._unreadable(one, logged, f"cannot be read: {one.value_error}")
+            return
+        pure = True
+        if one.content is not None:
+            for name in one.disagree:
+                message = f"its header and its value disagree about {name}"
+                self._findings.add(_check_of(name), who, message)
+            versions = {run.version for run in one.content.sampled}
+            self._value(one.content, versions, logged, group)
+            pure = versions <= {one.content.version}
+        self.seen.one_version += pure and self._findings.total == before
+
+    def _bytes(self, one: Evidence, headers: Headers, fact: TrajectoryLogged) -> None:
+        if one.sha256 != fact.sha256:
+            self.seen.other_bytes[one.place] = one.sha256
+            message = f"its bytes at {one.where} are not those that were logged (sha256)"
+            self._wrong(fact.trajectory, message, fact.sha256, one.sha256)
+        if one.sha256 != headers.sha256:
+            message = f"its bytes at {one.where} are not those its headers name (sha256)"
+            self._wrong(fact.trajectory, message, headers.sha256, one.sha256)
+        self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
+
+    def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
+        """What `trajectory logged` repeats; all at once, and one by one where that differs."""
+        expected = (
+            fact.trajectory,
+            fact.tokens,
+            fact.attempt,
+            fact.epoch,
+            fact.worker,
+            fact.version,
+            fact.digest,
+            fact.reward,
+        )
+        found = (
+            headers.trajectory,
+            headers.sampled,
+            headers.attempt,
+            headers.epoch,
+            headers.worker,
+            headers.version,
+            headers.digest,
+            headers.reward,
+        )
+        if expected == found:
+            self._findings.looked["records"] += len(expected) - 2
+            self._findings.looked["C1"] += 2
+            return
+        for name, one, other in zip(_HEADERS, expected, found, strict=True):
+            self._same(_check_of(name), fact.trajectory, name, one, other)
+
+    def _spec(self, headers: Headers, group: GroupEntry, one: Evidence) -> None:
+        """What the dispatch stamped stands in the headers, and on a published version."""
+        spec, who = group.spec, headers.trajectory
+        stamped = (spec.group, spec.partition, spec.deadline, spec.version)
+        found = (headers.group, one.partition, headers.deadline, headers.version)
+        self._dispatched(who, _OF_HEADERS, stamped, found)
+        published = self._ledger.versions.get(headers.version)
+        if published is None:
+            message = f"is of version {headers.version}, which nobody published"
+            self._findings.add("C1", who, message)
+            return
+        self._findings.looked["C1"] += 1
+        if headers.digest != published.digest:
+            message = f"was sampled from other weights than version {headers.version}"
+            self._findings.add("C1", who, message, expected=published.digest, found=headers.digest)
+
+    def _value(
+        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+    ) -> None:
+        spec, who = group.spec, logged.fact.trajectory
+        wanted = (
+            spec.size,
+            spec.purpose,
+            spec.dataset_digest,
+            spec.index,
+            spec.data_epoch,
+            trajectory_seed(spec.seed, content.sibling),
+        )
+        found = (
+            content.group_size,
+            content.purpose,
+            content.dataset_digest,
+            content.index,
+            content.data_epoch,
+            content.seed,
+        )
+        self._dispatched(who, _OF_VALUE, wanted, found)
+        self._same("records", who, "finish", logged.fact.finish, content.finish)
+        self._versions(content, versions, logged, group)
+
+    def _versions(
+        self, content: Content, versions: set[int], logged: Logged, group: GroupEntry
+    ) -> None:
+        who = logged.fact.trajectory
+        self.seen.mixed[len(versions)] += 1
+        if self._ledger.interruptible and group.spec.purpose == "train":
+            self._findings.looked["C1"] += len(content.sampled)
+            wrong = wrong_mixture(content, group, logged, self._ledger)
+            for message, expected, found in wrong:
+                self._findings.add("C1", who, message, expected=expected, found=found)
+            return
+        strange = versions - {content.version}
+        if strange:
+            others = ", ".join(str(version) for version in sorted(strange))
+            message = "its tokens come from more than one version"
+            self._findings.add("C1", who, message, expected=content.version, found=f"also {others}")
+
+    def _same(self, check: Check, who: str, name: str, expected: object, found: object) -> None:
+        self._findings.looked[check] += 1
+        if expected == found:
+            return
+        message = f"{name} in the record is not what `trajectory logged` says"
+        self._findings.add(check, who, message, expected=expected, found=found)
+
+    def _dispatched(
+        self, who: str, asked: _Asked, expected: tuple[object, ...], found: tuple[object, ...]
+    ) -> None:
+        """What the dispatch says; all at once, and one by one where that differs."""
+        for check, count in asked.counts.items():
+            self._findings.looked[check] += count
+        if expected == found:
+            return
+        for (name, check), one, other in zip(asked.checks.items(), expected, found, strict=True):
+            if one != other:
+                message = f"{name} in the record is not what was dispatched"
+                self._findings.add(check, who, message, expected=one, found=other)
+
+
+def _check_of(header: str) -> Check:
+    return "C1" if header in ("version", "digest") else "records"

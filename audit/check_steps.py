@@ -1,0 +1,224 @@
+"""Holds every committed step against the ledger: C3, its batch, its records, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import is_
+
+import msgspec
+
+from dora_pipe.audit.check_records import Seen
+from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
+from dora_pipe.audit.evidence import Place
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.batch import batch_digest, staleness_of
+from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.schemas.rounds import TakeBatch
+
+
+def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> None:
+    """Commits; a second one of a step is held against everything, unless it is the same.
+
+    What was logged of their groups has been looked at before.
+    """
+    look = _Look(ledger, seen.other_bytes)
+    for entry in entries:
+        ledger.findings.looked["steps"] += 1
+        look.weights(entry)
+        look.batch(entry)
+        look.claims(entry)
+        first = ledger.steps[entry.step]
+        if first.at != entry.at and first.fact.groups == entry.fact.groups:
+            continue  # The same commit again: that it is there twice is said already.
+        for group in entry.fact.groups:
+            look.group(entry, group)
+
+
+class _Look:
+    def __init__(self, ledger: Ledger, other_bytes: Mapping[Place, str]) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self._other_bytes = other_bytes
+
+    def weights(self, entry: StepEntry) -> None:
+        """The step starts from the weights of its version, and its manifest is of what it left."""
+        fact, who, findings = entry.fact, f"step {entry.step}", self._findings
+        before = self._ledger.versions.get(fact.step)
+        if before is not None:
+            message = f"does not start from the weights of version {fact.step}"
+            findings.same("steps", who, message, expected=before.digest, found=fact.digest_before)
+        message = "its manifest is not of the weights that it left"
+        findings.same("steps", who, message, expected=fact.digest_after, found=fact.policy.digest)
+        digest = weights_digest(fact.policy.tensors)
+        message = "the digest of its manifest is not that of the tensors in it"
+        findings.same("steps", who, message, expected=digest, found=fact.policy.digest)
+
+    def batch(self, entry: StepEntry) -> None:
+        """The batch is the one that was taken, and is digested from the bytes in the log."""
+        fact, who, findings = entry.fact, f"step {entry.step}", self._findings
+        if entry.take is not None and entry.taken_at is not None:
+            self._as_taken(entry, entry.take)
+            message = "names another place to go on from than behind the decision that took it"
+            behind = entry.taken_at.offset + 1
+            findings.same("batches", who, message, expected=behind, found=fact.decisions_next)
+            message = "was trained with other settings than those in force"
+            findings.same(
+                "batches", who, message, expected=entry.take.settings, found=fact.settings
+            )
+        try:
+            digest = batch_digest([self._as_logged(group) for group in fact.groups])
+        except SchemaError as error:
+            findings.add("C2", who, error.message)
+            return
+        message = "its batch digest is not that of the records in the log"
+        findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
+
+    def claims(self, entry: StepEntry) -> None:
+        """What a commit says of itself: that weights were adopted, and which versions it drops."""
+        fact, who, findings = entry.fact, f"step {entry.step}", self._findings
+        findings.looked["steps"] += 1
+        if fact.adopted and not any(
+            one.role_epoch == fact.role_epoch for one in self._ledger.adopted
+        ):
+            findings.add("steps", who, "says it adopted weights, which its trainer never said")
+        if not fact.dropped or entry.take is None:
+            return
+        # Retention keeps these whatever its settings are (docs/storage.md).
+        kept = {0, fact.step, fact.step + 1, *entry.take.pins}
+        if not entry.take.pins:
+            findings.add("policies", who, "drops versions, although its batch says of no pins")
+        for version in sorted(kept.intersection(fact.dropped)):
+            message = f"drops version {version}, which retention keeps"
+            findings.add("policies", who, message, expected="kept", found=list(fact.dropped))
+
+    def _as_taken(self, entry: StepEntry, take: TakeBatch) -> None:
+        """The groups of a commit are those of the decision, record by record."""
+        taken = {group.group: group for group in take.groups}
+        trained = {group.group: group for group in entry.fact.groups}
+        for name in sorted(taken.keys() | trained.keys()):
+            self._findings.looked["batches"] += 1
+            if taken.get(name) != trained.get(name):
+                message = f"step {entry.step} trained something else than what was taken"
+                self._findings.add(
+                    "batches",
+                    name,
+                    message,
+                    expected=_told(taken.get(name)),
+                    found=_told(trained.get(name)),
+                )
+
+    def group(self, entry: StepEntry, taken: TakenGroup) -> None:
+        """Deadline, staleness and every record of one group of the batch."""
+        group, findings = self._ledger.accounts.groups.get(taken.group), self._findings
+        if group is None:
+            return
+        spec, step = group.spec, entry.step
+        if spec.purpose == "eval":
+            findings.add("C2", taken.group, f"is for evaluation but was trained by step {step}")
+            return
+        findings.looked["C3"] += 1
+        if step > spec.deadline:
+            message = f"was trained beyond its deadline (version {spec.version})"
+            findings.add(
+                "C3", taken.group, message, expected=f"step <= {spec.deadline}", found=step
+            )
+        if staleness_of(step, spec.version) < 0:
+            message = "was trained before its version was there"
+            findings.add("C3", taken.group, message, expected=f">= {spec.version}", found=step)
+        stamped = (spec.version, spec.deadline)
+        message = f"step {step} names another version or deadline than its dispatch"
+        findings.same(
+            "C3",
+            taken.group,
+            message,
+            expected=stamped,
+            found=(taken.version, taken.deadline),
+        )
+        for one in taken.trajectories:
+            self._trained(one, step, group.requests)
+        self._whole(group, taken, step)
+
+    def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
+        """Every logged sibling of a trained group is in the batch, whatever its length."""
+        bound = [logged.fact.trajectory for logged in group.results]
+        trained = [one.trajectory for one in taken.trajectories]
+        message = f"step {step} does not hold exactly its logged siblings, in order"
+        self._findings.same("C2", taken.group, message, expected=bound, found=trained)
+
+    def _trained(
+        self, one: TakenTrajectory, step: int, siblings: Mapping[str, RequestEntry]
+    ) -> None:
+        who, findings = one.trajectory, self._findings
+        entry = siblings.get(who) or self._ledger.accounts.request(who)
+        findings.looked["C2"] += 1
+        if entry is None:
+            findings.add("C2", who, f"is trained by step {step} but was never dispatched")
+            return
+        if entry.trained is not None:
+            message = "is trained twice"
+            findings.add("C2", who, message, expected=f"step {entry.trained}", found=f"step {step}")
+        entry.trained = step
+        if entry.bound is not None and _is_named(entry.bound, one):
+            return
+        logged = self._ledger.accounts.logged.get((one.partition, one.offset))
+        where = f"trajectories:{one.partition}:{one.offset}"
+        if logged is None or logged.fact.trajectory != who:
+            findings.add("batches", who, f"step {step} trained {where}, which nobody logged as it")
+        elif logged.standing != "bound":
+            message = f"step {step} trained a {logged.standing} record ({where})"
+            bound = "nothing" if entry.bound is None else _place(entry.bound.taken)
+            findings.add("batches", who, message, expected=bound, found=_place(one))
+        else:
+            message = f"step {step} names its record otherwise than `trajectory logged`"
+            expected, found = _place(logged.taken), _place(one)
+            findings.add("batches", who, message, expected=expected, found=found)
+
+    def _as_logged(self, group: TakenGroup) -> TakenGroup:
+        """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
+        entry = self._ledger.accounts.groups.get(group.group)  # Its records are there from now on.
+        siblings = {} if entry is None else entry.requests
+        found = tuple([self._found(one, siblings) for one in group.trajectories])
+        if all(map(is_, found, group.trajectories)):
+            return group
+        return msgspec.structs.replace(group, trajectories=found)
+
+    def _found(self, one: TakenTrajectory, siblings: Mapping[str, RequestEntry]) -> TakenTrajectory:
+        """What the log has at its place; itself where that is the same."""
+        place = (one.partition, one.offset)
+        entry = siblings.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
+        bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
+        if sha256 is None and bound is not None and _is_named(bound, one):
+            return one
+        logged = self._ledger.accounts.logged.get(place)
+        if logged is None or group_of(logged.fact.trajectory) != group_of(one.trajectory):
+            return one
+        named = logged.taken
+        return named if sha256 is None else msgspec.structs.replace(named, sha256=sha256)
+
+
+def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
+    """Whether a batch names just this record."""
+    fact = logged.fact
+    return (
+        fact.trajectory == one.trajectory
+        and fact.attempt == one.attempt
+        and fact.epoch == one.epoch
+        and fact.partition == one.partition
+        and fact.offset == one.offset
+        and fact.sha256 == one.sha256
+    )
+
+
+def _place(one: TakenTrajectory) -> str:
+    where = f"trajectories:{one.partition}:{one.offset}"
+    return f"attempt {one.attempt} of incarnation {one.epoch} at {where}, sha256 {one.sha256}"
+
+
+def _told(group: TakenGroup | None) -> str:
+    if group is None:
+        return "nothing"
+    records = "; ".join(f"{one.trajectory} {_place(one)}" for one in group.trajectories)
+    return f"version {group.version}, deadline {group.deadline}: {records}"

@@ -1,0 +1,206 @@
+"""What the ledger writes down of a run: groups, requests, records, steps, versions; only values.
+
+What there is as many of as of trajectories is a Struct: it is made and written often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from dora_pipe.schemas.control import (
+    Resume,
+    StepCommitted,
+    TakenTrajectory,
+    TrajectoryLogged,
+    WorkerJoined,
+)
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.rounds import Fate, GroupSpec, TakeBatch
+
+Standing = Literal["bound", "superseded", "fenced"]
+"""Of a logged trajectory: part of its group's result; another one is; its worker was out."""
+
+Departure = Literal["", "fenced", "left", "replaced"]
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Where in the log a decision or a fact took effect.
+
+    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``; `round` is -1 for facts that no
+    round has folded yet, `offset` that of the record in its own topic.
+    """
+
+    round: int
+    offset: int
+    now_ns: int
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One attempt at a request."""
+
+    attempt: int
+    worker: str
+    epoch: int
+    resume: Resume | None
+    reason: str
+    at: Moment
+
+
+class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A `trajectory logged` with its standing."""
+
+    fact: TrajectoryLogged
+    standing: Standing
+    at: Moment
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Partition and offset of the record it names."""
+        return self.fact.partition, self.fact.offset
+
+    @property
+    def taken(self) -> TakenTrajectory:
+        """As batches name it."""
+        fact = self.fact
+        return TakenTrajectory(
+            trajectory=fact.trajectory,
+            attempt=fact.attempt,
+            epoch=fact.epoch,
+            partition=fact.partition,
+            offset=fact.offset,
+            sha256=fact.sha256,
+        )
+
+
+class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
+    """One sibling of a group: its attempts and what came of them."""
+
+    trajectory: str
+    placements: list[Placement] = []
+    bound: Logged | None = None
+    errors: list[str] = []
+    """Of failed attempts: ``attempt 2: Timeout: ...``."""
+    moving: bool = False
+    """Its worker was asked to let go of it."""
+    waiting: bool = False
+    """Its newest attempt lost its worker; it queues for another placement."""
+    faults: int = 0
+    """Attempts that ended in an error or with the loss of the worker."""
+    failed: bool = False
+    """It failed for good: not retryable, or all its attempts were used."""
+    trained: int | None = None
+    """Step that trained it."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether its newest attempt has neither ended nor lost its worker."""
+        return bool(self.placements) and self.bound is None and not (self.failed or self.waiting)
+
+    def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
+        """Whether a decision placed this attempt there."""
+        wanted = (attempt, worker, epoch)
+        return any((one.attempt, one.worker, one.epoch) == wanted for one in self.placements)
+
+
+class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
+    """A dispatched group with its siblings."""
+
+    spec: GroupSpec
+    reason: str
+    at: Moment
+    requests: dict[str, RequestEntry] = {}
+    taken: tuple[int, int] | None = None
+    """(step, attempt) of the batch that holds it now."""
+    fate: Fate | None = None
+    why: str = ""
+    step: int | None = None
+    ended: Moment | None = None
+    records: list[Logged] = []
+    """Everything that was logged of it, whatever its standing, in the order of the fold."""
+
+    @property
+    def results(self) -> list[Logged]:
+        """The bound records, in order of the siblings."""
+        entries = (self.requests[trajectory] for trajectory in sorted(self.requests))
+        return [entry.bound for entry in entries if entry.bound is not None]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of the bound records."""
+        return sum(logged.fact.tokens for logged in self.results)
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerEntry:
+    """One incarnation of a worker."""
+
+    joined: WorkerJoined
+    epoch: int
+    hosted: dict[int, int] = field(default_factory=dict)
+    """Version to the offset in control at which it was first ready."""
+    target: int = -1
+    assigned: set[int] = field(default_factory=set)
+    """Versions that decisions gave it, from those on that open groups carry."""
+    held: set[int] = field(default_factory=set)
+    """Versions that it has beside each other, where it hosts several at once."""
+    departure: Departure = ""
+    departed: Moment | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether it hosts several versions at once."""
+        return self.joined.versions_resident > 1
+
+    @property
+    def out(self) -> str:
+        """How it went, as the end of a sentence."""
+        return "left" if self.departure == "left" else "was fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A batch decision where it was made."""
+
+    take: TakeBatch
+    at: Moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """A `step committed` where it lies, with the decision it carries out (if there was one)."""
+
+    fact: StepCommitted
+    at: Moment
+    take: TakeBatch | None
+    taken_at: Moment | None
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.fact.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionEntry:
+    """A published version: 0 by `run started`, v by the commit of step v - 1."""
+
+    version: int
+    manifest: Manifest
+    at: Moment
+
+    @property
+    def digest(self) -> str:
+        """Weights digest (hex)."""
+        return self.manifest.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """A batch decision that was not carried out: refused, or overtaken by a newer attempt."""
+
+    step: int
+    attempt: int
+    why: str

@@ -1,0 +1,260 @@
+"""Hands a run to other tools: trajectories as Parquet, a policy as a model directory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dora_pipe.audit.export_texts import Texts
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.logged import Damage, logged_trajectory
+from dora_pipe.bus.port import Bus, Record
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.logged import COUNTS, logged_records
+from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
+from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import TRAJECTORY
+from dora_pipe.store.model_dir import export_model
+from dora_pipe.store.store import PolicyStore, as_store
+
+NO_TEXTS: Final = Texts()
+"""Columns that people read, and nothing in them."""
+
+ROWS_PER_GROUP: Final = 1024
+"""Trajectories in one Parquet row group; so many are in memory at a time."""
+
+STEPS_HELD_MAX: Final = 32
+"""Contributions files held at a time: groups lie in the log roughly in the order of their steps."""
+
+_ARRAYS: Final = ("token_ids", "logprobs", "sampler_logprobs", "loss_mask", "segments")
+_CONTRIBUTED: Final = (
+    "advantage",
+    "ratio_mean",
+    "ratio_min",
+    "ratio_max",
+    "clipped_share",
+    "kl",
+    "loss_share",
+    "minibatch",
+    "micro_batch",
+    "weight_mean",
+    "masked_share",
+)
+"""Columns of the contributions file that a trained trajectory carries over."""
+
+
+DECIDED: Final = """
+    select partition, record_offset as "offset", standing, ordinal, sha256, fate, why, logged_ns,
+           dispatched_ns, case when standing = 'bound' and fate = 'trained' then step end as step,
+           case when standing = 'bound' then staleness end as staleness
+    from records join (from trajectories select trajectory_id, group_id) using (trajectory_id)
+    join groups using (group_id)"""
+"""What control and decisions say of a record: columns that its value does not have."""
+
+
+def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
+    return [pa.field(name, kind) for name in names]
+
+
+SCHEMA: Final = pa.schema(
+    [
+        *_fields(pa.utf8(), "run", "trajectory", "group", "purpose", "standing"),
+        *_fields(pa.int64(), "ordinal", "sibling", "group_size", "attempt"),
+        *_fields(pa.int64(), "version", "deadline"),
+        *_fields(pa.utf8(), "weights_digest", "worker"),
+        *_fields(pa.int64(), "incarnation", "partition", "offset"),
+        *_fields(pa.utf8(), "sha256", "fate", "why"),
+        *_fields(pa.int64(), "step", "staleness"),
+        *_fields(pa.utf8(), "dataset_digest"),
+        *_fields(pa.int64(), "index", "data_epoch", "seed"),
+        *_fields(pa.utf8(), "finish", "error"),
+        *_fields(pa.float64(), "reward", "reward_raw"),
+        *_fields(pa.utf8(), "reward_parts", "reward_error"),
+        *_fields(pa.int64(), "prompt_tokens", "tokens", "sampled"),
+        *(TRAJECTORY.schema.field(name).with_nullable(True) for name in _ARRAYS),
+        pa.field("prefills", pa.list_(pa.int32())),
+        *_fields(pa.int64(), "dispatched_ns", "placed_ns", "started_ns", "first_token_ns"),
+        *_fields(pa.int64(), "finished_ns", "rewarded_ns", "logged_ns"),
+        *(CONTRIBUTIONS.field(name).with_nullable(True) for name in _CONTRIBUTED),
+    ]
+)
+"""One row per trajectory. `dispatched_ns` is the orchestrator's round clock, the rest wall clocks;
+all in ns. What is null did not happen: a trajectory that was not trained has no step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    rows: int
+    bytes: int
+    left_out: int
+    """Records that do not count, or could not be read."""
+    damage: Damage
+    """Trajectories that were logged and whose record is gone or another one."""
+
+
+def export_parquet(
+    bus: Bus,
+    topics: Topics,
+    catalogue: Catalogue,
+    store: PolicyStore | Path | None,
+    path: Path,
+    *,
+    everything: bool = False,
+    texts: Texts = NO_TEXTS,
+) -> Exported:
+    """Write one row per trajectory that counts for its group; `everything`: also those that do not.
+
+    `texts` makes the columns that people read. What is damaged is left out and named; what is sound
+    is written. A file that is there is replaced when the new one is whole.
+    """
+    schema = pa.schema([*SCHEMA, *texts.fields()])
+    where = "true" if everything else COUNTS
+    rows = _Rows(catalogue, None if store is None else as_store(store), where, texts, schema)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    written = 0
+    try:
+        with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+            records = records_of(bus, ends_of(bus, topics.trajectories))
+            for table in _tables(rows.of(records), schema):
+                writer.write_table(table)
+                written += table.num_rows
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return Exported(
+        rows=written,
+        bytes=path.stat().st_size,
+        left_out=rows.left_out,
+        damage=rows.damage,
+    )
+
+
+def export_policy(
+    catalogue: Catalogue, store: PolicyStore | Path, version: int, directory: Path
+) -> str:
+    """Write a version as a directory that `from_pretrained` loads; its weights digest.
+
+    Raises UsageError for a version that was not published, PolicyError when its files are gone.
+    """
+    published = dict(catalogue.query("select version, digest from versions"))
+    run = catalogue.one("select assets_digest from runs")
+    if version not in published or run is None:
+        raise UsageError(
+            f"version {version} was not published",
+            hint=f"there are versions 0 to {max(published, default=-1)}",
+        )
+    digest: str = published[version]
+    export_model(as_store(store), digest, run[0], directory)
+    return digest
+
+
+def _tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.Table]:
+    held: list[dict[str, Any]] = []
+    for row in rows:
+        held.append(row)
+        if len(held) == ROWS_PER_GROUP:
+            yield pa.Table.from_pylist(held, schema=schema)
+            held = []
+    if held:
+        yield pa.Table.from_pylist(held, schema=schema)
+
+
+class _Rows:
+    """Makes rows of records; holds the contributions of a few steps."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        store: PolicyStore | None,
+        where: str,
+        texts: Texts,
+        schema: pa.Schema,
+    ) -> None:
+        self._texts = texts
+        self._types = {one.name: one.type for one in schema}
+        self._store = store
+        self._wanted = logged_records(catalogue, where)
+        self._decided = {
+            (row["partition"], row["offset"]): row
+            for row in catalogue.records(f"{DECIDED} where {where}")
+        }
+        self._files = dict(catalogue.query("select step, contributions from steps"))
+        self._contributions: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()
+        self.left_out = 0
+        self.damage = Damage()
+
+    def of(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
+        """Rows, in the order of the log."""
+        for record in records:
+            logged = self._wanted.pop((record.partition, record.offset), None)
+            if logged is None:
+                self.left_out += 1
+                continue
+            if not self.damage.is_sound(record, logged):
+                continue
+            try:
+                trajectory = logged_trajectory(record, logged)
+            except SchemaError:
+                self.left_out += 1
+                continue
+            yield self._row(trajectory, self._decided[record.partition, record.offset])
+        self.damage.look_for_the_rest(self._wanted)
+
+    def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
+        row = _about(trajectory) | decided | self._texts.columns(trajectory, self._types)
+        if decided["step"] is not None:
+            of_step = self._of_step(decided["step"]).get(trajectory.trajectory, {})
+            row |= {name: of_step.get(name) for name in _CONTRIBUTED}
+        return row
+
+    def _of_step(self, step: int) -> dict[str, dict[str, Any]]:
+        if self._store is None:
+            return {}
+        if step not in self._contributions:
+            sha256 = self._files[step]
+            path = self._store.blob("contributions", sha256)
+            if not path.is_file():
+                raise PolicyError(f"no contributions of step {step} at {path}")
+            rows = read_contributions(path)
+            self._contributions[step] = {row["trajectory"]: row for row in rows}
+            if len(self._contributions) > STEPS_HELD_MAX:
+                self._contributions.popitem(last=False)
+        return self._contributions[step]
+
+
+def _about(trajectory: Trajectory) -> dict[str, Any]:
+    """What the record itself says."""
+    meta, times = trajectory.meta, trajectory.meta.times
+    same = ("run", "group", "purpose", "sibling", "group_size", "attempt", "deadline", "worker")
+    also = ("dataset_digest", "index", "data_epoch", "seed", "finish", "error")
+    more = ("reward_raw", "reward_error", "prompt_tokens")
+    return {
+        "trajectory": trajectory.trajectory,
+        "version": trajectory.version,
+        "weights_digest": trajectory.digest,
+        "incarnation": meta.epoch,
+        "reward": trajectory.reward,
+        "reward_parts": msgspec.json.encode(meta.reward_parts).decode(),
+        "tokens": len(trajectory.token_ids),
+        "sampled": trajectory.sampled,
+        "segments": [
+            {name: getattr(segment, name) for name in segment.__dataclass_fields__}
+            for segment in trajectory.segments
+        ],
+        "prefills": list(meta.prefills),
+        **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
+        **{name: getattr(meta, name) for name in (*same, *also, *more)},
+        **{f"{name}_ns": getattr(times, name) for name in times.__struct_fields__},
+    }

@@ -1,0 +1,108 @@
+"""What a look at a log finds wrong: named violations, collected instead of raised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Check = Literal[
+    "C1",
+    "C2",
+    "C3",
+    "steps",
+    "batches",
+    "rounds",
+    "decisions",
+    "control",
+    "records",
+    "policies",
+    "catalogue",
+]
+"""The checks of `audit`, in the order in which they are reported."""
+
+CHECKS: Final[dict[Check, str]] = {
+    "C1": "every trajectory comes from one policy version, with its published digest",
+    "C2": "nothing is abandoned: every dispatched group has exactly one fate, nothing trains twice",
+    "C3": "every group is trained at a step not beyond its deadline",
+    "steps": "steps are contiguous and unique, each starts from the weights the last one left",
+    "batches": "every batch is made of the records that count, digests recomputed from the log",
+    "rounds": "the chain of rounds is whole and folds to the recorded states",
+    "decisions": "every decision follows from what stood in the log before it",
+    "control": "every fact can be read, is of this run and possible when it came",
+    "records": "every trajectory in the log is what was logged of it, none is lost or foreign",
+    "policies": "weights, contributions and checkpoints that commits name are there, unchanged",
+    "catalogue": "the tables that are kept beside the run count what audit counts",
+}
+"""What holds when a check finds nothing."""
+
+MIXED: Final = (
+    "declared off (interruptible): versions never decrease, from the dispatch to the trainer's, "
+    "each hosted then with its published digest; evaluations are of one version"
+)
+"""What C1 becomes where a run lets trajectories mix versions."""
+
+NAMED_MAX: Final = 10_000
+"""Violations kept by name; those beyond are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One promise that does not hold.
+
+    Example: ``Violation(check="C3", subject="g0000000042", message="trained beyond its deadline",
+    expected="step <= 5", found="step 7")``
+    """
+
+    check: Check
+    subject: str
+    """The id of what is wrong: a group, a trajectory, ``step 7``, ``round 12``, a file."""
+    message: str
+    expected: str = ""
+    found: str = ""
+
+    @property
+    def line(self) -> str:
+        """As one line for people."""
+        detail = f": expected {self.expected}, found {self.found}" if self.expected else ""
+        return f"{self.check} {self.subject}: {self.message}{detail}"
+
+
+class Findings:
+    """Collects violations and counts what was looked at; `notes` are no violations."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.count: Counter[Check] = Counter()
+        """Violations per check, those that were not kept among them."""
+        self.looked: Counter[Check] = Counter()
+        """Things that a check compared."""
+        self.notes: list[str] = []
+        self.total = 0
+        """Violations of all checks."""
+
+    def add(
+        self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
+    ) -> None:
+        """A promise that does not hold."""
+        self.count[check] += 1
+        self.total += 1
+        if len(self.violations) < NAMED_MAX:
+            violation = Violation(
+                check=check,
+                subject=subject,
+                message=message,
+                expected=str(expected),
+                found=str(found),
+            )
+            self.violations.append(violation)
+
+    def same(
+        self, check: Check, subject: str, message: str, *, expected: object, found: object
+    ) -> bool:
+        """Compare; what differs is a violation. Whether they are the same."""
+        self.looked[check] += 1
+        if expected == found:
+            return True
+        self.add(check, subject, message, expected=expected, found=found)
+        return False

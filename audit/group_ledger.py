@@ -1,0 +1,293 @@
+"""The accounts of groups, requests and workers: what became of each, by facts and decisions.
+
+Rules:
+
+1. The first `trajectory logged` of a request's present attempt, by an incarnation that is not out,
+   binds. Every other record of that trajectory is superseded, or fenced if its incarnation was out.
+2. An attempt ends with its record, its failure, or the loss of its worker; losses and retryable
+   failures are faults, and a request with `attempts_max` faults has failed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from dora_pipe.audit.entries import (
+    Departure,
+    GroupEntry,
+    Logged,
+    Moment,
+    Placement,
+    RequestEntry,
+    Standing,
+    WorkerEntry,
+)
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.spill import SpillDict, Storage
+from dora_pipe.audit.sums import Sums
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    RequestReleased,
+    TrajectoryLogged,
+    WorkerJoined,
+)
+from dora_pipe.schemas.identity import group_of, trajectory_id
+from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest
+
+
+class GroupStorage(Storage[str, GroupEntry], Protocol):
+    """Where groups that have ended are kept."""
+
+    def of_version(self, version: int) -> set[str]:
+        """Ids of the groups that are kept and were dispatched under a version."""
+        ...
+
+
+class GroupLedger:
+    """Groups with their requests, and the incarnations of workers.
+
+    `sibling_ended` is called with a group whenever one of its siblings ended.
+    """
+
+    TRANSIENT = ("_storage",)
+    """Not kept when this is frozen."""
+
+    _storage: GroupStorage | None = None
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self.groups: SpillDict[str, GroupEntry] = SpillDict()
+        self.open: dict[str, GroupEntry] = {}
+        """Those without a fate."""
+        self.workers: dict[int, WorkerEntry] = {}
+        """By role epoch."""
+        self.logged: dict[tuple[int, int], Logged] = {}
+        """Logged records by (partition, offset), as far as their groups are live; of one logged
+        twice, the first."""
+        self.records = 0
+        """Logged records, those of groups that were put away among them."""
+        self.unread: dict[tuple[int, int], Logged] = {}
+        """Logged records that nobody has held against the log yet; they are taken out here."""
+        self.ended: dict[str, None] = {}
+        """Groups that have ended, or were spoken of after their end; `settle` takes them out."""
+        self.sums = Sums()
+        """Groups that were put away."""
+        self.attempts_max = 0
+        """Faults after which a request has failed; 0 while unknown."""
+        self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
+
+    def request(self, trajectory: str) -> RequestEntry | None:
+        """A dispatched sibling; None if it was never dispatched."""
+        name = group_of(trajectory)
+        group = self.open.get(name) or self.groups.get(name)
+        return None if group is None else group.requests.get(trajectory)
+
+    def was_placed(self, trajectory: str, epoch: int) -> bool:
+        """Whether a request was ever given to this incarnation of a worker."""
+        entry = self.request(trajectory)
+        return entry is not None and any(one.epoch == epoch for one in entry.placements)
+
+    def summed(self) -> Sums:
+        """All groups."""
+        sums = copy.deepcopy(self.sums)
+        for group in self.groups.values():
+            sums.add(group)
+        return sums
+
+    def settle(self) -> list[GroupEntry]:
+        """The groups that have ended since this was asked last."""
+        found = [self.groups[name] for name in self.ended]
+        self.ended = {}
+        return found
+
+    def spill(self, groups: Iterable[GroupEntry]) -> None:
+        """Let go of groups that have ended, if there is a place for them."""
+        for group in self.groups.spill(group.spec.group for group in groups):
+            self.sums.add(group)
+            for logged in group.records:
+                del self.logged[logged.place]
+
+    def attach(self, storage: GroupStorage) -> None:
+        """Let groups that have ended be put away there."""
+        self.groups.storage = self._storage = storage
+
+    def sampled_from(self, version: int) -> int:
+        """How many groups were dispatched under a version."""
+        names = {name for name, group in self.groups.items() if group.spec.version == version}
+        if self._storage is not None:
+            names |= self._storage.of_version(version)
+        return len(names)
+
+    def fetched(self, group: GroupEntry) -> None:
+        """A group that was put away is spoken of again."""
+        self.sums.add(group, -1)
+        self.ended[group.spec.group] = None
+        for logged in group.records:
+            self.logged[logged.place] = logged
+
+    def joined(self, fact: WorkerJoined, at: Moment) -> None:
+        """A new incarnation; an earlier one of that name is out from now on."""
+        for worker in self.workers.values():
+            if worker.joined.worker == fact.worker and not worker.departure:
+                self.depart(worker, "replaced", at)
+        self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
+
+    def depart(self, worker: WorkerEntry, departure: Departure, at: Moment) -> None:
+        """An incarnation is out; its open requests wait for another one."""
+        if worker.departure:
+            return
+        worker.departure, worker.departed = departure, at
+        for group in list(self.open.values()):
+            for entry in group.requests.values():
+                if entry.placements and entry.placements[-1].epoch == worker.epoch:
+                    self._lost(group, entry, fault=departure != "left")
+
+    def dispatched(self, decision: Dispatch, at: Moment) -> None:
+        """A group is open from now on."""
+        spec = decision.spec
+        if spec.group in self.groups:
+            self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
+            return
+        siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.size))
+        requests = {one: RequestEntry(trajectory=one) for one in siblings}
+        entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
+        self.groups[spec.group] = self.open[spec.group] = entry
+
+    def placed(self, decision: PlacedRequest, at: Moment) -> None:
+        """A new attempt at a request."""
+        name = decision.spec.group
+        group = self.open.get(name) or self.groups.get(name)
+        entry = None if group is None else group.requests.get(decision.trajectory)
+        if entry is None:
+            return
+        entry.waiting, entry.moving = False, False
+        placement = Placement(
+            attempt=decision.attempt,
+            worker=decision.worker,
+            epoch=decision.epoch,
+            resume=decision.resume,
+            reason=decision.reason,
+            at=at,
+        )
+        entry.placements.append(placement)
+
+    def log(self, fact: TrajectoryLogged, at: Moment) -> None:
+        """A record lies in the log: which standing it has."""
+        name = group_of(fact.trajectory)
+        present = self.open.get(name)
+        group = self.groups.get(name) if present is None else present
+        worker = self.workers.get(fact.epoch)
+        entry = None if group is None else group.requests.get(fact.trajectory)
+        if group is None or entry is None or worker is None:
+            what = "was never dispatched" if entry is None else f"epoch {fact.epoch} never joined"
+            self._wrong(at, f"logs {fact.trajectory}, but {what}")
+            return
+        if not entry.was_placed(fact.attempt, fact.worker, fact.epoch):
+            what = f"attempt {fact.attempt} of {fact.trajectory} by {fact.worker}"
+            self._wrong(at, f"logs {what}, but no decision placed it there")
+        standing = self._standing(fact, entry, worker, present is not None)
+        logged = Logged(fact=fact, standing=standing, at=at)
+        place = fact.partition, fact.offset
+        known = self.logged.get(place)
+        if known is not None:
+            # A writer that was not told whether an append landed appends the same bytes again.
+            if known.fact != fact:
+                self._wrong(at, f"logs the record at {place} a second time, otherwise")
+            return
+        self.logged[place] = self.unread[place] = logged
+        self.records += 1
+        group.records.append(logged)
+        if group.fate is not None:
+            self.ended[name] = None
+        if standing == "bound":
+            entry.bound = logged
+            self.sibling_ended(group)
+
+    def _standing(
+        self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry, is_open: bool
+    ) -> Standing:
+        if worker.departure:
+            return "superseded" if worker.departure == "left" else "fenced"
+        if not (entry.runs and is_open):
+            return "superseded"
+        present = entry.placements[-1]
+        same = present.attempt == fact.attempt and present.epoch == fact.epoch
+        return "bound" if same else "superseded"
+
+    def moved(self, decision: Move) -> None:
+        """A worker was asked to let go of a request."""
+        entry = self.request(decision.trajectory)
+        if entry is not None:
+            entry.moving = True
+
+    def released(self, fact: RequestReleased, at: Moment) -> None:
+        """A worker has let go of a request that moves; it waits for another placement."""
+        entry = self.request(fact.trajectory)
+        if entry is None:
+            self._wrong(at, f"{fact.trajectory} is released, which was never dispatched")
+            return
+        worker = self.workers.get(fact.epoch)
+        present = entry.placements[-1] if entry.placements else None
+        if worker is None or worker.departure or present is None:
+            return
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
+            return
+        if not entry.moving:
+            self._wrong(at, f"{fact.trajectory} is released although nobody asked to move it")
+            return
+        self._lost(self.groups[group_of(fact.trajectory)], entry, fault=False)
+
+    def failed(self, fact: RequestFailed, at: Moment) -> None:
+        """An attempt came to nothing."""
+        entry = self.request(fact.trajectory)
+        if entry is None:
+            self._wrong(at, f"{fact.trajectory} failed, which was never dispatched")
+            return
+        entry.errors.append(f"attempt {fact.attempt}: {fact.error}: {fact.message}")
+        worker = self.workers.get(fact.epoch)
+        present = entry.placements[-1] if entry.placements else None
+        if worker is None or worker.departure or present is None:
+            return
+        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch):
+            return
+        group = self.groups[group_of(fact.trajectory)]
+        if fact.retryable:
+            self._lost(group, entry, fault=True)
+        elif entry.bound is None and not entry.failed and not entry.waiting:
+            self._fail(group, entry)
+
+    def end(self, name: str, fate: Fate, why: str, at: Moment, *, step: int | None = None) -> None:
+        """A group has its fate; a second one is a violation, and so is one of a stranger."""
+        group = self.groups.get(name)
+        if group is None:
+            self._findings.add("C2", name, f"is {_said(fate, step)} but was never dispatched")
+        elif group.fate is not None:
+            first = f"{_said(group.fate, group.step)} and nothing after it"
+            found = _said(fate, step)
+            self._findings.add("C2", name, "has two fates", expected=first, found=found)
+        else:
+            group.fate, group.why, group.step, group.ended = fate, why, step, at
+            self.ended[name] = None
+            del self.open[name]
+
+    def _lost(self, group: GroupEntry, entry: RequestEntry, *, fault: bool) -> None:
+        """The present attempt came to nothing, if it still ran."""
+        if entry.bound is not None or entry.failed or entry.waiting:
+            return
+        entry.waiting = True
+        entry.faults += fault
+        if self.attempts_max and entry.faults >= self.attempts_max:
+            self._fail(group, entry)
+
+    def _fail(self, group: GroupEntry, entry: RequestEntry) -> None:
+        entry.failed, entry.waiting = True, False
+        self.sibling_ended(group)
+
+    def _wrong(self, at: Moment, message: str) -> None:
+        self._findings.add("control", f"control:{at.offset}", message)
+
+
+def _said(fate: Fate, step: int | None) -> str:
+    return fate if step is None else f"{fate}({step})"

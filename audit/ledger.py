@@ -1,0 +1,390 @@
+"""The conserved ledger of a run, from control and decisions alone: what was dispatched, what became
+of it, and which record of the log counts for it.
+
+The ledger keeps its own books: it shares the shapes with the orchestrator and nothing else, so
+that a mistake there is found here (whether the rounds also fold to the recorded states is
+`check_fold`'s question). What is wrong is written down, and the books go on with the facts: a
+commit is believed also where no decision allowed it, because the weights are what it made of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from dora_pipe.audit.entries import (
+    Attempted,
+    Moment,
+    StepEntry,
+    Taken,
+    VersionEntry,
+    WorkerEntry,
+)
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.group_ledger import GroupLedger
+from dora_pipe.audit.keys import key_of
+from dora_pipe.audit.legality import Legality
+from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.audit.spill import SpillDict
+from dora_pipe.audit.version_residency import Hosting
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.control import (
+    RUN_STOPPED,
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RequestReleased,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TrajectoriesLogged,
+    VersionsDropped,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+    config_digest,
+)
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Dispatch,
+    End,
+    Fence,
+    Move,
+    Place,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+from dora_pipe.schemas.wire import Unknown
+from dora_pipe.store.adapters import stands_on
+
+
+class Ledger:
+    """The books of one run; `build_ledger` makes them."""
+
+    def __init__(self, run: str, findings: Findings) -> None:
+        self.run = run
+        self.findings = findings
+        self.accounts = GroupLedger(findings)
+        self.started: RunStarted | None = None
+        self.config: Config | None = None
+        """As of `run started`; what commands changed is the legality's to know."""
+        self.steps: SpillDict[int, StepEntry] = SpillDict()
+        """The first commit of each step, in the order of the log."""
+        self.versions: SpillDict[int, VersionEntry] = SpillDict()
+        self.version = -1
+        """The newest; -1 before version 0."""
+        self.takes: SpillDict[tuple[int, int], Taken] = SpillDict()
+        """By (step, attempt)."""
+        self.unread_steps: list[StepEntry] = []
+        """Commits that nobody has held against the log yet, second ones of a step among them;
+        whoever does empties it."""
+        self.unread_versions: list[VersionEntry] = []
+        self.committed = 0
+        """Steps."""
+        self.published = 0
+        """Versions."""
+        self.not_trained: list[Attempted] = []
+        self.adopted: list[WeightsAdopted] = []
+        self.dropped: set[int] = set()
+        """Versions that commits have dropped: their files may be gone."""
+        self.commands: list[Command] = []
+        self.roles: list[RoleStarted] = []
+        self.unknown: Counter[str] = Counter()
+        """Records of kinds that this version does not know."""
+        self.rounds = 0
+        self.now_ns = 0
+        self.stopped: Moment | None = None
+        self.hosting = Hosting()
+        self.legality = Legality(self)
+        self.rewire()
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether the run declared C1 off: trajectories may mix versions."""
+        return self.config is not None and self.config.staleness.interruptible
+
+    def rewire(self) -> None:
+        """Tell parts of each other, who do not know it after they were frozen."""
+        self.accounts.sibling_ended = self.legality.sibling_ended
+        self.accounts.groups.on_fetch = self.accounts.fetched
+
+    def spill(self, newest: int) -> None:
+        """Let go of versions that no open group carries, of their steps and batches, and of what
+        workers hosted then, if there is a place for them; the newest stay."""
+        if self.versions.storage is None:
+            return
+        oldest = min(
+            (group.spec.version for group in self.accounts.open.values()), default=self.version
+        )
+        before = min(oldest, self.version - newest)
+        self.versions.spill([one for one in self.versions if one < before])
+        self.steps.spill([one for one in self.steps if one < before])
+        self.takes.spill([one for one in self.takes if one[0] < before])
+        for worker in self.accounts.workers.values():
+            worker.hosted = {one: at for one, at in worker.hosted.items() if one >= before}
+            worker.assigned = {one for one in worker.assigned if one >= before}
+
+    def apply(self, turn: FoldedRound) -> None:
+        """Book one turn, in the order of the fold."""
+        ordinal = -1 if turn.round is None else turn.round.ordinal
+        if turn.round is not None:
+            self.rounds += 1
+            self.now_ns = turn.round.now_ns
+            self.hosting.advance(self.now_ns)
+        for fact in turn.facts:
+            self.findings.looked["control"] += 1
+            at = Moment(round=ordinal, offset=fact.offset, now_ns=self.now_ns)
+            self.fact(fact, at)
+        if turn.round is not None:
+            self.round(turn.round, Moment(round=ordinal, offset=turn.offset, now_ns=self.now_ns))
+
+    def round(self, round_: Round, at: Moment) -> None:
+        """Check a round's decisions, and book them one by one."""
+        self.legality.round(round_, self.roles)
+        for decision in round_.decisions:
+            self.findings.looked["decisions"] += 1
+            self.decision(decision, at)
+
+    def fact(self, fact: Fact, at: Moment) -> None:
+        """Book one control record."""
+        record = fact.record
+        if record is None:
+            return
+        if isinstance(record, Unknown):
+            self.unknown[record.kind] += 1
+            return
+        if self.started is None and not isinstance(record, RunStarted):
+            self._wrong(at, "comes before `run started`")
+        if fact.key and fact.key != key_of(record):
+            self._wrong(at, "lies under another key", key_of(record) or "none", fact.key)
+        self._known(record, at)
+
+    def _known(self, record: AnyControl, at: Moment) -> None:
+        match record:
+            case RunStarted():
+                self._run_started(record, at)
+            case RoleStarted():
+                self.roles.append(record)
+            case WorkerJoined():
+                self.accounts.joined(record, at)
+                self.hosting.keep(self._living())
+            case WorkerReady():
+                self._worker_ready(record, at)
+            case WorkerLeft():
+                self._worker_left(record, at)
+            case TrajectoriesLogged():
+                self._check_hosted(record)
+                for logged in record.facts():
+                    self.accounts.log(logged, at)
+            case RequestReleased():
+                self.accounts.released(record, at)
+            case RequestFailed():
+                self.accounts.failed(record, at)
+            case StepCommitted():
+                self._committed(record, at)
+            case BatchRefused():
+                self._refused(record, at)
+            case Command():
+                self.commands.append(record)
+                self.legality.command(record)
+            case WeightsAdopted():
+                self.adopted.append(record)
+            case VersionsDropped():
+                if self.stopped is not None:
+                    self.dropped.update(record.versions)
+
+    def _wrong(self, at: Moment, message: str, expected: object = "", found: object = "") -> None:
+        where = f"control:{at.offset}"
+        self.findings.add("control", where, message, expected=expected, found=found)
+
+    def _run_started(self, fact: RunStarted, at: Moment) -> None:
+        if fact.run != self.run:
+            self._wrong(at, "starts another run", expected=self.run, found=fact.run)
+            return
+        if self.started is not None:
+            self._wrong(at, "starts the run a second time")
+            return
+        self.started = fact
+        self._published(VersionEntry(version=0, manifest=fact.policy, at=at))
+        try:
+            self.config = logged_config(fact.config)
+        except msgspec.ValidationError as error:
+            self._wrong(at, f"the configuration cannot be read: {error}")
+            return
+        self._check_start(fact, self.config, at)
+        self.accounts.attempts_max = self.config.groups.attempts_max
+        self.legality.start(self.config)
+
+    def _check_start(self, fact: RunStarted, config: Config, at: Moment) -> None:
+        """What a run's first record says twice."""
+        where, findings = f"control:{at.offset}", self.findings
+        message = "the configuration of `run started` is not the one of its digest"
+        found = config_digest(fact.config)
+        findings.same("control", where, message, expected=fact.config_digest, found=found)
+        message = "`run started` names another run or seed than its configuration"
+        expected = (config.run.name, config.run.seed)
+        findings.same("control", where, message, expected=expected, found=(fact.run, fact.seed))
+
+    def _published(self, version: VersionEntry) -> None:
+        self.versions[version.version] = version
+        self.unread_versions.append(version)
+        self.version = max(self.version, version.version)
+        self.published += 1
+
+    def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
+        worker = self._worker(fact.worker, fact.epoch, "is ready", at)
+        version = self.versions.get(fact.version)
+        if version is None:
+            self._wrong(at, f"{fact.worker} hosts version {fact.version}, which nobody published")
+        elif worker is not None:
+            who = f"{fact.worker} at control:{at.offset}"
+            message = f"hosts other weights than the published ones of version {fact.version}"
+            self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
+            if fact.version not in worker.assigned and fact.version not in worker.hosted:
+                self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
+            worker.hosted.setdefault(fact.version, at.offset)
+            # Said twice, after an append of unknown outcome, it may be dropped by now.
+            if worker.several and fact.version == worker.target:
+                worker.held.add(fact.version)
+            if not worker.departure:
+                self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
+
+    def _check_hosted(self, fact: TrajectoriesLogged) -> None:
+        """Who hosts several versions has said so of each before it logs what it sampled under."""
+        worker = self.accounts.workers.get(fact.epoch)
+        if worker is None or not worker.several or fact.version in worker.hosted:
+            return
+        for one in fact.trajectories:
+            if group_of(one.trajectory) in self.accounts.open:
+                message = f"was logged by {fact.worker}, which never hosted version {fact.version}"
+                self.findings.add("C1", one.trajectory, message)
+
+    def _worker_left(self, fact: WorkerLeft, at: Moment) -> None:
+        worker = self._worker(fact.worker, fact.epoch, "leaves", at)
+        if fact.reason.startswith(RUN_STOPPED) and self.stopped is None:
+            self._undecided(f"{fact.worker} left because the run stopped", "stopped it", at)
+        if worker is not None:
+            for name in fact.progress:
+                if not self.accounts.was_placed(name, fact.epoch):
+                    self._wrong(
+                        at, f"{fact.worker} leaves with progress of {name}, not placed there"
+                    )
+            self.accounts.depart(worker, "left", at)
+            self.hosting.keep(self._living())
+
+    def _undecided(self, what: str, verb: str, at: Moment) -> None:
+        """A fact that answers a decision which is not there: decisions were cut, or it lies."""
+        self._wrong(at, f"{what}, but no decision {verb}")
+
+    def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
+        worker = self.accounts.workers.get(epoch)
+        if worker is None or worker.joined.worker != name:
+            self._wrong(at, f"{name} {verb} under epoch {epoch}, which it never joined with")
+            return None
+        return worker
+
+    def _living(self) -> set[int]:
+        return {e for e, worker in self.accounts.workers.items() if not worker.departure}
+
+    def _committed(self, fact: StepCommitted, at: Moment) -> None:
+        taken = self.takes.get((fact.step, fact.attempt))
+        take, taken_at = (None, None) if taken is None else (taken.take, taken.at)
+        entry = StepEntry(fact=fact, at=at, take=take, taken_at=taken_at)
+        self._dropped(fact, at)
+        self._check_adapter(fact)
+        first = self.steps.get(fact.step)
+        if first is None and not self.legality.counts(fact):
+            why = f"committed at control:{at.offset}, after its batch had been ended"
+            self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+            return
+        self.unread_steps.append(entry)
+        if first is not None:
+            places = f"control:{first.at.offset} and control:{at.offset}"
+            self.findings.add("steps", f"step {fact.step}", f"is committed twice, at {places}")
+            return
+        self.steps[fact.step] = entry
+        self.committed += 1
+        self.legality.committed(entry, self.roles)
+        self._published(VersionEntry(version=fact.step + 1, manifest=fact.policy, at=at))
+        why = f"batch of step {fact.step}, attempt {fact.attempt}"
+        for group in fact.groups:
+            self.accounts.end(group.group, "trained", why, at, step=fact.step)
+
+    def _check_adapter(self, fact: StepCommitted) -> None:
+        """In a LoRA run every later version is an adapter on version 0, or that itself."""
+        if self.started is None or self.config is None or not self.config.lora.rank:
+            return
+        first = self.started.policy.digest
+        if fact.policy.digest != first and not stands_on(fact.policy, first):
+            who = f"version {fact.step + 1}"
+            self.findings.add("policies", who, "is no adapter on version 0", expected=first)
+
+    def _dropped(self, fact: StepCommitted, at: Moment) -> None:
+        """Versions whose files may be gone from now on; no open group may carry one."""
+        for version in sorted(self.dropped.intersection(fact.dropped)):
+            message = f"drops version {version}, which an earlier commit dropped"
+            self.findings.add("policies", f"step {fact.step}", message)
+        self.dropped.update(fact.dropped)
+        for version in fact.dropped:
+            names = sorted(
+                name for name, group in self.accounts.open.items() if group.spec.version == version
+            )
+            if names:
+                message = f"drops version {version}, which {names[0]} carries"
+                self.findings.add("policies", f"step {fact.step}", message)
+
+    def _refused(self, fact: BatchRefused, at: Moment) -> None:
+        found = self.takes.get((fact.step, fact.attempt))
+        if found is None:
+            self._wrong(at, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
+            return
+        take = found.take
+        why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
+        self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
+        self.legality.refused(fact, take)
+        for taken in take.groups:
+            group = self.accounts.open.get(taken.group)
+            if group is not None:
+                group.taken = None
+
+    def decision(self, decision: AnyDecision, at: Moment) -> None:
+        """Check one decision, and book it."""
+        self.legality.decision(decision, at)
+        accounts = self.accounts
+        match decision:
+            case Dispatch():
+                accounts.dispatched(decision, at)
+            case Place():
+                requests = decision.requests()
+                self.legality.placed(requests, at)
+                for placed in requests:
+                    accounts.placed(placed, at)
+            case Move():
+                accounts.moved(decision)
+            case Assign():
+                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                    worker.target = decision.version
+                    worker.assigned.add(decision.version)
+                    worker.held.difference_update(decision.drop)
+            case Fence():
+                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                    accounts.depart(worker, "fenced", at)
+                    self.hosting.keep(self._living())
+            case TakeBatch():
+                self.takes[decision.step, decision.attempt] = Taken(take=decision, at=at)
+                for taken in decision.groups:
+                    if (group := accounts.groups.get(taken.group)) is not None:
+                        group.taken = (decision.step, decision.attempt)
+            case End():
+                accounts.end(decision.group, decision.fate, decision.reason, at)
+            case StopRun():
+                self.stopped = at
+            case _:
+                pass

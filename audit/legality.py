@@ -1,0 +1,335 @@
+"""Whether each decision followed from what stood in the log before it.
+
+The rules are those of the design, written a second time. What depends on more than the log says
+(which worker got which request, when a plan was made) is the orchestrator's to choose: only what a
+decision must not do is checked there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
+from dora_pipe.audit.effective_config import EffectiveConfig
+from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
+from dora_pipe.audit.specs import check_spec
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.control import (
+    BatchRefused,
+    Command,
+    RoleStarted,
+    StepCommitted,
+    TakenGroup,
+)
+from dora_pipe.schemas.identity import Purpose, group_of
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fence,
+    GroupSpec,
+    Move,
+    PlacedRequest,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+
+if TYPE_CHECKING:
+    from dora_pipe.audit.ledger import Ledger
+
+
+class Legality:
+    """Looks at decisions before the ledger books them, and keeps account of the bound."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._findings = ledger.findings
+        self.bound = BoundLedger()
+        self._attempt = 1
+        """Of the next batch decision."""
+        self._in_force: EffectiveConfig | None = None
+        self._ordinals: Counter[Purpose] = Counter()
+
+    @property
+    def in_force(self) -> EffectiveConfig | None:
+        """The configuration as it stands after the last record; None before `run started`."""
+        return self._in_force
+
+    def start(self, config: Config) -> None:
+        """The run has started with this configuration."""
+        self._in_force = EffectiveConfig(config)
+
+    def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
+        """A round is written under the newest role epoch that an orchestrator announced.
+
+        One that catches up may fold less than its own announcement, and decides nothing then.
+        """
+        newest = max((one.role_epoch for one in roles if one.role == "orchestrator"), default=-1)
+        where = f"round {round_.ordinal}"
+        if round_.role_epoch > newest and round_.decisions:
+            message = "decides before its orchestrator was announced"
+            self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
+        if round_.role_epoch < newest:
+            message = "is of an orchestrator that was out"
+            self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
+
+    def command(self, command: Command) -> None:
+        """A user's command that changes what is in force."""
+        if self._in_force is None:
+            return
+        bound = self.bound
+        self._in_force.command(command, step=bound.step, waiting=bound.size)
+        if self.ended_by(command):
+            bound.training = None
+            self._attempt += 1
+
+    def ended_by(self, command: Command) -> tuple[int, int] | None:
+        """The batch in training, if the command ends it: one that names another step does not."""
+        training = self.bound.training
+        if command.verb != "fail-batch" or training is None:
+            return None
+        return training if command.args.get("step", training[0]) == training[0] else None
+
+    def sibling_ended(self, group: GroupEntry) -> None:
+        """A sibling of an open group was logged or failed for good."""
+        if self._in_force is not None:
+            self.bound.settle(group, outlook_of(group, self._in_force.config.groups))
+
+    def counts(self, fact: StepCommitted) -> bool:
+        """Whether a commit counts: not if its batch had been ended before it came.
+
+        A trainer that commits while a user ends its batch loses that race: the orchestrator leaves
+        such a commit aside, and the step is trained again from another batch.
+        """
+        taken = (fact.step, fact.attempt) in self._ledger.takes
+        return not taken or self.bound.training == (fact.step, fact.attempt)
+
+    def committed(self, entry: StepEntry, roles: Sequence[RoleStarted]) -> None:
+        """A step was committed: of the batch that is in training, and the one after the last."""
+        fact, bound = entry.fact, self.bound
+        who = f"step {fact.step}"
+        if fact.step > bound.version:
+            missing = f"step {bound.version}"
+            self._findings.add("steps", missing, "is missing", expected=missing, found=who)
+        if entry.take is None:
+            message = f"attempt {fact.attempt} was committed, which no decision took"
+            self._findings.add("batches", who, message)
+        newest = max((one.role_epoch for one in roles if one.role == "trainer"), default=-1)
+        if fact.role_epoch != newest:
+            message = "was committed by a trainer that was out"
+            expected, found = f"role epoch {newest}", fact.role_epoch
+            self._findings.add("steps", who, message, expected=expected, found=found)
+        for taken in fact.groups:
+            bound.remove(taken.group)
+        if fact.step >= bound.version:
+            bound.version, bound.training, self._attempt = fact.step + 1, None, 1
+
+    def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
+        """The groups of a refused batch are finished again, but for the offenders."""
+        offenders = {one.group for one in fact.offenders}
+        self.bound.training = None
+        self._attempt = fact.attempt + 1
+        for taken in take.groups:
+            group = self._ledger.accounts.open.get(taken.group)
+            if group is not None and taken.group not in offenders:
+                self.bound.give_back(group.spec)
+
+    def decision(self, decision: AnyDecision, at: Moment) -> None:
+        """Check one decision; called before it is booked. What `place` says, `placed` checks."""
+        where = f"round {at.round}"
+        if self._ledger.stopped is not None:
+            self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
+        match decision:
+            case Dispatch():
+                self._dispatch(decision, at)
+            case Move():
+                self._move(decision, where)
+            case Assign():
+                self._assign(decision, where)
+            case Cancel() | Drain() | Fence():
+                self._worker(decision.worker, decision.epoch, where, _kind(decision))
+            case TakeBatch():
+                self._take(decision, where)
+            case End():
+                self._end(decision, where)
+            case StopRun():
+                self._stop(where)
+
+    def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
+        """Check the requests of a placement; called before they are booked."""
+        where = f"round {at.round}"
+        for one in requests:
+            self._place(one, where)
+
+    def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
+        self._findings.add("decisions", subject, message, expected=expected, found=found)
+
+    def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
+        """The worker a decision speaks to; it must have joined and must not be out."""
+        worker = self._ledger.accounts.workers.get(epoch)
+        if worker is None or worker.joined.worker != name:
+            said = " ".join(verb)
+            self._wrong(where, f"{said} speaks to {name} under epoch {epoch}, which never joined")
+            return None
+        if worker.departure:
+            said = " ".join(verb)
+            self._wrong(where, f"{said} speaks to {name} of epoch {epoch}, which {worker.out}")
+        return worker
+
+    def _dispatch(self, decision: Dispatch, at: Moment) -> None:
+        spec, in_force = decision.spec, self._in_force
+        if in_force is None:
+            self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
+            return
+        check_spec(spec, self._ordinals[spec.purpose], self._ledger, in_force.config)
+        self._ordinals[spec.purpose] += 1
+        if spec.purpose == "eval":
+            return
+        if why := self.bound.why_not_admit(spec.deadline, in_force):
+            self._wrong(spec.group, f"is dispatched in round {at.round} against the bound: {why}")
+        self.bound.add(spec)
+
+    def _place(self, decision: PlacedRequest, where: str) -> None:
+        who, name, accounts = decision.trajectory, decision.spec.group, self._ledger.accounts
+        group = accounts.open.get(name) or accounts.groups.get(name)
+        entry = None if group is None else group.requests.get(who)
+        if group is None or entry is None:
+            self._wrong(who, f"is placed in {where} but was never dispatched")
+            return
+        if group.spec is not decision.spec and group.spec != decision.spec:
+            expected, found = _differing(group.spec, decision.spec)
+            message = f"is placed in {where} otherwise than its group was dispatched"
+            self._wrong(who, message, expected, found)
+        attempt = entry.placements[-1].attempt + 1 if entry.placements else 1
+        if decision.attempt != attempt:
+            message = f"is placed in {where} under a wrong attempt"
+            self._wrong(who, message, attempt, decision.attempt)
+        if group.fate is not None or entry.bound is not None or entry.failed:
+            self._wrong(who, f"is placed in {where} although it has ended")
+        elif entry.placements and not entry.waiting:
+            self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
+        worker = self._worker(decision.worker, decision.epoch, where, "place", who)
+        if worker is not None and not self._hosts(worker, group.spec):
+            message = f"is placed in {where} on {decision.worker}, assigned to another version"
+            self._wrong(who, message, group.spec.version, worker.target)
+
+    def _move(self, decision: Move, where: str) -> None:
+        """Only what runs there now may move, and only to a worker of its version (C1)."""
+        who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
+        if self._ledger.interruptible:
+            self._wrong(who, f"moves in {where}, although nothing moves in an interruptible run")
+        group = self._ledger.accounts.groups.get(group_of(who))
+        if entry is None or group is None:
+            self._wrong(who, f"moves in {where} but was never dispatched")
+            return
+        last = entry.placements[-1] if entry.placements else None
+        present = None if last is None or entry.waiting else (last.attempt, last.epoch)
+        if present != (decision.attempt, decision.epoch) or entry.bound or entry.failed:
+            found = f"attempt {decision.attempt} on epoch {decision.epoch}"
+            self._wrong(who, f"moves in {where} from where it does not run", present, found)
+        self._worker(decision.worker, decision.epoch, where, "move", who)
+        to = self._worker(decision.to, decision.to_epoch, where, "move", who)
+        if to is not None and not _has(to, group.spec.version):
+            message = f"moves in {where} to {decision.to}, assigned to another version"
+            self._wrong(who, message, group.spec.version, to.target)
+
+    def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
+        """Whether a worker may sample for a group: under its own version, or a later one where
+        that is declared."""
+        if self._ledger.interruptible and spec.purpose == "train":
+            return worker.target >= spec.version
+        return _has(worker, spec.version)
+
+    def _assign(self, decision: Assign, where: str) -> None:
+        self._worker(decision.worker, decision.epoch, where, "assign")
+        version = self._ledger.versions.get(decision.version)
+        if version is None:
+            found = f"version {decision.version}"
+            self._wrong(where, f"assigns {found} to {decision.worker}, which nobody published")
+        elif version.digest != decision.digest:
+            message = f"assigns {decision.worker} weights that are not version {decision.version}"
+            self._wrong(where, message, version.digest, decision.digest)
+        worker = self._ledger.accounts.workers.get(decision.epoch)
+        if worker is None or not (worker.several or decision.drop):
+            return
+        held = worker.held.difference(decision.drop) | {decision.version}
+        if len(held) > worker.joined.versions_resident or not worker.held.issuperset(decision.drop):
+            message = f"assigns {decision.worker} other versions than it has room for, or had"
+            self._wrong(where, message, worker.joined.versions_resident, sorted(held))
+
+    def _take(self, decision: TakeBatch, where: str) -> None:
+        who = f"step {decision.step}"
+        if self._in_force is not None:
+            names = [taken.group for taken in decision.groups]
+            if why := self.bound.why_not_take(decision.step, names, self._in_force):
+                self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
+        if decision.attempt != self._attempt:
+            message = f"its batch is taken in {where} under a wrong attempt"
+            self._wrong(who, message, self._attempt, decision.attempt)
+        for taken in decision.groups:
+            self._taken_group(taken, who)
+            self.bound.remove(taken.group)
+        self.bound.training = (decision.step, decision.attempt)
+
+    def _taken_group(self, taken: TakenGroup, who: str) -> None:
+        group = self._ledger.accounts.groups.get(taken.group)
+        if group is None:
+            self._wrong(taken.group, f"is taken by {who} but was never dispatched")
+            return
+        stamped = (group.spec.version, group.spec.deadline)
+        found = (taken.version, taken.deadline)
+        message = f"is taken by {who} with another version or deadline than it was dispatched with"
+        self._findings.same("C3", taken.group, message, expected=stamped, found=found)
+
+    def _end(self, decision: End, where: str) -> None:
+        group = self._ledger.accounts.groups.get(decision.group)
+        if group is None or self._in_force is None:
+            return
+        evaluation = group.spec.purpose == "eval"
+        outlook = outlook_of(group, self._in_force.config.groups)
+        wrong = ""
+        if decision.fate == "trained":
+            wrong = "without a commit"
+        elif decision.fate == "evaluated" and not evaluation:
+            wrong = "although it is for training"
+        elif decision.fate == "filtered" and outlook != "filtered":
+            wrong = "although its rewards differ or filtering is off"
+        elif decision.fate == "failed" and outlook == "running" and group.taken is None:
+            wrong = "although enough of its siblings may still be valid"
+        if wrong:
+            self._wrong(decision.group, f"ends as {decision.fate} in {where} {wrong}")
+        self.bound.remove(decision.group)
+
+    def _stop(self, where: str) -> None:
+        if self._in_force is not None and self.bound.version < self._in_force.steps:
+            message = f"is missing, although {where} stops the run"
+            expected = f"{self._in_force.steps} steps"
+            found = f"{self.bound.version} steps"
+            missing = f"step {self.bound.version}"
+            self._findings.add("steps", missing, message, expected=expected, found=found)
+        for name in self._ledger.accounts.open:
+            self._findings.add("C2", name, f"is open although {where} stops the run")
+
+
+def _has(worker: WorkerEntry, version: int) -> bool:
+    """Whether a worker was assigned a version, and, where it hosts several, has it now."""
+    return version in worker.held if worker.several else worker.target == version
+
+
+def _kind(decision: AnyDecision) -> str:
+    return str(type(decision).__struct_config__.tag)
+
+
+def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
+    """The fields in which two specs differ, as each has them."""
+    names = [one for one in first.__struct_fields__ if getattr(first, one) != getattr(second, one)]
+    told = [
+        ", ".join(f"{name} {getattr(spec, name)}" for name in names) for spec in (first, second)
+    ]
+    return told[0], told[1]

@@ -1,0 +1,333 @@
+"""Splits the ratios of a recorded batch by cause: staleness, numerics, sampling, tokenisation.
+
+For a token that version w sampled and step s trains, the ratio of the trained policy to what the
+token was drawn from is a product, and its logarithm a sum:
+
+    log pi_s(o) - log q_w(o) =   log pi_s(o)  - log pi_w(o)      staleness: other weights
+                               + log pi_w(o)  - log pi'_w(o)     numerics: same weights, other code
+                               + log pi'_w(o) - log q_w(o)       sampling: top-k, top-p, min-p
+
+pi is computed by the trainer, pi' was recorded by the engine (`logprobs`), and so was q, the
+distribution the sampler drew from (`sampler_logprobs`). The objective's own ratio is the first two.
+pi and pi' are at the temperature of the run (`sampling.logprobs`), so that sampling is truncation
+alone; in runs whose log-probs are raw, temperature is in it too.
+pi_s is that of the step's first weights: what later minibatches move is the step's own doing.
+
+Tokenisation is no part of this sum, since a step trains the ids that were sampled. What it would
+add is measured apart: who encodes the recorded text again gets other ids for some trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.trajectory import Segment, Trajectory
+
+Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+Row = tuple[Sequence[int], Sequence[int]]
+"""Token ids, and 1 where a log-prob is wanted."""
+
+CAUSES: Final = ("staleness", "numerics", "sampling")
+
+
+class Scorer(Protocol):
+    """A trainer as it is needed here: it loads weights and computes log-probs."""
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """Take weights. Raises PolicyError."""
+        ...
+
+    def score(self, rows: Sequence[Row]) -> list[list[float]]:
+        """Log-probs of the tokens of each row whose mask is 1, but the first of a row."""
+        ...
+
+
+class Texts(Protocol):
+    """A tokenizer."""
+
+    def again(self, token_ids: Sequence[int]) -> list[int]: ...
+
+
+WeightsOf = Callable[[int], tuple[Path, str]]
+"""File and digest of a version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The log ratios of one trajectory's tokens by cause; arrays [n], nats."""
+
+    trajectory: str
+    stale: np.ndarray[tuple[int], np.dtype[np.int64]]
+    """Staleness of each token, by the version that sampled it."""
+    staleness: Numbers
+    numerics: Numbers
+    sampling: Numbers
+
+    @property
+    def total(self) -> Numbers:
+        """log pi_s - log q_w."""
+        return self.staleness + self.numerics + self.sampling
+
+    @property
+    def trained(self) -> Numbers:
+        """log pi_s - log pi'_w: the ratio that the objective sees."""
+        return self.staleness + self.numerics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one cause, or their sum, did to the ratios of a batch.
+
+    Example: ``Figures(cause="staleness", tokens=4096, mean=-.002, size=.03, p99=.2, largest=1.4,
+    share=.98)``.
+    """
+
+    cause: str
+    tokens: int
+    mean: float
+    """Of the log ratios, nats."""
+    size: float
+    """Mean of their absolute values, nats."""
+    p99: float
+    """99th percentile of their absolute values, nats."""
+    largest: float
+    """Largest absolute value, nats."""
+    share: float | None
+    """Of the mean square of the sum: mean of the product with it over the mean of its square; the
+    causes' shares add up to 1. What shifts all tokens alike counts. None where the sum is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retokenised:
+    """What encoding the sampled text again would do to a batch."""
+
+    trajectories: int
+    differing: int
+    """Trajectories that get other ids."""
+    tokens: int
+    tokens_after: int
+    """Sampled tokens from the first difference of their trajectory on: all that would be trained
+    on another context than they were sampled in."""
+    logprob_mean: float | None
+    """Mean over differing trajectories of log pi_w(text as encoded again) - log pi_w(text as
+    sampled), nats per trajectory. None without any, or where nothing was scored."""
+    logprob_largest: float | None
+    """Largest absolute value of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The report on one step."""
+
+    step: int
+    trajectories: int
+    tokens: int
+    figures: tuple[Figures, ...]
+    """Per cause, then "trained" (what the objective sees) and "all"."""
+    by_staleness: Mapping[int, Figures]
+    """Of the part that staleness made, by the staleness of the token."""
+    tokenisation: Retokenised | None
+    """None where there was no tokenizer."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        retokenised = self.tokenisation
+        return {
+            "step": self.step,
+            "trajectories": self.trajectories,
+            "tokens": self.tokens,
+            "causes": {one.cause: _plain(one) for one in self.figures},
+            "by_staleness": {str(key): _plain(one) for key, one in self.by_staleness.items()},
+            "tokenisation": None if retokenised is None else _plain(retokenised),
+        }
+
+
+def measure(
+    batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Texts | None = None
+) -> Mismatch:
+    """The report on a step's batch. Every version in it is loaded once, ascending.
+
+    Raises PolicyError for weights that cannot be used, and what `weights_of` raises.
+    """
+    trajectories = [one for group in batch.groups for one in group.trajectories if one.sampled]
+    now = {batch.step: list(range(len(trajectories)))}
+    wanted = {place: _versions(one) for place, one in enumerate(trajectories)}
+    for place, versions in wanted.items():
+        for version in set(versions.tolist()):
+            now.setdefault(version, []).append(place)
+    rows = [(one.token_ids, one.loss_mask) for one in trajectories]
+    again = [None if texts is None else encoded_again(one, texts) for one in trajectories]
+    changed = {place: row for place, row in enumerate(again) if row is not None}
+    then = [np.zeros(len(versions)) for versions in wanted.values()]
+    trained: list[Numbers] = []
+    gaps: dict[int, float] = {}
+    for version in sorted(now):
+        path, digest = weights_of(version)
+        scorer.load(path, digest=digest, optimizer=None)
+        places = sorted(set(now[version]))
+        scored = [np.array(one) for one in scorer.score([rows[place] for place in places])]
+        if version == batch.step:
+            trained = scored
+        for place, values in zip(places, scored, strict=True):
+            own = wanted[place] == version
+            then[place][own] = values[own]
+        mine = [place for place in places if place in changed and _only(wanted[place], version)]
+        for place, one in zip(mine, scorer.score([changed[place] for place in mine]), strict=True):
+            gaps[place] = float(np.sum(one) - np.sum(then[place]))
+    splits = [
+        split(one, batch.step, trained=trained[place], then=then[place])
+        for place, one in enumerate(trajectories)
+    ]
+    told = None if texts is None else _retokenised(trajectories, changed, gaps)
+    return report(batch.step, splits, told)
+
+
+def split(trajectory: Trajectory, step: int, *, trained: Numbers, then: Numbers) -> Split:
+    """One trajectory's log ratios by cause.
+
+    `trained` and `then` are the trainer's log-probs of its sampled tokens (but a first token of
+    the sequence) under the step's first weights and under those that sampled each.
+    """
+    counted = _counted(trajectory)
+    recorded = _chosen(trajectory.logprobs, counted)
+    sampler = _chosen(trajectory.sampler_logprobs, counted)
+    versions = _versions(trajectory)
+    return Split(
+        trajectory=trajectory.trajectory,
+        stale=np.array([staleness_of(step, one) for one in versions.tolist()], dtype=np.int64),
+        staleness=trained - then,
+        numerics=then - recorded,
+        sampling=recorded - sampler,
+    )
+
+
+def report(step: int, splits: Sequence[Split], tokenisation: Retokenised | None) -> Mismatch:
+    """Figures over all tokens of a batch."""
+    joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in CAUSES}
+    total = _join([one.total for one in splits])
+    stale = np.concatenate([one.stale for one in splits]) if splits else np.zeros(0, np.int64)
+    figures = [figures_of(cause, joined[cause], total) for cause in CAUSES]
+    figures.append(figures_of("trained", _join([one.trained for one in splits]), total))
+    figures.append(figures_of("all", total, total))
+    by_staleness = {
+        age: figures_of(f"staleness {age}", joined["staleness"][stale == age], None)
+        for age in sorted(set(stale.tolist()))
+    }
+    return Mismatch(
+        step=step,
+        trajectories=len(splits),
+        tokens=len(total),
+        figures=tuple(figures),
+        by_staleness=by_staleness,
+        tokenisation=tokenisation,
+    )
+
+
+def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
+    """Figures of one cause; its share of `total` where that is given."""
+    sizes = np.abs(values)
+    return Figures(
+        cause=cause,
+        tokens=len(values),
+        mean=float(values.mean()) if len(values) else 0.0,
+        size=float(sizes.mean()) if len(values) else 0.0,
+        p99=float(np.quantile(sizes, 0.99)) if len(values) else 0.0,
+        largest=float(sizes.max(initial=0.0)),
+        share=None if total is None else _share(values, total),
+    )
+
+
+def encoded_again(trajectory: Trajectory, texts: Texts) -> Row | None:
+    """The row with the text of every stretch that the policy sampled encoded again; None if equal.
+
+    Prompts and what environments said stand as recorded: they were encoded once already.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    own = list(trajectory.token_ids)
+    for start, end, sampled in stretches(trajectory.segments):
+        part = own[start:end]
+        if sampled:
+            part = texts.again(part)
+        ids += part
+        mask += [int(sampled)] * len(part)
+    return None if ids == own else (ids, mask)
+
+
+def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
+    """(start, end, whether the policy sampled it), neighbours of one kind joined.
+
+    A request that moved has several segments of one turn: a text is encoded whole.
+    """
+    found: list[tuple[int, int, bool]] = []
+    turn = -1
+    for one in segments:
+        sampled = one.kind == "model"
+        if found and sampled and found[-1][2] and one.turn == turn:
+            found[-1] = (found[-1][0], one.end, True)
+        else:
+            found.append((one.start, one.end, sampled))
+        turn = one.turn
+    return found
+
+
+def _retokenised(
+    trajectories: Sequence[Trajectory], changed: Mapping[int, Row], gaps: Mapping[int, float]
+) -> Retokenised:
+    after = 0
+    for place, (ids, _) in changed.items():
+        own = trajectories[place]
+        pairs = enumerate(zip(own.token_ids, ids, strict=False))
+        first = next((at for at, (a, b) in pairs if a != b), min(len(own.token_ids), len(ids)))
+        after += int(sum(own.loss_mask[first:]))
+    values = np.array(list(gaps.values()))
+    return Retokenised(
+        trajectories=len(trajectories),
+        differing=len(changed),
+        tokens=sum(one.sampled for one in trajectories),
+        tokens_after=after,
+        logprob_mean=float(values.mean()) if len(values) else None,
+        logprob_largest=float(np.abs(values).max()) if len(values) else None,
+    )
+
+
+def _counted(trajectory: Trajectory) -> np.ndarray[Any, Any]:
+    return np.flatnonzero(np.asarray(trajectory.loss_mask)[1:]) + 1
+
+
+def _chosen(values: Sequence[float | None], counted: np.ndarray[Any, Any]) -> Numbers:
+    return np.array([values[at] for at in counted.tolist()], dtype=np.float64)
+
+
+def _versions(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The version that sampled each counted token."""
+    whole = np.full(len(trajectory.token_ids), trajectory.version, dtype=np.int64)
+    for one in trajectory.segments:
+        if one.kind == "model":
+            whole[one.start : one.end] = one.version
+    found: np.ndarray[tuple[int], np.dtype[np.int64]] = whole[_counted(trajectory)]
+    return found
+
+
+def _only(versions: np.ndarray[Any, Any], version: int) -> bool:
+    return bool((versions == version).all())
+
+
+def _join(parts: Sequence[Numbers]) -> Numbers:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _share(values: Numbers, total: Numbers) -> float | None:
+    square = float(total @ total)
+    return float(values @ total) / square if square else None
+
+
+def _plain(value: Figures | Retokenised) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in type(value).__slots__ if name != "cause"}

@@ -1,0 +1,162 @@
+"""Reads topics from end to end; it decides only when a log that gives nothing more is given up."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.schemas.dead_letter import decode_dead_letter
+from dora_pipe.schemas.topics import Topics
+
+Buried = tuple[str, int, int]
+"""Topic, partition and offset of a record that could not be read and is among the dead letters."""
+
+POLL_S: Final = 1.0
+FIRST_WAIT_S: Final = 0.02
+EMPTY_POLLS_MAX: Final = 30
+"""Polls in a row without a record or an advance before reading is given up."""
+RECORDS_MAX: Final = 2000
+BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of one poll: it bounds the memory of whoever reads a log from end to end."""
+
+
+GARBAGE_MIN: Final = 50_000
+"""New objects, less those that have gone, after which a reader looks for cycles among them."""
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Whoever reads a long log makes many values and no cycles: to look for some takes a tenth."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE_MIN, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far a look at a living run goes: ends of topics, taken in an order that makes sense.
+
+    A round names only facts that were there before it, a fact only records that were: so those ends
+    are taken after. What nobody has named yet is looked at up to ends taken before: a fact that
+    speaks of a decision behind the horizon would look impossible.
+    """
+
+    trajectories_before: dict[TopicPartition, int]
+    control_before: int
+    decisions: int
+    control: int
+    trajectories: dict[TopicPartition, int]
+
+
+def horizon_of(bus: Bus, topics: Topics) -> Horizon:
+    """The present horizon. The calls below happen in this order. Raises BusError."""
+    control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
+    return Horizon(
+        trajectories_before=ends_of(bus, topics.trajectories),
+        control_before=bus.end(control),
+        decisions=bus.end(decisions),
+        control=bus.end(control),
+        trajectories=ends_of(bus, topics.trajectories),
+    )
+
+
+def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
+    """The present ends of all partitions of a topic."""
+    partitions = [TopicPartition(topic, one) for one in range(bus.partitions(topic))]
+    return {tp: bus.end(tp) for tp in partitions}
+
+
+def records_of(
+    bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
+) -> Generator[Record, None, None]:
+    """Every record below these ends, in offset order per partition. Raises BusError."""
+    reader = bus.reader(dict.fromkeys(ends, start))
+    empty = 0
+    try:
+        while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
+            before = [reader.position(tp) for tp in ends]
+            # A reader that stands before nothing but a gap would wait for what comes behind it.
+            wait_s = wait_after(empty)
+            records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
+            for record in records:
+                if record.offset < ends[record.at]:
+                    yield record
+            moved = records or before != [reader.position(tp) for tp in ends]
+            empty = 0 if moved else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{behind[0].topic} gives no more records before its end")
+    finally:
+        reader.close()
+
+
+def wait_after(empty: int) -> float:
+    """Seconds that a poll waits after so many in a row that brought nothing: longer and longer.
+
+    A position may advance without a record while a poll waits: then there is nothing to wait for.
+    """
+    return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
+
+
+def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
+    """The record at exactly this place; None where there is none."""
+    return next(iter(records_at(bus, tp, [offset])), None)
+
+
+def records_from(bus: Bus, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Record]:
+    """The first record at or behind each position, read side by side; none where none is left."""
+    found: dict[TopicPartition, Record] = {}
+    if not positions:
+        return found
+    ends = {tp: bus.end(tp) for tp in positions}
+    reader, empty = bus.reader(positions), 0
+    try:
+        while left := [t for t in positions if t not in found and reader.position(t) < ends[t]]:
+            records = reader.poll(
+                timeout_s=wait_after(empty), records_max=RECORDS_MAX, bytes_max=BYTES_MAX
+            )
+            for record in records:
+                found.setdefault(record.at, record)
+            empty = 0 if records else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{left[0].topic} gives no more records before its end")
+    finally:
+        reader.close()
+    return found
+
+
+def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
+    """The records of one partition at these offsets, in offset order; missing ones are left out."""
+    end = bus.end(tp)
+    reader = bus.reader({tp: 0})
+    try:
+        for offset in sorted(offsets):
+            if offset >= end:
+                return
+            reader.seek(tp, offset)
+            found: list[Record] = []
+            polls = 0
+            while not found and reader.position(tp) < end and polls <= EMPTY_POLLS_MAX:
+                found = reader.poll(timeout_s=POLL_S, records_max=1)
+                polls += 1
+            if found and found[0].offset == offset:
+                yield found[0]
+    finally:
+        reader.close()
+
+
+def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:
+    """Where the dead letters came from; what is no dead letter is left out."""
+    found: set[Buried] = set()
+    for record in records_of(bus, ends_of(bus, topics.dead_letters)):
+        with suppress(SchemaError):
+            letter = decode_dead_letter(record.value, record.headers)
+            found.add((letter.topic, letter.partition, letter.offset))
+    return frozenset(found)

@@ -1,0 +1,352 @@
+"""Generates a trajectory again from seed, sampling settings and the weights that sampled it.
+
+A trajectory is cut into *prefill segments*: tokens that were sampled behind one prefill. The
+recorded prefill points say where each began (a request that went on elsewhere, or whose
+environment answered, or whose weights changed, was prefilled again), so each segment is generated
+from the recorded tokens before it under the version that sampled it, and what an environment said
+is fed back as it was recorded. Tokens and both log-probs of every one must come out bit for bit.
+
+What that promises depends on what the engine declares: equal bits need `counter_sampling`, and
+`batch_invariant` where the trajectory was sampled beside others.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dora_pipe.audit.reading import record_at
+from dora_pipe.bus.logged import logged_trajectory
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
+from dora_pipe.config.logged import logged_config
+from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.producers.engines.port import (
+    Engine,
+    EngineRequest,
+    RequestFinished,
+    SamplingParams,
+    TokensSampled,
+)
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.store.store import PolicyStore, as_store
+
+STEPS_MAX: Final = 10_000_000
+"""Engine steps for all trajectories of one version; beyond that it does not end by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSegment:
+    """Tokens [start, end) of a trajectory, sampled behind one prefill of the first `start`."""
+
+    start: int
+    end: int
+    version: int
+    """Which one sampled it; in an interruptible run not always the trajectory's own."""
+    whole: bool
+    """Whether the engine itself ended there; else the request was taken away from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regenerated:
+    """A trajectory and what came out when it was generated again."""
+
+    trajectory: str
+    version: int
+    prefills: int
+    tokens: int
+    """Sampled ones, all compared."""
+    difference: str
+    """The first difference in words; empty when everything is bit-equal."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every token and log-prob is bit-equal."""
+        return not self.difference
+
+
+@dataclass(slots=True)
+class _Run:
+    """A trajectory while it is generated again."""
+
+    recorded: Trajectory
+    params: SamplingParams
+    left: deque[PrefillSegment]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampler: list[float] = field(default_factory=list)
+    difference: str = ""
+    prefills: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is generated of it."""
+        return not self.left or bool(self.difference)
+
+
+def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
+    """A trajectory's segments, in order. Raises InvariantBroken where none can be made of it.
+
+    Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: 5..12 and 12..20.
+    """
+    size, mask = len(trajectory.token_ids), trajectory.loss_mask
+    points = sorted(set(trajectory.meta.prefills))
+    found: list[PrefillSegment] = []
+    for place, start in enumerate(points):
+        end = start
+        limit = points[place + 1] if place + 1 < len(points) else size
+        while end < limit and mask[end]:
+            end += 1
+        last = place + 1 == len(points)
+        taken = trajectory.meta.finish == "error" if last else end == limit
+        if end > start:
+            version = _version_of(trajectory, start, end)
+            found.append(PrefillSegment(start=start, end=end, version=version, whole=not taken))
+    covered = sum(segment.end - segment.start for segment in found)
+    if covered != trajectory.sampled:
+        raise InvariantBroken(
+            f"{trajectory.trajectory}: its prefill points {points} do not lead to "
+            f"{trajectory.sampled} sampled tokens"
+        )
+    return found
+
+
+def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
+    """The version that sampled a segment."""
+    found = {
+        one.version
+        for one in trajectory.segments
+        if one.kind == "model" and one.start < end and one.end > start
+    }
+    if len(found) != 1:
+        who = f"{trajectory.trajectory}: tokens {start} to {end}, behind one prefill,"
+        raise InvariantBroken(f"{who} were sampled by versions {sorted(found)}")
+    return found.pop()
+
+
+def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
+    """So many random trajectories that count, by a seed; sorted. Evaluation groups are among them.
+
+    Raises UsageError when there are none.
+    """
+    found = catalogue.query(
+        "select trajectory_id from trajectories where finish <> 'error' order by 1"
+    )
+    if not found:
+        raise UsageError("no trajectory was logged yet")
+    names = [name for (name,) in found]
+    return sorted(random.Random(seed).sample(names, min(count, len(names))))
+
+
+def engines_of(
+    bus: Bus, topics: Topics, catalogue: Catalogue, wanted: Sequence[str]
+) -> dict[str, list[str]]:
+    """Trajectories by the name of the engine that sampled them.
+
+    Raises UsageError for an id without a record, and for one that several engines sampled: their
+    random streams differ, so that none of them can generate it again.
+    """
+    found: dict[str, list[str]] = {}
+    engine_of = dict(catalogue.query("select incarnation, engine from workers"))
+    for name in sorted(wanted):
+        segments = _read(bus, topics, catalogue, name).segments
+        epochs = {one.epoch for one in segments if one.kind == "model"}
+        engines = sorted({engine_of[epoch] for epoch in epochs})
+        if len(engines) > 1:
+            raise UsageError(f"{name} was sampled by several engines: {', '.join(engines)}")
+        found.setdefault(engines[0] if engines else "", []).append(name)
+    return found
+
+
+def regenerate(
+    bus: Bus,
+    topics: Topics,
+    store: PolicyStore | Path,
+    catalogue: Catalogue,
+    engine: Engine,
+    wanted: Sequence[str],
+    params: Mapping[Purpose, SamplingParams],
+    *,
+    weights_of: Callable[[int], Path] | None = None,
+) -> Iterator[Regenerated]:
+    """Generate trajectories again, version by version; in order of their last version, then id.
+
+    `weights_of` gives the file of a version; without it, it must lie in the store.
+
+    Raises UsageError for an id without a record, PolicyError when weights are gone.
+    """
+    store = as_store(store)
+    run = "select config, digest from runs, versions where version = 0"
+    for config, first in catalogue.query(run):
+        if logged_config(json.loads(config)).lora.rank:  # The other versions stand on this one.
+            engine.load(store.weights(first), version=0, digest=first)
+            engine.drop(0)
+    recorded = [_read(bus, topics, catalogue, name) for name in sorted(wanted)]
+    open_ = [
+        _Run(recorded=one, params=params[one.meta.purpose], left=deque(prefill_segments(one)))
+        for one in recorded
+    ]
+    for version in sorted({segment.version for run in open_ for segment in run.left}):
+        runs = [run for run in open_ if run.left and run.left[0].version == version]
+        if runs:
+            digest = _digest_of(runs[0].recorded, version)
+            path = store.weights(digest) if weights_of is None else weights_of(version)
+            engine.load(path, version=version, digest=digest)
+            _generate(engine, runs, version)
+            engine.drop(version)
+        yield from (_result(run) for run in open_ if run.over)
+        open_ = [run for run in open_ if not run.over]
+    yield from (_result(run) for run in open_)  # nothing was sampled of these
+
+
+def raise_if_different(found: Regenerated) -> None:
+    """Raise ReplayDiverged unless everything was bit-equal."""
+    if not found.equal:
+        raise ReplayDiverged(f"{found.trajectory}: {found.difference}")
+
+
+def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
+    """The record that counts for a trajectory. Raises UsageError where there is none."""
+    for found in logged_records(catalogue, f"{COUNTS} and trajectory_id = ?", [name]).values():
+        return found
+    raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
+
+
+def _read(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
+    named = counted_record(catalogue, name)
+    record = record_at(bus, TopicPartition(topics.trajectories, named.partition), named.offset)
+    return logged_trajectory(record, named)
+
+
+def _digest_of(trajectory: Trajectory, version: int) -> str:
+    others = {one.version: one.digest for one in trajectory.meta.weights}
+    digest = others.get(version, trajectory.digest if version == trajectory.version else "")
+    if not digest:
+        raise InvariantBroken(f"{trajectory.trajectory} names no weights for version {version}")
+    return digest
+
+
+def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
+    """Drive the engine until every segment of this version was generated, all slots in use."""
+    waiting = deque(runs)
+    active: dict[str, _Run] = {}
+    for _ in range(STEPS_MAX):
+        while waiting and engine.active < engine.slots:
+            run = waiting.popleft()
+            engine.add(_request(run))
+            active[run.recorded.trajectory] = run
+        if not active:
+            return
+        for event in engine.step():
+            if isinstance(event, TokensSampled):
+                _take(active[event.request], event)
+            elif isinstance(event, RequestFinished):
+                run = active.pop(event.request)
+                if _ended(run, event) and run.left[0].version == version:
+                    waiting.append(run)
+        for name, run in list(active.items()):
+            if run.left[0].end - run.left[0].start <= len(run.ids) and not run.left[0].whole:
+                engine.cancel(name)
+                del active[name]
+                if _ended(run, None) and run.left[0].version == version:
+                    waiting.append(run)
+    raise InvariantBroken(f"the engine does not end after {STEPS_MAX} steps")
+
+
+def _request(run: _Run) -> EngineRequest:
+    """The request that the worker made for this segment.
+
+    Every turn of an episode is a request of its own, with what is left of `max_tokens`; a turn that
+    goes on behind another prefill counts what was sampled of it before.
+    """
+    segment, recorded = run.left[0], run.recorded
+    run.ids, run.logprobs, run.sampler = [], [], []
+    turn = _turn_start(recorded, segment)
+    before = sum(recorded.loss_mask[:turn])
+    sampled, params = (
+        segment.start - turn,
+        replace(run.params, max_tokens=run.params.max_tokens - before),
+    )
+    return EngineRequest(
+        request=recorded.trajectory,
+        token_ids=list(recorded.token_ids[: segment.start]),
+        sampled=sampled,
+        seed=recorded.meta.seed,
+        params=params,
+        emit_every=0 if segment.whole else 1,
+    )
+
+
+def _turn_start(trajectory: Trajectory, segment: PrefillSegment) -> int:
+    """Where the turn begins that a segment belongs to."""
+    model = [one for one in trajectory.segments if one.kind == "model"]
+    turn = next(one.turn for one in model if one.start <= segment.start < one.end)
+    return min(one.start for one in model if one.turn == turn)
+
+
+def _take(run: _Run, event: TokensSampled) -> None:
+    run.ids.extend(event.token_ids)
+    run.logprobs.extend(event.logprobs)
+    run.sampler.extend(event.sampler_logprobs)
+
+
+def _ended(run: _Run, event: RequestFinished | None) -> bool:
+    """Compare the segment that is over; whether the run has another one to generate."""
+    segment = run.left.popleft()
+    run.prefills += 1
+    run.difference = _compare(run, segment)
+    last = not run.left
+    finish = run.recorded.meta.finish
+    if not run.difference and event is not None:
+        if not segment.whole and not (last and finish == "error"):
+            run.difference = f"it ends at token {segment.start + len(run.ids)} ({event.reason})"
+        elif last and finish in ("stop", "length") and event.reason != finish:
+            run.difference = f"it ends with {event.reason!r}, recorded is {finish!r}"
+    return bool(run.left) and not run.difference
+
+
+def _compare(run: _Run, segment: PrefillSegment) -> str:
+    """The first difference; log-probs are compared as the float32 that are recorded."""
+    size, recorded = segment.end - segment.start, run.recorded
+    ids = list(recorded.token_ids[segment.start : segment.end])
+    made = run.ids if segment.whole else run.ids[:size]
+    for place, (found, expected) in enumerate(zip(made, ids, strict=False)):
+        if found != expected:
+            return f"token {segment.start + place} is {found}, recorded is {expected}"
+    if len(made) != size:
+        return f"{len(made)} tokens behind the prefill at {segment.start}, recorded are {size}"
+    pairs = (("logprobs", run.logprobs), ("sampler_logprobs", run.sampler))
+    for name, values in pairs:
+        expected_bits = _bits(getattr(recorded, name)[segment.start : segment.end])
+        found_bits = _bits(values[:size])
+        differing = np.nonzero(found_bits != expected_bits)[0]
+        if len(differing):
+            place = int(differing[0])
+            was, now = getattr(recorded, name)[segment.start + place], values[place]
+            return f"{name}[{segment.start + place}] is {now!r}, recorded is {was!r}"
+    return ""
+
+
+def _bits(values: Sequence[float | None]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.asarray(values, np.float32).view(np.uint32)
+
+
+def _result(run: _Run) -> Regenerated:
+    recorded = run.recorded
+    return Regenerated(
+        trajectory=recorded.trajectory,
+        version=recorded.version,
+        prefills=run.prefills,
+        tokens=recorded.sampled,
+        difference=run.difference,
+    )

@@ -1,0 +1,329 @@
+"""What an audit says of a run, in figures; it decides only how they are grouped."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.check_fold import FoldCheck
+from dora_pipe.audit.check_records import Seen
+from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.sums import Bucket, Sums
+
+FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
+"""The fates of groups, and what has none yet."""
+
+CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
+"""What an engine may declare; what it does not, `replay --trajectory` cannot promise."""
+
+
+CANNOT_SEE: Final = (
+    "whether these weights sampled these tokens, and these trajectories made these weights: "
+    "`replay --random N`, `replay`",
+    "whether the task gives these rewards for these texts: `replay --rewards`",
+    "whether a progress record, a metric, or a trajectory that nobody has named yet is gone "
+    "or another one",
+    "what stands once: times, hosts, users, reasons, what an engine declares of itself",
+    "a log that somebody has rewritten from end to end, every digest and the chain included",
+)
+"""What no audit says, and who does where somebody can; docs/audit.md has the same."""
+
+
+class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One check: what it holds, how much it looked at, how often it does not hold."""
+
+    check: Check
+    holds: str
+    looked: int
+    violations: int
+
+
+class FateLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that ended in one way, with the records that count for them."""
+
+    fate: str
+    groups: int
+    trajectories: int
+    tokens: int
+
+
+class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Training trajectories of one length bucket: how their groups ended.
+
+    Example: sampled tokens 17..32: 210 trajectories, 5 020 tokens, 208 of them trained.
+    """
+
+    low: int
+    high: int
+    """Sampled tokens, both ends included; 0..0 are siblings without a record."""
+    trajectories: int
+    tokens: int
+    fates: dict[str, int]
+    trained_share: float | None
+    """Of those whose group has ended."""
+
+
+class PairLine(msgspec.Struct, frozen=True, kw_only=True):
+    """How long two versions were hosted at the same time, by whichever workers."""
+
+    older: int
+    newer: int
+    seconds: float
+
+
+class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine generated: trajectories whose record counts, and their sampled tokens.
+
+    Example: vllm 0.32.0 on cpu in float32, 2 incarnations of workers, 4 112 trajectories.
+    """
+
+    engine: str
+    version: str
+    device: str
+    dtype: str
+    workers: int
+    """Incarnations of workers, each a role epoch."""
+    trajectories: int
+    tokens: int
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `audit` has to say of a run."""
+
+    run: str
+    finished: bool
+    rounds: int
+    steps: int
+    versions: int
+    adopted: tuple[int, ...]
+    """Steps whose weights were adopted instead of replayed: a break in what can be reproduced."""
+    records: int
+    record_bytes: int
+    standings: dict[str, int]
+    """Trajectory records: bound, superseded, fenced, pending."""
+    one_version_share: float | None
+    """C1: logged records all of whose evidence names one version and its published digest."""
+    interruptible: bool
+    """Whether C1 is declared off: trajectories may mix versions."""
+    versions_each: dict[int, int]
+    """Logged records by the number of versions that sampled them."""
+    fates: tuple[FateLine, ...]
+    staleness: dict[int, int]
+    """C3: trained groups by staleness."""
+    staleness_max: int | None
+    staleness_bound: int | None
+    """Largest deadline minus version of a trained group."""
+    lengths: tuple[LengthLine, ...]
+    engines: tuple[EngineLine, ...]
+    """Every trajectory with a record that counts is in one of them."""
+    hosted_pairs: tuple[PairLine, ...]
+    """Of a long run those that were hosted together for longest."""
+    other_pairs: int
+    """Those that are not among `hosted_pairs`."""
+    other_pairs_seconds: float
+    seconds: float
+    several_versions_seconds: float
+    """Of `seconds`: with at least two versions hosted."""
+    state_digests: int
+    """Recorded states that the fold reproduced."""
+    plans: int
+    """Plans that were made again and were the recorded ones."""
+    not_declared: dict[str, tuple[str, ...]]
+    """Engine to capabilities that it does not declare: nothing is promised of them."""
+    unknown_records: dict[str, int]
+    checks: tuple[CheckLine, ...]
+    violations: tuple[Violation, ...]
+    violations_total: int
+    notes: tuple[str, ...]
+    cannot_see: tuple[str, ...] = CANNOT_SEE
+
+    @property
+    def mixed_share(self) -> float | None:
+        """Of the logged records: those that more than one version sampled."""
+        total = sum(self.versions_each.values())
+        mixed = sum(count for versions, count in self.versions_each.items() if versions > 1)
+        return mixed / total if total else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether every promise holds."""
+        return self.violations_total == 0
+
+    @property
+    def dispatched(self) -> int:
+        """Groups: the left side of C2's equation."""
+        return sum(line.groups for line in self.fates)
+
+
+def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
+    """Everything that the books say."""
+    findings = ledger.findings
+    sums = ledger.accounts.summed()
+    staleness = staleness_of_groups(sums)
+    order = ["steps", *CHECKS]  # A missing step has many consequences: it goes first.
+    logged = ledger.accounts.records
+    return AuditReport(
+        run=ledger.run,
+        finished=ledger.stopped is not None,
+        rounds=ledger.rounds,
+        steps=ledger.committed,
+        versions=ledger.published,
+        adopted=tuple(one.step for one in ledger.adopted),
+        records=seen.records,
+        record_bytes=seen.bytes,
+        standings=dict(sorted(seen.standings.items())),
+        one_version_share=seen.one_version / logged if logged else None,
+        interruptible=ledger.interruptible,
+        versions_each=dict(sorted(seen.mixed.items())),
+        fates=fate_lines(sums),
+        staleness=staleness,
+        staleness_max=max(staleness, default=None),
+        staleness_bound=bound_of_groups(sums),
+        lengths=length_lines(sums),
+        engines=engine_lines(ledger, sums),
+        hosted_pairs=pair_lines(ledger),
+        other_pairs=ledger.hosting.others[0],
+        other_pairs_seconds=ledger.hosting.others[1],
+        seconds=ledger.hosting.seconds,
+        several_versions_seconds=ledger.hosting.several_seconds,
+        state_digests=fold.digests,
+        plans=fold.plans,
+        not_declared=not_declared(ledger),
+        unknown_records=dict(ledger.unknown),
+        checks=check_lines(ledger),
+        violations=tuple(sorted(findings.violations, key=lambda one: order.index(one.check))),
+        violations_total=findings.total,
+        notes=(*findings.notes, *notes_of(ledger)),
+    )
+
+
+def notes_of(ledger: Ledger) -> list[str]:
+    """What is no violation and should be known."""
+    notes = [
+        f"step {one.step}: its weights were adopted, not reproduced ({one.why})"
+        for one in ledger.adopted
+    ]
+    notes += [
+        f"step {one.step}: batch {one.attempt} was not trained: {one.why}"
+        for one in ledger.not_trained
+    ]
+    notes += [
+        f"{count} control records of a later kind: {kind}"
+        for kind, count in sorted(ledger.unknown.items())
+    ]
+    if ledger.stopped is None:
+        notes.append(f"the run is not finished: {len(ledger.accounts.open)} groups open")
+    return notes
+
+
+def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
+    """The checks in their order."""
+    findings, said = ledger.findings, dict(CHECKS)
+    if ledger.interruptible:
+        said["C1"] = MIXED
+    return tuple(
+        CheckLine(
+            check=check,
+            holds=holds,
+            looked=findings.looked[check],
+            violations=findings.count[check],
+        )
+        for check, holds in said.items()
+    )
+
+
+def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
+    """Groups, trajectories and tokens by fate; the groups add up to what was dispatched."""
+    return tuple(
+        FateLine(
+            fate=fate,
+            groups=sums.groups[fate],
+            trajectories=sums.trajectories[fate],
+            tokens=sums.tokens[fate],
+        )
+        for fate in FATES
+        if sums.groups[fate]
+    )
+
+
+def staleness_of_groups(sums: Sums) -> dict[int, int]:
+    """Trained groups by staleness."""
+    return {one: count for one, count in sorted(sums.staleness.items()) if count}
+
+
+def bound_of_groups(sums: Sums) -> int | None:
+    """The largest staleness that any trained group was allowed."""
+    return max((bound for bound, count in sums.bounds.items() if count), default=None)
+
+
+def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
+    """The test of bias: were long trajectories trained as often as short ones?"""
+    fates: dict[Bucket, dict[str, int]] = {}
+    for (bucket, fate), count in sums.lengths.items():
+        if count:
+            fates.setdefault(bucket, {})[fate] = count
+    return tuple(
+        LengthLine(
+            low=bucket[0],
+            high=bucket[1],
+            trajectories=sum(found.values()),
+            tokens=sums.length_tokens[bucket],
+            fates={fate: found[fate] for fate in FATES if fate in found},
+            trained_share=_share(found),
+        )
+        for bucket, found in sorted(fates.items())
+    )
+
+
+def _share(fates: dict[str, int]) -> float | None:
+    ended = sum(count for fate, count in fates.items() if fate != "open")
+    return fates.get("trained", 0) / ended if ended else None
+
+
+def pair_lines(ledger: Ledger) -> tuple[PairLine, ...]:
+    """Seconds per pair of versions."""
+    pairs = ledger.hosting.pairs
+    return tuple(
+        PairLine(older=older, newer=newer, seconds=seconds)
+        for (older, newer), seconds in pairs.items()
+    )
+
+
+def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
+    """By engine, what its workers generated."""
+    epochs: dict[tuple[str, str, str, str], list[int]] = {}
+    for epoch, worker in ledger.accounts.workers.items():
+        joined = worker.joined
+        key = (joined.engine, joined.engine_version, joined.device, joined.dtype)
+        epochs.setdefault(key, []).append(epoch)
+    return tuple(
+        EngineLine(
+            engine=key[0],
+            version=key[1],
+            device=key[2],
+            dtype=key[3],
+            workers=len(found),
+            trajectories=sum(sums.epochs[epoch] for epoch in found),
+            tokens=sum(sums.epoch_tokens[epoch] for epoch in found),
+        )
+        for key, found in sorted(epochs.items())
+    )
+
+
+def not_declared(ledger: Ledger) -> dict[str, tuple[str, ...]]:
+    """By engine, what it does not promise."""
+    found: dict[str, tuple[str, ...]] = {}
+    for worker in ledger.accounts.workers.values():
+        joined = worker.joined
+        missing = tuple(one for one in CAPABILITIES if one not in joined.declares)
+        if missing:
+            found[f"{joined.engine} {joined.engine_version}"] = missing
+    return found
+
+
+def plain(report: AuditReport) -> dict[str, Any]:
+    """The report as plain values, for JSON."""
+    values: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
+    return {"holds": report.holds, "dispatched": report.dispatched, **values}

@@ -1,0 +1,239 @@
+"""Walks control and decisions in the order in which they are folded; checks what joins rounds.
+
+A round folds the control records below its `control_next`, then its observations, then its
+decisions. Control records that no round has folded yet come last, without a round. What is wrong
+is collected and walked over, so that one break hides nothing behind it: a round's chain is
+recomputed from the chain that the round before it carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from dataclasses import dataclass
+
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.reading import Buried, Horizon, horizon_of, records_of
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.control import AnyControl, decode_control
+from dora_pipe.schemas.rounds import (
+    GENESIS_CHAIN,
+    Round,
+    chain_of,
+    decode_round,
+    fold_bytes,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown, sha256_hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A control record where it lies; `record` is None when it could not be read."""
+
+    offset: int
+    key: bytes
+    value: bytes
+    record: AnyControl | Unknown | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedRound:
+    """A round with the facts it folds; without a round: facts that wait for one."""
+
+    offset: int
+    """Of the round in the decisions topic; -1 without one."""
+    round: Round | None
+    facts: tuple[Fact, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Cursor:
+    """Where a walk stands between two rounds: what it needs to go on."""
+
+    decisions_next: int = 0
+    control_next: int = 0
+    """Facts below were told."""
+    cut: bool = False
+    """Control was found to end too early; that is said once."""
+    decisions_cut: bool = False
+    """The same of decisions."""
+    round: int = -1
+    """Ordinal of the last round; -1 before the first."""
+    offset: int = -1
+    """Of the last round."""
+    sha256: str = ""
+    """Of the last round's bytes."""
+    first: tuple[int, str] = (-1, "")
+    """Offset and sha256 of the first fact."""
+    control_rolled: str = ""
+    """`rolled` over the control records below `control_next`."""
+    decisions_rolled: str = ""
+    """The same over decisions below `decisions_next`."""
+    now_ns: int = 0
+    role_epoch: int = 0
+    chain: str = GENESIS_CHAIN
+
+
+def rolled(before: str, record: Record) -> str:
+    """A digest over places and bytes, record by record: any that is gone or changed shows in it."""
+    return sha256_hex(before.encode(), fold_bytes(record.offset, record.value))
+
+
+def folded_rounds(
+    bus: Bus,
+    topics: Topics,
+    findings: Findings,
+    *,
+    horizon: Horizon | None = None,
+    buried: Collection[Buried] = (),
+) -> Iterator[FoldedRound]:
+    """Every round with its facts, then the facts that no round has folded yet.
+
+    A control record that cannot be read is a violation unless it is among the dead letters: then
+    the run has dealt with it.
+    """
+    ends = horizon or horizon_of(bus, topics)
+    path = RoundReader(bus, topics, findings, horizon=ends, buried=buried)
+    yield from path.rounds()
+    yield path.rest()
+
+
+class RoundReader:
+    """Goes on from a cursor, which moves along; `rest` comes after the last round."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        topics: Topics,
+        findings: Findings,
+        *,
+        horizon: Horizon,
+        cursor: Cursor | None = None,
+        buried: Collection[Buried] = (),
+    ) -> None:
+        self.cursor = cursor or Cursor()
+        self._findings = findings
+        self._horizon = horizon
+        decisions, control = TopicPartition(topics.decisions, 0), TopicPartition(topics.control, 0)
+        at = self.cursor
+        records = records_of(bus, {control: horizon.control}, start=at.control_next)
+        self._facts = _Facts(records, horizon.control, findings, buried, at)
+        self._rounds = records_of(bus, {decisions: horizon.decisions}, start=at.decisions_next)
+
+    def rounds(self) -> Iterator[FoldedRound]:
+        """Every round from the cursor on. What is told of one is behind the cursor then."""
+        at, findings = self.cursor, self._findings
+        for record in self._rounds:
+            at.decisions_next = record.offset + 1
+            at.decisions_rolled = rolled(at.decisions_rolled, record)
+            try:
+                round_ = decode_round(record.value)
+            except SchemaError as error:
+                where = f"decisions:{record.offset}"
+                findings.add("rounds", where, f"cannot be read: {error.message}")
+                continue
+            if record.key:
+                who = f"round {round_.ordinal}"
+                findings.add("rounds", who, "lies under a key", expected="none", found=record.key)
+            folded = self._facts.below(round_.control_next, f"round {round_.ordinal}")
+            _check_link(at, round_, folded, findings)
+            at.offset, at.sha256 = record.offset, sha256_hex(record.value)
+            if at.first[0] < 0 and folded:
+                at.first = folded[0].offset, sha256_hex(folded[0].value)
+            yield FoldedRound(offset=record.offset, round=round_, facts=folded)
+
+    def rest(self) -> FoldedRound:
+        """The facts that no round has folded yet; the cursor is of no use then."""
+        return FoldedRound(
+            offset=-1, round=None, facts=self._facts.rest(self._horizon.control_before)
+        )
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._rounds.close()
+        self._facts.close()
+
+
+class _Facts:
+    """Control records, taken piece by piece."""
+
+    def __init__(
+        self,
+        records: Generator[Record, None, None],
+        end: int,
+        findings: Findings,
+        buried: Collection[Buried],
+        at: Cursor,
+    ) -> None:
+        self._at = at
+        self._buried = buried
+        self._records = records
+        self._end = end
+        self._findings = findings
+        self._next: Record | None = next(records, None)
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._records.close()
+
+    def below(self, position: int, who: str) -> tuple[Fact, ...]:
+        """Facts with a smaller offset that were not taken yet."""
+        if position < self._at.control_next:
+            self._findings.add(
+                "rounds",
+                who,
+                "goes back in control",
+                expected=f"control_next >= {self._at.control_next}",
+                found=position,
+            )
+        if position > self._end and not self._at.cut:
+            self._at.cut = True
+            self._findings.add(
+                "rounds",
+                who,
+                "folds control records that are not there: the log was cut",
+                expected=f"control_next <= {self._end}",
+                found=position,
+            )
+        self._at.control_next = max(position, self._at.control_next)
+        taken: list[Fact] = []
+        while self._next is not None and self._next.offset < position:
+            taken.append(self._fact(self._next))
+            self._next = next(self._records, None)
+        return tuple(taken)
+
+    def rest(self, before: int) -> tuple[Fact, ...]:
+        """Facts that were not taken yet, as far as they speak of what was walked over."""
+        return self.below(max(before, self._at.control_next), "the end")
+
+    def _fact(self, record: Record) -> Fact:
+        self._at.control_rolled = rolled(self._at.control_rolled, record)
+        decoded: AnyControl | Unknown | None = None
+        try:
+            decoded = decode_control(record.value)
+        except SchemaError as error:
+            where, message = f"control:{record.offset}", f"cannot be read: {error.message}"
+            if (record.topic, record.partition, record.offset) in self._buried:
+                self._findings.notes.append(f"{where} {message}; it is among the dead letters")
+            else:
+                self._findings.add("control", where, message)
+        return Fact(offset=record.offset, key=record.key, value=record.value, record=decoded)
+
+
+def _check_link(at: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings) -> None:
+    """What must hold from one round to the next: ordinal, role epoch, time, chain."""
+    who, first = f"round {round_.ordinal}", at.offset < 0
+    findings.same("rounds", who, "wrong ordinal", expected=at.round + 1, found=round_.ordinal)
+    if not first and round_.now_ns < at.now_ns:
+        found, floor = round_.now_ns, f">= {at.now_ns}"
+        findings.add("rounds", who, "goes back in time", expected=floor, found=found)
+    if not first and round_.role_epoch < at.role_epoch:
+        found, floor = round_.role_epoch, f">= {at.role_epoch}"
+        findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
+    content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
+    chain = chain_of(at.chain, content, round_)
+    message = "the chain is broken: this round, or a control record it folds, was changed"
+    findings.same("rounds", who, message, expected=chain, found=round_.chain)
+    at.round, at.now_ns = round_.ordinal, round_.now_ns
+    at.role_epoch, at.chain = round_.role_epoch, round_.chain

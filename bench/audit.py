@@ -1,0 +1,294 @@
+"""Measures what an audit costs beside reading the same log and throwing it away; decides nothing.
+
+A run is written that never happened and holds (`audit_log`). Its log is read and thrown away, by
+the bus and, on Kafka, by kafka-python itself, audited for the first time (whole, then quick), and
+audited again from the index, in turns: a first audit is compared with the readings before and after
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+from uuid import uuid4
+
+import msgspec
+
+from dora_pipe.audit.auditor import Auditor, Progress
+from dora_pipe.audit.gathering import Source
+from dora_pipe.audit.helpers import Helpers, Start, helpers_for
+from dora_pipe.audit.index import open_index
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bench.audit_log import LogPlan, Written, write_log
+from dora_pipe.bench.dataplane.procfs import tree_cpu_s
+from dora_pipe.bench.dataplane.raw import RawReader
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.schemas.topics import Topics
+
+MILLIONS: Final = 10_000_000
+"""Trajectories to which memory is extrapolated."""
+
+Way = Literal[
+    "raw consumption", "the bus alone", "first audit", "first audit --quick", "audit again"
+]
+
+_FIRST: Final[dict[Way, bool]] = {"first audit": True, "first audit --quick": False}
+"""Whether values are opened and plans made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFigure:
+    """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
+
+    `cpu_us` is CPU time per trajectory of this process and its helpers; `of_raw` how fast it is
+    beside raw consumption: by kafka-python where the log is on Kafka, else by the bus.
+    """
+
+    bus: str
+    tokens: int
+    way: Way
+    trajectories: int
+    trajectories_per_s: float
+    mb_per_s: float
+    cpu_us: float
+    of_raw: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFigure:
+    """The largest resident memory of a process by the middle of its audit and by its end, MB of
+    10^6 bytes.
+
+    By the middle of a long run whatever is bounded has filled up: what comes then grows with it.
+    """
+
+    trajectories: int
+    mb: float
+    more_trajectories: int
+    more_mb: float
+    ratio: float
+    bytes_per_trajectory: float
+    ten_million_mb: float
+    """Extrapolated from the two, not measured."""
+
+
+def bench_audit(
+    urls: Sequence[str],
+    *,
+    tokens: Sequence[int],
+    trajectories: int,
+    repeats: int,
+    starting: Callable[[str], Start],
+    helpers_pid: int,
+) -> list[AuditFigure]:
+    """Figures of every log and length. `urls` are addresses; topics get fresh names and stay.
+
+    `starting` gives helpers to the audits of an address; they are children of `helpers_pid`.
+
+    Raises BusError, InvariantBroken when an audit finds anything.
+    """
+    figures = []
+    for url in urls:
+        with closing(open_bus(url)) as bus:
+            for length in tokens:
+                run = f"audit-{uuid4().hex[:12]}"
+                written = write_log(bus, LogPlan(trajectories=trajectories, tokens=length, run=run))
+                bench = _Bench(url, bus, run, length, written, starting(url), helpers_pid)
+                figures += bench.figures(repeats)
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    seconds: float
+    cpu_s: float
+
+
+class _Bench:
+    def __init__(
+        self,
+        url: str,
+        bus: Bus,
+        run: str,
+        tokens: int,
+        written: Written,
+        start: Start,
+        helpers_pid: int,
+    ) -> None:
+        self._url, self._bus, self._topics, self._start = url, bus, Topics(run), start
+        self._helpers_pid = helpers_pid
+        self._tokens, self._written = tokens, written
+        self._records = self._by_bus()  # What the machine reads first is nobody's to measure.
+
+    def figures(self, repeats: int) -> list[AuditFigure]:
+        spent: dict[Way, list[_Spent]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for turn in range(repeats):
+                index = Path(folder) / f"{turn}.sqlite"
+                spent.setdefault("raw consumption", []).append(self._timed(self._raw))
+                spent.setdefault("the bus alone", []).append(self._timed(self._by_bus))
+                for way, whole in _FIRST.items():
+                    index.unlink(missing_ok=True)
+                    audit = partial(self._audit, index, whole)
+                    spent.setdefault(way, []).append(self._timed(audit))
+                    spent.setdefault("audit again", []).append(self._timed(audit))
+                    spent["raw consumption"].append(self._timed(self._raw))
+        raw_s = statistics.median(one.seconds for one in spent["raw consumption"])
+        return [self._figure(way, found, raw_s) for way, found in spent.items()]
+
+    def _figure(self, way: Way, found: Sequence[_Spent], raw_s: float) -> AuditFigure:
+        seconds = statistics.median(one.seconds for one in found)
+        count = self._written.trajectories
+        return AuditFigure(
+            bus=self._url.partition(":")[0],
+            tokens=self._tokens,
+            way=way,
+            trajectories=count,
+            trajectories_per_s=count / seconds,
+            mb_per_s=self._written.trajectory_bytes / 1e6 / seconds,
+            cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
+            of_raw=raw_s / seconds,
+        )
+
+    def _timed(self, work: Callable[[], object]) -> _Spent:
+        cpu_s, start_s = self._cpu_s(), time.perf_counter()
+        work()
+        return _Spent(time.perf_counter() - start_s, self._cpu_s() - cpu_s)
+
+    def _cpu_s(self) -> float:
+        now = os.times()
+        return now.user + now.system + tree_cpu_s(self._helpers_pid)
+
+    def _by_bus(self) -> int:
+        """Read everything; how many records there are."""
+        return sum(
+            1
+            for topic in self._topics.all()
+            for _ in records_of(self._bus, ends_of(self._bus, topic))
+        )
+
+    def _raw(self) -> None:
+        kind, _, servers = self._url.partition("://")
+        if kind != "kafka":
+            self._by_bus()
+            return
+        topics = self._topics.all()
+        reader = RawReader(
+            servers,
+            [TopicPartition(one, at) for one in topics for at in range(self._bus.partitions(one))],
+        )
+        with closing(reader):
+            seen = 0
+            while seen < self._records:
+                found = len(reader.poll())
+                if not found:
+                    raise BusError(f"kafka-python read {seen} of {self._records} records")
+                seen += found
+
+    def _audit(self, path: Path, whole: bool) -> None:
+        audit_log(self._bus, self._topics, path, whole=whole, source=self._source(whole))
+
+    def _source(self, whole: bool) -> Callable[[dict[int, int], dict[int, int]], Source | None]:
+        def source(positions: dict[int, int], ends: dict[int, int]) -> Source | None:
+            way = sum(ends[one] - position for one, position in positions.items())
+            count = helpers_for(way, len(positions))
+            if not count:
+                return None
+            topic = self._topics.trajectories
+            return Helpers(self._start, topic, positions, ends, count=count, opened=whole)
+
+        return source
+
+
+def audit_log(
+    bus: Bus,
+    topics: Topics,
+    path: Path | None,
+    *,
+    whole: bool = True,
+    source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
+    on_piece: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Audit a log with its index, as the command does. Raises InvariantBroken."""
+    opened = open_index(path, bus, topics, whole=whole, files=False)
+    auditor = Auditor(
+        bus,
+        topics,
+        None,
+        books=opened.books,
+        whole=whole,
+        source=source,
+        on_piece=lambda: on_piece(auditor.progress),
+    )
+    try:
+        auditor.advance()
+        opened.index.remember(auditor.books)
+        report = auditor.finish()
+    finally:
+        auditor.close()
+        opened.index.close()
+    if not report.holds:
+        raise InvariantBroken(report.violations[0].line)
+
+
+def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
+    """Audit a run of so many trajectories in a process of its own."""
+    path = folder / "memory.sqlite"
+    with closing(open_bus(f"sqlite:{path}")) as bus:
+        written = write_log(bus, LogPlan(trajectories=trajectories, tokens=32, run="memory"))
+    curve = _peaks(path)
+    many, many_bytes = written.trajectories, curve[-1][1]
+    few, few_bytes = next(point for point in curve if 2 * point[0] >= many)
+    slope = (many_bytes - few_bytes) / (many - few)
+    return MemoryFigure(
+        trajectories=few,
+        mb=few_bytes / 1e6,
+        more_trajectories=many,
+        more_mb=many_bytes / 1e6,
+        ratio=many_bytes / few_bytes,
+        bytes_per_trajectory=slope,
+        ten_million_mb=(many_bytes + slope * (MILLIONS - many)) / 1e6,
+    )
+
+
+def _peaks(path: Path) -> list[tuple[int, int]]:
+    """Trajectories that an audit had looked at, and its largest memory by then, in bytes."""
+    command = [sys.executable, "-m", "dora_pipe.bench.audit", str(path)]
+    done = subprocess.run(command, check=True, capture_output=True)
+    return msgspec.json.decode(done.stdout, type=list[tuple[int, int]])
+
+
+def _main(path: str) -> None:
+    """Audit the log of the run `memory`; say after each piece how much memory it took at most."""
+    curve: list[tuple[int, int]] = []
+    with closing(open_bus(f"sqlite:{path}")) as bus:
+        audit_log(
+            bus,
+            Topics("memory"),
+            Path(f"{path}.index"),
+            on_piece=lambda progress: curve.append((progress.records, _peak_bytes())),
+        )
+    curve.append((curve[-1][0], _peak_bytes()))
+    sys.stdout.buffer.write(msgspec.json.encode(curve))
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(peak) * 1024
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

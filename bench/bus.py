@@ -1,0 +1,144 @@
+"""Measures how many records a log takes and gives, one by one and in batches; decides nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.core.errors import UsageError
+
+PHASE_BYTES_MAX = 256 * 1024 * 1024
+"""A phase ends here at the latest, so that a bench fits into memory and on the disk."""
+
+BATCH_BYTES = 1024 * 1024
+BATCH_RECORDS = 64
+
+Phase = Literal["append one by one", "append in batches", "read"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusFigure:
+    """One phase of one bus with records of one size; 1 MB is 10^6 bytes.
+
+    `cpu_us` is CPU time of this process per record, without what a broker uses.
+
+    Example: ``BusFigure(bus="sqlite", phase="read", record_bytes=1024, records=9000,
+    records_per_s=90000.0, mb_per_s=92.2, cpu_us=10.9)``
+    """
+
+    bus: str
+    phase: Phase
+    record_bytes: int
+    records: int
+    records_per_s: float
+    mb_per_s: float
+    cpu_us: float
+
+
+def bench_bus(
+    urls: Sequence[str], *, record_bytes: Sequence[int], seconds: float
+) -> list[BusFigure]:
+    """Figures of every bus and size: durable appends one by one, in batches, then reading all.
+
+    `urls` are addresses of `open_bus`, and ``memory:``. Topics get fresh names and stay; a SQLite
+    file must not exist yet. Each phase takes about `seconds`. Raises UsageError, BusError.
+    """
+    figures = []
+    for url in urls:
+        bus = _open(url)
+        try:
+            for size_bytes in record_bytes:
+                figures += _phases(bus, url.partition(":")[0], size_bytes, seconds)
+        finally:
+            bus.close()
+    return figures
+
+
+def _open(url: str) -> Bus:
+    kind, _, rest = url.partition(":")
+    if kind == "memory":
+        return MemoryBus()
+    if kind == "sqlite" and Path(rest).exists():
+        raise UsageError(f"{rest} exists", hint="a bench wants a file of its own")
+    return open_bus(url)
+
+
+def _phases(bus: Bus, name: str, size_bytes: int, seconds: float) -> list[BusFigure]:
+    """The three phases on one topic."""
+    topic = f"bench-{uuid4().hex[:12]}"
+    bus.create([TopicSpec(name=topic, record_bytes_max=max(1024, 2 * size_bytes))])
+    batch = max(1, min(BATCH_RECORDS, BATCH_BYTES // max(1, size_bytes)))
+    one = _append(bus, topic, size_bytes, 1, seconds)
+    many = _append(bus, topic, size_bytes, batch, seconds)
+    read = _read(bus, topic, one.records + many.records, seconds)
+    return [
+        one.figure(name, "append one by one", size_bytes),
+        many.figure(name, "append in batches", size_bytes),
+        read.figure(name, "read", size_bytes),
+    ]
+
+
+class _Watch:
+    """Counts records against the wall clock and this process's CPU time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.records = 0
+        self._seconds = seconds
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+        self._took_wall_s = self._took_cpu_s = 0.0
+
+    def goes_on(self, records: int, size_bytes: int) -> bool:
+        """Count what was done; whether there is time and room for more."""
+        self.records += records
+        self._took_wall_s = time.perf_counter() - self._wall_s
+        self._took_cpu_s = time.process_time() - self._cpu_s
+        room = self.records * size_bytes < PHASE_BYTES_MAX
+        return room and self._took_wall_s < self._seconds
+
+    def figure(self, bus: str, phase: Phase, size_bytes: int) -> BusFigure:
+        """The result."""
+        per_s = self.records / max(self._took_wall_s, 1e-9)
+        return BusFigure(
+            bus=bus,
+            phase=phase,
+            record_bytes=size_bytes,
+            records=self.records,
+            records_per_s=per_s,
+            mb_per_s=per_s * size_bytes / 1e6,
+            cpu_us=self._took_cpu_s / max(1, self.records) * 1e6,
+        )
+
+
+def _append(bus: Bus, topic: str, size_bytes: int, batch: int, seconds: float) -> _Watch:
+    """As a worker does: trajectories, small headers, every call durable."""
+    headers = (("run", b"bench"), ("group", b"00000001"), ("version", b"3"))
+    value = os.urandom(size_bytes)  # nothing that a disk or a codec could shrink
+    records = [Append(topic=topic, value=value, key=b"00000001", headers=headers)] * batch
+    writer = bus.writer()
+    writer.append(records[:1])  # the first call also connects
+    watch = _Watch(seconds)
+    while watch.goes_on(len(writer.append(records)), size_bytes):
+        pass
+    writer.close()
+    return watch
+
+
+def _read(bus: Bus, topic: str, records: int, seconds: float) -> _Watch:
+    """From the start, as far as the time allows."""
+    reader = bus.reader({TopicPartition(topic, 0): 0})
+    watch = _Watch(seconds)
+    while watch.records < records:
+        found = reader.poll(timeout_s=seconds)
+        size_bytes = len(found[0].value) if found else 0
+        if not watch.goes_on(len(found), size_bytes):
+            break
+    reader.close()
+    return watch

@@ -1,0 +1,213 @@
+"""Measures what a trajectory costs as bytes, beside other ways to write the same; decides nothing.
+
+Pickle is not among them: nothing in this house imports it. MessagePack of the same lists is about
+as fast and as large. Raw arrays are the floor: they carry no names, no ids, no segments, no
+checks, and nobody can read them without knowing what they are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from dora_pipe.core.errors import UsageError
+from dora_pipe.schemas.arrow_frame import decompress
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
+
+SECONDS_PER_FIGURE = 0.2
+REPEATS_MAX = 1000
+REPEATS_MIN = 5
+TOKENS_MAX = 1_000_000
+_VOCABULARY = 32_000
+_PROMPT_SHARE = 4  # one token of so many is of the prompt
+_SEED = 20
+
+Way = Literal["trajectory record", "Arrow without zstd", "MessagePack", "JSON", "raw arrays"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecFigure:
+    """What one way to write a trajectory of some length costs; medians of wall time on one thread.
+
+    The trajectory record includes every check at both ends; the others check nothing.
+
+    Example: ``CodecFigure(way="trajectory record", tokens=30, encode_ms=0.27, decode_ms=0.2,
+    bytes=1387, bytes_per_token=46.2)``
+    """
+
+    way: Way
+    tokens: int
+    encode_ms: float
+    decode_ms: float
+    bytes: int
+    bytes_per_token: float
+
+
+def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
+    """Figures of every way for trajectories of these lengths. Raises UsageError.
+
+    Token ids are as frequent as words are, log-probs random down to their last bit (fixed seed);
+    sampling is plain, so log-probs are kept once. Arrow without zstd starts from a batch that is
+    there already, raw arrays from arrays.
+    """
+    for size in tokens:
+        if not 1 <= size <= TOKENS_MAX:
+            raise UsageError(f"{size} tokens is not between 1 and {TOKENS_MAX}")
+    return [figure for size in tokens for figure in _figures(sample_trajectory(size))]
+
+
+def sample_trajectory(tokens: int) -> Trajectory:
+    """A trajectory of so many tokens as a worker publishes it, the same one every time."""
+    chance = np.random.default_rng(_SEED)
+    prompt = tokens // _PROMPT_SHARE
+    # Frequent tokens are frequent, as in text; sampled tokens are mostly likely ones.
+    ids = np.minimum(chance.zipf(1.3, tokens), _VOCABULARY - 1)
+    drawn = (-chance.exponential(0.7, tokens - prompt)).astype(np.float32)
+    logprobs = [*([None] * prompt), *drawn.tolist()]
+    group = group_id("train", 42)
+    return Trajectory(
+        trajectory=trajectory_id(group, 3),
+        version=3,
+        digest="a1" * 32,
+        token_ids=ids.tolist(),
+        logprobs=logprobs,
+        sampler_logprobs=logprobs,
+        loss_mask=[0] * prompt + [1] * (tokens - prompt),
+        reward=1.0,
+        segments=_segments(prompt, tokens),
+        meta=_meta(group, prompt),
+    )
+
+
+def _segments(prompt: int, tokens: int) -> list[Segment]:
+    now = 1_790_000_000_000_000_000
+    return [
+        Segment(kind="prompt", start=0, end=prompt, turn=0, start_ns=now, end_ns=now),
+        Segment(
+            kind="model",
+            start=prompt,
+            end=tokens,
+            turn=0,
+            start_ns=now + 1,
+            end_ns=now + 2,
+            worker="w0",
+            epoch=7,
+            version=3,
+        ),
+    ]
+
+
+def _meta(group: str, prompt: int) -> Meta:
+    now = 1_790_000_000_000_000_000
+    return Meta(
+        run="bench",
+        schema_version=1,
+        group=group,
+        group_size=8,
+        sibling=3,
+        attempt=1,
+        purpose="train",
+        deadline=5,
+        dataset_digest="c3" * 32,
+        index=17,
+        data_epoch=0,
+        seed=2**62 + 1,
+        prompt_tokens=prompt,
+        worker="w0",
+        epoch=7,
+        finish="stop",
+        times=Times(placed=now, started=now + 1, first_token=now + 2, finished=now + 3),
+        prefills=(prompt,),
+    )
+
+
+def _figures(trajectory: Trajectory) -> list[CodecFigure]:
+    """Every way, in the same run."""
+    plain = {**asdict(trajectory), "meta": msgspec.to_builtins(trajectory.meta)}
+    del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
+    raw = decompress(encode_trajectory(trajectory)[0])
+    batch = pa.ipc.open_stream(raw).read_next_batch()
+    arrays = _arrays(trajectory)
+    return [
+        _figure(
+            "trajectory record",
+            trajectory,
+            lambda: encode_trajectory(trajectory)[0],
+            decode_trajectory,
+        ),
+        _figure("Arrow without zstd", trajectory, lambda: _stream(batch), _unstream),
+        _figure(
+            "MessagePack", trajectory, lambda: msgspec.msgpack.encode(plain), msgspec.msgpack.decode
+        ),
+        _figure("JSON", trajectory, lambda: msgspec.json.encode(plain), msgspec.json.decode),
+        _figure("raw arrays", trajectory, lambda: _join(arrays), _split),
+    ]
+
+
+def _figure(
+    way: Way, trajectory: Trajectory, encode: Callable[[], bytes], decode: Callable[[bytes], Any]
+) -> CodecFigure:
+    value = encode()
+    tokens = len(trajectory.token_ids)
+    return CodecFigure(
+        way=way,
+        tokens=tokens,
+        encode_ms=_median_ms(encode),
+        decode_ms=_median_ms(lambda: decode(value)),
+        bytes=len(value),
+        bytes_per_token=len(value) / tokens,
+    )
+
+
+def _median_ms(work: Callable[[], Any]) -> float:
+    """Median over as many repeats as fit into `SECONDS_PER_FIGURE`, within the bounds."""
+    work()
+    took: list[float] = []
+    while len(took) < REPEATS_MIN or (sum(took) < SECONDS_PER_FIGURE and len(took) < REPEATS_MAX):
+        start = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1e3
+
+
+def _stream(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _unstream(data: bytes) -> Any:
+    return pa.ipc.open_stream(data).read_next_batch().to_pylist()
+
+
+def _arrays(trajectory: Trajectory) -> tuple[np.ndarray[Any, Any], ...]:
+    """Token ids, log-probs, mask; arrays already, so that the floor is really the floor."""
+    return (
+        np.asarray(trajectory.token_ids, np.int32),
+        np.asarray(trajectory.logprobs, np.float32),
+        np.asarray(trajectory.loss_mask, np.uint8),
+    )
+
+
+def _join(arrays: tuple[np.ndarray[Any, Any], ...]) -> bytes:
+    return b"".join(one.tobytes() for one in arrays)
+
+
+def _split(data: bytes) -> tuple[np.ndarray[Any, Any], ...]:
+    tokens = len(data) // 9  # 4 bytes of id, 4 of log-prob, 1 of mask
+    return (
+        np.frombuffer(data, np.int32, tokens),
+        np.frombuffer(data, np.float32, tokens, 4 * tokens),
+        np.frombuffer(data, np.uint8, tokens, 8 * tokens),
+    )

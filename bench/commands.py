@@ -1,0 +1,272 @@
+"""`dora-pipe bench`: measurements of one part, side by side in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.options import JsonOption, RunsOption
+from dora_pipe.cli.output import emit_rows
+from dora_pipe.core.console import RUNS, say
+
+
+def engine(
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = "torch",
+    resident: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With so many LoRA versions resident, beside merged weights; may be repeated."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
+    engine, vLLM's for vLLM; and of vLLM as a server, beside vLLM in process."""
+    from dora_pipe.bench.engine_choice import (
+        RESIDENT_ROWS,
+        beside_generate,
+        emit_figures,
+        resident_figures,
+    )
+    from dora_pipe.producers.engines.registry import need_engines
+
+    need_engines([engine])
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        if resident:
+            found = resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
+        else:
+            found = beside_generate(engine, Path(folder), rows)
+        emit_figures(found, as_json=as_json)
+
+
+def bus(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside memory and SQLite.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Records and bytes per second of every bus, and bytes of a worker's statuses."""
+    from dora_pipe.bench.bus import bench_bus
+    from dora_pipe.bench.engine_choice import RECORD_BYTES, emit_figures
+    from dora_pipe.bench.status import bench_status
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
+        emit_figures(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
+    emit_figures(bench_status(), as_json=as_json)
+
+
+def archive(
+    megabytes: Annotated[int, typer.Option(min=1, help="Of values, per size of record.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """How fast a log is archived and an archive read, beside reading SQLite."""
+    from dora_pipe.bench.archive import bench_archive
+    from dora_pipe.bench.engine_choice import ARCHIVED_BYTES, emit_figures
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        figures = bench_archive(
+            Path(folder), record_bytes=ARCHIVED_BYTES, total_bytes=megabytes * 1_000_000
+        )
+        emit_figures(figures, as_json=as_json)
+
+
+def audit(
+    bus: Annotated[
+        list[str] | None, typer.Option(help="A log to measure beside SQLite: kafka://HOST:PORT.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
+    memory: Annotated[
+        int, typer.Option(min=0, help="Also how memory grows in an audit of so many trajectories.")
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
+    from dora_pipe.bench.audit import AuditFigure, MemoryFigure, bench_audit, bench_memory
+    from dora_pipe.bench.engine_choice import AUDITED_TOKENS
+    from dora_pipe.cli.audit_helper import Log, help_audit, starting
+    from dora_pipe.launch.fork_server import ForkedHelpers
+
+    place = tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-")
+    with ForkedHelpers(help_audit) as forks, place as folder:
+        figures = bench_audit(
+            [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
+            tokens=tokens or AUDITED_TOKENS,
+            trajectories=trajectories,
+            repeats=repeats,
+            starting=lambda url: starting(forks, Log(url=url)),
+            helpers_pid=forks.pid,
+        )
+        names = [one.name for one in fields(AuditFigure)]
+        emit_rows(names, [asdict(one) for one in figures], as_json=as_json)
+        if memory:
+            found = bench_memory(Path(folder), trajectories=memory)
+            names = [one.name for one in fields(MemoryFigure)]
+            emit_rows(names, [asdict(found)], as_json=as_json)
+
+
+def codec(
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time and size of an encoded trajectory, beside pickle and raw arrays."""
+    from dora_pipe.bench.codec import bench_codec
+    from dora_pipe.bench.engine_choice import TOKENS, emit_figures
+
+    emit_figures(bench_codec(tokens or TOKENS), as_json=as_json)
+
+
+def dataplane(
+    bus: Annotated[
+        str, typer.Option(help="kafka://HOST:PORT[,..]; without it SQLite and a pipe alone.")
+    ] = "",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Trajectories from a worker's hands into a trainer's batch, by every log beside a pipe."""
+    from dora_pipe.bench.dataplane.measure import TOKENS as LENGTHS
+    from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        setup = Setup(
+            kafka=bus,
+            tokens=tokens or LENGTHS,
+            seconds=seconds,
+            repeats=repeats,
+            folder=Path(folder),
+        )
+        measured = bench_dataplane(setup, say)
+    from dora_pipe.bench.engine_choice import emit_figures
+
+    for figures in (measured.layers, measured.delays, measured.planes, measured.splits):
+        if figures:
+            emit_figures(figures, as_json=as_json)
+
+
+def moves(
+    model: Annotated[list[str] | None, typer.Option(help="demo or llama-25m.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Lengths of sequences; may be repeated.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="torch or vllm, in both processes.")] = "torch",
+    run: Annotated[
+        str, typer.Option(help="Say what moving cost this run instead, from its log.")
+    ] = "",
+    root: RunsOption = RUNS,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Bring weights to many workers instead.")
+    ] = False,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="With --weights; may be repeated.")
+    ] = None,
+    store_mb_s: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="With --weights: a store of this speed; 0: this disk; may be repeated."
+        ),
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="With --weights.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """Time until a moved request has its next token, between two processes: with its KV cache by
+    files and by Flight, and prefilled."""
+    from dora_pipe.bench.engine_choice import STORE_MB_S, WEIGHTS_WORKERS, emit_figures
+    from dora_pipe.launch.run_dir import opened
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        if run:
+            from dora_pipe.bench.moves_log import overhead_of
+
+            with opened(run, root) as found:
+                emit_figures([overhead_of(found.bus, found.topics)], as_json=as_json)
+        elif weights:
+            from dora_pipe.bench.moves_weights import bench_weights
+
+            figures = bench_weights(
+                Path(folder),
+                workers or WEIGHTS_WORKERS,
+                store_mb_s=STORE_MB_S if store_mb_s is None else store_mb_s,
+                megabytes=megabytes,
+            )
+            emit_figures(list(figures), as_json=as_json)
+        else:
+            from dora_pipe.bench.moves import bench_moves
+
+            models = model or ("llama-25m",)
+            moved = bench_moves(Path(folder), models, tokens or (), engine=engine)
+            emit_figures(list(moved), as_json=as_json)
+
+
+def plan(
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Sizes to measure; may be repeated.")
+    ] = None,
+    turns: Annotated[
+        list[int] | None,
+        typer.Option(help="Workers of 200 slots in the busy run; may be repeated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cost of one round of the planner by the number of workers, how it grows, and the longest turn
+    of the orchestrator in a busy run of 102 400 open requests, part by part."""
+    from dora_pipe.bench.engine_choice import PLAN_WORKERS, TURN_SLOTS, TURN_WORKERS, emit_figures
+    from dora_pipe.bench.plan import bench_plan, growth_of
+    from dora_pipe.bench.turns import bench_turns
+
+    figures = bench_plan(workers or PLAN_WORKERS)
+    emit_figures(figures, as_json=as_json)
+    growth = growth_of(figures)
+    if growth:
+        emit_figures(growth, as_json=as_json)
+    emit_figures(bench_turns(turns or TURN_WORKERS, slots=TURN_SLOTS), as_json=as_json)
+
+
+def catalogue(
+    trajectories: Annotated[
+        list[int] | None, typer.Option(help="Lengths of the logs to follow; may be repeated.")
+    ] = None,
+    groups: Annotated[
+        int, typer.Option(min=1, help="Of 8 trajectories, of a run played without a log.")
+    ] = 100_000,
+    as_json: JsonOption = False,
+) -> None:
+    """What a log as tables costs: following it, memory, saving, opening, what is asked often."""
+    from dora_pipe.bench.catalogue import LENGTHS, bench_follow, bench_memory
+    from dora_pipe.bench.engine_choice import emit_figures
+
+    emit_figures([bench_memory(groups)], as_json=as_json)
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        emit_figures(list(bench_follow(Path(folder), trajectories or [*LENGTHS])), as_json=as_json)
+
+
+def restart(
+    trajectories: Annotated[
+        list[int] | None,
+        typer.Option(help="Lengths of the logs to start at the end of; may be repeated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time of an orchestrator's restart: the whole log folded, and from its newest snapshot."""
+    from dora_pipe.bench.engine_choice import RESTART, emit_figures
+    from dora_pipe.bench.restart import bench_restart
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        emit_figures(list(bench_restart(Path(folder), trajectories or [*RESTART])), as_json=as_json)

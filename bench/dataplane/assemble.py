@@ -1,0 +1,236 @@
+"""The trainer's half of the bench: its own work on its own reader, batch after batch.
+
+The orchestrator's part, which records a batch is made of, is played here from the records'
+headers, and booked as the bench's own. It decides nothing else.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from dora_pipe.bench.dataplane.planes import open_plane
+from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of
+from dora_pipe.bench.dataplane.tasks import WARM, Assemble, Done
+from dora_pipe.bench.dataplane.wire import Inside
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.trainer.checks import Known
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
+from dora_pipe.consumers.trainer.effects import BatchFetched, FetchBatch
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.core.runtime import Meter
+from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.rounds import TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
+
+POLL_S: Final = 0.05
+SILENT_S: Final = 30.0
+"""Without a record for so long, something is broken."""
+
+
+class _Noted:
+    """A bus whose readers' records are noted: what the orchestrator hears on the control topic."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.records: list[Record] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the bus itself."""
+        return getattr(self._bus, name)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> _NotedReader:
+        """A reader that notes what it returns."""
+        return _NotedReader(self._bus.reader(positions), self.records)
+
+
+class _NotedReader:
+    """Hands through every call."""
+
+    def __init__(self, reader: Reader, notes: list[Record]) -> None:
+        self._reader = reader
+        self._notes = notes
+        self.position = reader.position
+        self.seek = reader.seek
+        self.close = reader.close
+
+    def poll(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records, noted."""
+        found = self._reader.poll(timeout_s=timeout_s, records_max=records_max)
+        self._notes += found
+        return found
+
+
+class Assembler:
+    """Takes batches out of the log of one run with the trainer's own code."""
+
+    def __init__(self, task: Assemble, bus: Bus, folder: Path) -> None:
+        self._task = task
+        self._noted = _Noted(bus)
+        self.meter = Meter()
+        topics = Topics(task.run)
+        setup = HandlersSetup(
+            topics=topics, initial=Manifest(digest=DIGESTS[3], bytes=0, tensors=()), starts={}
+        )
+        self._work = EffectHandlers(
+            setup,
+            bus=cast("Bus", self._noted),
+            store=PolicyStore(folder),
+            make_learner=_nobody,
+            clock=SystemClock(),
+            meter=self.meter,
+        )
+        self._step = 0
+        self._heard_s = time.monotonic()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the books again."""
+        self.records = self.bytes = 0
+        self.own_s = 0.0
+        self._begin = self.meter.cost()
+        self._decode_s = 0.0
+        self.polled_ns: dict[int, int] = {}
+        """By number of the trajectory: when the poll that brought it returned ..."""
+        self.batched_ns: dict[int, int] = {}
+        """... and when its batch was ready."""
+
+    def stages(self) -> dict[str, float]:
+        """CPU seconds: decoding, and the assembly around it with headers and digests."""
+        cost = self.meter.cost()
+        codec_s = cost.codec_s - self._begin.codec_s
+        control_s = cost.control_s - self._begin.control_s
+        return {"decode": self._decode_s, "assembly": control_s + codec_s - self._decode_s}
+
+    @property
+    def come(self) -> int:
+        """Trajectories that have come, in a batch or not yet."""
+        return self.records + len(self._noted.records)
+
+    def read(self) -> None:
+        """Take what has come, or wait a bit for the first record."""
+        moved = self._work.reader.read_ahead(timeout_s=POLL_S)
+        now_s = time.monotonic()
+        if moved:
+            self._heard_s = now_s
+            self._polled_ns = time.monotonic_ns()
+        elif now_s - self._heard_s > SILENT_S:
+            raise BusError(f"no trajectory came for {SILENT_S:.0f} s")
+
+    def take_all(self, *, rest: bool) -> None:
+        """Every batch that can be made; with `rest`, a last smaller one too."""
+        notes = self._noted.records
+        size = self._task.batch or len(notes)
+        while notes and (len(notes) >= size or rest):
+            taken, notes[:size] = notes[:size], []
+            self._take(taken)
+
+    def close(self) -> None:
+        """Close the readers."""
+        self._work.close()
+
+    def _take(self, records: Sequence[Record]) -> None:
+        start_s = time.thread_time()
+        effect = _decided(records, self._step, self._task.run)
+        self.own_s += time.thread_time() - start_s
+        before_s = self.meter.cost().codec_s
+        with self.meter.spend("control"):
+            events = list(self._work.run(effect))
+        now_ns = time.monotonic_ns()
+        start_s = time.thread_time()
+        self._decode_s += self.meter.cost().codec_s - before_s
+        fetched = events[-1]
+        if not isinstance(fetched, BatchFetched) or fetched.offenders or len(events) > 1:
+            raise InvariantBroken(f"a batch of the bench was refused: {events[-1]}")
+        self._book(effect, now_ns)
+        self.bytes += sum(len(one.value) for one in records)
+        self.own_s += time.thread_time() - start_s
+
+    def _book(self, effect: FetchBatch, now_ns: int) -> None:
+        self._step += 1
+        for group in effect.decision.groups:
+            for one in group.trajectories:
+                number = number_of(one.trajectory)
+                self.polled_ns[number] = self._polled_ns
+                self.batched_ns[number] = now_ns
+                self.records += 1
+
+
+def assemble(task: Assemble, inside: Inside) -> Done:
+    """Fetch until the total that comes later, after the warm ones."""
+    bus = open_plane(task.address, reads=True)
+    with tempfile.TemporaryDirectory() as folder:
+        assembler = Assembler(task, bus, Path(folder))
+        while assembler.records < WARM:
+            assembler.read()
+            assembler.take_all(rest=True)
+        inside.ready()
+        assembler.forget()
+        start_ns, start_cpu_s = time.monotonic_ns(), time.process_time()
+        with inside.listening():
+            while inside.total is None or assembler.records < inside.total:
+                assembler.read()
+                assembler.take_all(rest=assembler.come == inside.total)
+        cpu_s = time.process_time() - start_cpu_s
+        assembler.close()
+        bus.close()
+    return Done(
+        records=assembler.records,
+        bytes=assembler.bytes,
+        start_ns=start_ns,
+        end_ns=max(assembler.batched_ns.values(), default=start_ns),
+        cpu_s=cpu_s - assembler.own_s,
+        stages=assembler.stages(),
+        moments={
+            "polled": [moment for _, moment in sorted(assembler.polled_ns.items())],
+            "batched": [moment for _, moment in sorted(assembler.batched_ns.items())],
+        },
+    )
+
+
+def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:
+    """The decision that takes these records, and what the trainer knows by itself."""
+    groups: dict[str, list[TakenTrajectory]] = {}
+    versions: dict[str, int] = {}
+    for record in records:
+        headers = dict(record.headers)
+        group = headers["group"].decode()
+        versions[group] = int(headers["version"])
+        groups.setdefault(group, []).append(
+            TakenTrajectory(
+                trajectory=headers["trajectory"].decode(),
+                attempt=int(headers["attempt"]),
+                epoch=int(headers["epoch"]),
+                partition=record.partition,
+                offset=record.offset,
+                sha256=headers["sha256"].decode(),
+            )
+        )
+    decision = TakeBatch(
+        reason="bench",
+        step=step,
+        attempt=1,
+        groups=tuple(
+            TakenGroup(
+                group=group,
+                version=versions[group],
+                deadline=DEADLINE,
+                trajectories=tuple(trajectories),
+            )
+            for group, trajectories in groups.items()
+        ),
+        settings={},
+    )
+    known = Known(run=run, next_step=step, digests=DIGESTS, interruptible=False, trained={})
+    return FetchBatch(decision=decision, known=known)
+
+
+def _nobody() -> Learner:
+    raise AssertionError("the bench trains nothing")

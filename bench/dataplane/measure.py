@@ -1,0 +1,312 @@
+"""Starts the processes of every phase, one writer and one reader each; decides their order.
+
+In each repeat everything that stands side by side is measured one after the other: the two sides of
+a layer, then the planes. So what the machine does meanwhile spoils a whole repeat and not one side.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from dora_pipe.bench.dataplane.figures import (
+    DelayFigure,
+    DelayRound,
+    LayerFigure,
+    LayerRound,
+    Phase,
+    PlaneFigure,
+    PlaneRound,
+    SplitFigure,
+    cpu_us,
+    delay_figure,
+    delays_ms,
+    layer_figure,
+    plane_figure,
+    rate,
+    split_figure,
+)
+from dora_pipe.bench.dataplane.planes import PIPE
+from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
+from dora_pipe.bench.dataplane.tasks import (
+    GROUP_SIZE,
+    PARTITIONS,
+    WARM,
+    Assemble,
+    Done,
+    Layer,
+    Publish,
+    Side,
+    Task,
+)
+from dora_pipe.bench.dataplane.wire import Child
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.core.errors import UsageError
+from dora_pipe.schemas.topics import Topics
+
+TOKENS: Final = (256, 2_048, 16_384, 65_536)
+
+BATCH_GROUPS_MAX: Final = 16
+BATCH_TOKENS: Final = 1024 * 1024
+"""A batch at full load has so many groups, or as many as hold so many tokens."""
+
+LOAD: Final = 1 / 3
+"""Of full load, where latency is measured."""
+
+DELAYS_PER_S: Final = 100.0
+"""Records a second, where the layer's own delay is measured."""
+
+LATENCIES_MIN: Final = 200
+LATENCY_STRETCH: Final = 4
+"""Latency is measured for so many trajectories, in at most so many times `seconds`."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is measured. `kafka` is ``kafka://HOST:PORT[,..]``, or empty: no broker, no layer."""
+
+    kafka: str
+    tokens: Sequence[int]
+    seconds: float
+    repeats: int
+    folder: Path
+    """For the files of SQLite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The rows."""
+
+    layers: list[LayerFigure]
+    delays: list[DelayFigure]
+    planes: list[PlaneFigure]
+    splits: list[SplitFigure]
+
+
+def bench_dataplane(setup: Setup, say: Say) -> Measured:
+    """Measure every length; `say` hears of each. Raises UsageError, BusError, ResourceError."""
+    if setup.repeats < 1 or setup.seconds <= 0 or not setup.tokens:
+        raise UsageError("a bench needs a length, a repeat and some time")
+    if setup.kafka and not _servers(setup.kafka):
+        raise UsageError(f"`{setup.kafka}` is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
+    measured = Measured(layers=[], delays=[], planes=[], splits=[])
+    if setup.kafka:
+        say("warming up")  # a broker that has just started compiles what it will do
+        list(_layers(setup, setup.tokens[0], raw_first=True))
+    for tokens in setup.tokens:
+        say(f"{tokens} tokens")
+        layers: dict[Phase, list[LayerRound]] = {}
+        delays: list[DelayRound] = []
+        planes: dict[str, list[PlaneRound]] = {}
+        for repeat in range(setup.repeats):
+            if setup.kafka:
+                for phase, one in _layers(setup, tokens, raw_first=repeat % 2 == 0):
+                    layers.setdefault(phase, []).append(one)
+                delays.append(_delays(setup, tokens))
+            for name, plane in _planes(setup, tokens):
+                planes.setdefault(name, []).append(plane)
+        measured.layers.extend(layer_figure(name, tokens, found) for name, found in layers.items())
+        if delays:
+            measured.delays.append(delay_figure(tokens, DELAYS_PER_S, delays))
+        measured.planes.extend(plane_figure(name, tokens, found) for name, found in planes.items())
+        measured.splits.extend(split_figure(name, tokens, found) for name, found in planes.items())
+    return measured
+
+
+def _layers(setup: Setup, tokens: int, *, raw_first: bool) -> Iterator[tuple[Phase, LayerRound]]:
+    """One repeat of the three phases; who goes first takes turns."""
+    order: tuple[Side, Side] = ("raw", "bus") if raw_first else ("bus", "raw")
+    found: dict[Side, dict[Phase, tuple[Done, ...]]] = {}
+    for side in order:
+        with _topic(setup.kafka) as topic:
+            write, read = _layer_tasks(setup, side, topic, tokens)
+            appended = _alone(write, total=0)
+            read_again = _alone(read, total=appended.records + WARM)
+        with _topic(setup.kafka) as topic:
+            write, read = _layer_tasks(setup, side, topic, tokens)
+            both = _together(write, read, behind=WARM)
+        found[side] = {
+            "append": (appended,),
+            "read": (read_again,),
+            "through": both,
+        }
+    for phase, raw in found["raw"].items():
+        yield phase, _layer_round(raw, found["bus"][phase])
+
+
+def _layer_round(raw: tuple[Done, ...], bus: tuple[Done, ...]) -> LayerRound:
+    """One process of each side, or a writer and a reader."""
+    record_bytes = raw[-1].bytes / raw[-1].records
+    return LayerRound(
+        raw_per_s=rate(raw[0], raw[-1]) * record_bytes,
+        bus_per_s=rate(bus[0], bus[-1]) * record_bytes,
+        raw_cpu_us=cpu_us(*raw),
+        bus_cpu_us=cpu_us(*bus),
+        record_bytes=record_bytes,
+    )
+
+
+def _delays(setup: Setup, tokens: int) -> DelayRound:
+    """One repeat of single records, on both sides."""
+    found: dict[Side, tuple[Done, Done]] = {}
+    sides: tuple[Side, Side] = ("raw", "bus")
+    for side in sides:
+        with _topic(setup.kafka) as topic:
+            write, read = _layer_tasks(setup, side, topic, tokens, per_s=DELAYS_PER_S)
+            found[side] = _together(write, read, behind=WARM)
+    return DelayRound(
+        raw_ms=delays_ms(*found["raw"]),
+        bus_ms=delays_ms(*found["bus"]),
+        record_bytes=found["bus"][1].bytes / found["bus"][1].records,
+    )
+
+
+def _layer_tasks(
+    setup: Setup, side: Side, topic: str, tokens: int, *, per_s: float = 0.0
+) -> tuple[Layer, Layer]:
+    servers = _servers(setup.kafka)
+    append = Layer(
+        side=side,
+        does="append",
+        servers=servers,
+        topic=topic,
+        tokens=tokens,
+        seconds=setup.seconds,
+        per_s=per_s,
+    )
+    return append, replace(append, does="read")
+
+
+def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:
+    """One repeat of every plane: full load first, because a third is a third of that."""
+    kafka = [("kafka", setup.kafka)] if setup.kafka else []
+    for name, address in (*kafka, ("sqlite", "sqlite:"), (PIPE, PIPE)):
+        batch = batch_of(tokens)
+        *full, broker_s = _plane(setup, address, tokens, batch, setup.seconds, per_s=0.0)
+        per_s = rate(*full) * LOAD
+        seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
+        *third, broker_third_s = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
+        yield (
+            name,
+            PlaneRound(
+                published=full[0],
+                assembled=full[1],
+                broker_s=broker_s,
+                published_third=third[0],
+                assembled_third=third[1],
+                broker_third_s=broker_third_s,
+            ),
+        )
+
+
+def batch_of(tokens: int) -> int:
+    """Trajectories of a batch at full load; whole groups."""
+    groups = BATCH_TOKENS // (tokens * GROUP_SIZE)
+    return GROUP_SIZE * max(1, min(BATCH_GROUPS_MAX, groups))
+
+
+def _plane(
+    setup: Setup, address: str, tokens: int, batch: int, seconds: float, *, per_s: float
+) -> tuple[Done, Done, float | None]:
+    """Publish and assemble at once; with the broker's CPU seconds."""
+    with ExitStack() as stack:
+        run = f"bench-{uuid4().hex[:12]}"
+        fds: tuple[int, ...] = ()
+        ends = (address, address)
+        if address == PIPE:
+            fds = os.pipe()
+            for fd in fds:
+                stack.callback(os.close, fd)
+            ends = (f"{PIPE}:{fds[1]}", f"{PIPE}:{fds[0]}")
+        elif address == "sqlite:":
+            path = setup.folder / f"{run}.sqlite"
+            stack.callback(_remove, path)
+            ends = (f"sqlite:{path}",) * 2
+        if address != PIPE:
+            stack.enter_context(_topic(ends[0], Topics(run).trajectories))
+        write = Publish(address=ends[0], run=run, tokens=tokens, seconds=seconds, per_s=per_s)
+        read = Assemble(address=ends[1], run=run, batch=batch)
+        broker = _Broker(address)
+        both = _together(write, read, behind=0, fds=fds)
+        return *both, broker.spent_s()
+
+
+def _alone(task: Layer, *, total: int) -> Done:
+    with Child(task) as child:
+        child.await_ready()
+        child.go()
+        child.tell_total(total)
+        return child.done()
+
+
+def _together(
+    write: Task, read: Task, *, behind: int, fds: Sequence[int] = ()
+) -> tuple[Done, Done]:
+    """The reader learns the total when the writer is done; `behind` more lie before its start."""
+    with Child(write, pass_fds=fds) as writer, Child(read, pass_fds=fds) as reader:
+        writer.await_ready()
+        reader.await_ready()
+        reader.go()
+        writer.go()
+        written = writer.done()
+        reader.tell_total(written.records + behind)
+        return written, reader.done()
+
+
+class _Broker:
+    """CPU time of the brokers behind an address since now."""
+
+    def __init__(self, address: str) -> None:
+        ports = [int(each.rpartition(":")[2]) for each in _servers(address).split(",") if each]
+        self._pids = [listener_of(port) for port in ports]
+        self._before_s = self._now_s()
+
+    def spent_s(self) -> float | None:
+        """CPU seconds; None if one of them is not on this machine."""
+        now_s = self._now_s()
+        return None if now_s is None or self._before_s is None else now_s - self._before_s
+
+    def _now_s(self) -> float | None:
+        total_s = 0.0
+        for pid in self._pids:
+            if pid is None:
+                return None
+            total_s += cpu_s(pid)
+        return total_s
+
+
+@contextmanager
+def _topic(address: str, name: str = "") -> Iterator[str]:
+    """A topic of its own; on a broker it is deleted when nobody writes to it any more."""
+    topic = name or f"bench-{uuid4().hex[:12]}"
+    bus = open_bus(address)
+    try:
+        bus.create([TopicSpec(name=topic, partitions=PARTITIONS)])
+    finally:
+        bus.close()
+    yield topic
+    if _servers(address):
+        from dora_pipe.bench.dataplane.raw import drop_topics
+
+        drop_topics(_servers(address), [topic])
+
+
+def _servers(address: str) -> str:
+    """The brokers of an address; empty where it names none."""
+    kind, _, rest = address.partition("://")
+    return rest.strip("/") if kind == "kafka" else ""
+
+
+def _remove(path: Path) -> None:
+    for each in path.parent.glob(f"{path.name}*"):
+        each.unlink()

@@ -1,0 +1,244 @@
+"""Measures tokens per second of the own engine, beside transformers' `generate`; decides nothing.
+
+Both run the same requests to their end on one thread: prompts and lengths of the arithmetic demo,
+whose answers are 5 to 123 tokens long with a heavy tail, on a random model of the demo's size.
+`generate` is given the requests in batches of `rows` and works on each batch until its longest
+request is done; the engine refills a slot as soon as it is free. In the order of arrival most of
+what `generate` computes lies behind an answer's end, so it gets the same requests sorted by length
+too: the best order there is, which nobody knows before the answers are there. Prefill, refills,
+sampling and log-probs are in the engine's time. Only tokens that were asked for are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dora_pipe.core.errors import UsageError
+from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, SamplingParams
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+
+MODEL = CausalLM(
+    family="qwen2",
+    vocabulary=96,
+    hidden=128,
+    intermediate=512,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=32,
+    norm_eps=1e-6,
+    rope=Rope(kind="default", theta=10000.0),
+    tied=False,
+    qkv_bias=True,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+)
+"""A policy like the demo's, but of 0.55 M parameters: figures of all versions compare."""
+
+CONTEXT_TOKENS = 256
+PROMPT_TOKENS = 5
+LENGTH_MU, LENGTH_SIGMA, LENGTH_UNITS_MAX = 1.2, 1.3, 60
+REQUESTS_PER_ROW = 8
+REQUESTS_MIN = 32
+ROWS_MAX = 4096
+WARM_UP_REQUESTS = 16
+_SEED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigure:
+    """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process.
+
+    On a machine that does other work too, the CPU time is the better measure. `ratio` is that of
+    the CPU figures; where both take turns (vLLM), the median of the turns' own.
+
+    Example: ``EngineFigure(rows=64, requests=512, tokens=8463, tokens_per_s=21000.0,
+    cpu_tokens_per_s=22000.0, generate_tokens_per_s=2900.0, generate_cpu_tokens_per_s=3000.0,
+    ratio=7.3)``
+    """
+
+    rows: int
+    requests: int
+    tokens: int
+    tokens_per_s: float
+    cpu_tokens_per_s: float
+    generate_tokens_per_s: float
+    generate_cpu_tokens_per_s: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFigure(EngineFigure):
+    """Beside `generate` on the same requests as they arrive, and sorted by length.
+
+    `computed` are tokens that `generate` computes for one that is counted.
+
+    Example: ``GenerateFigure(rows=64, ..., ratio=6.5, computed=5.3,
+    sorted_generate_cpu_tokens_per_s=14000.0, sorted_ratio=1.4, sorted_computed=1.1)``
+    """
+
+    computed: float
+    sorted_generate_cpu_tokens_per_s: float
+    sorted_ratio: float
+    sorted_computed: float
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of a measured part."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def bench_engine(
+    rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
+) -> list[GenerateFigure]:
+    """A figure for each number of rows. Needs torch and transformers. Raises UsageError."""
+    check_rows(rows)
+    return [_figure(count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
+
+
+def check_rows(rows: Sequence[int]) -> None:
+    """Raise UsageError for a number of rows that no bench takes."""
+    for count in rows:
+        if not 1 <= count <= ROWS_MAX:
+            raise UsageError(f"{count} rows is not between 1 and {ROWS_MAX}")
+
+
+def demo_requests(count: int, seed: int = _SEED) -> list[EngineRequest]:
+    """Requests as the demo's: random prompts of five tokens, lengths forced by `max_tokens`."""
+    chance = np.random.default_rng(seed)
+    units = np.ceil(np.exp(chance.normal(LENGTH_MU, LENGTH_SIGMA, count)))
+    lengths = 2 * np.clip(units, 1, LENGTH_UNITS_MAX).astype(int) + 3
+    prompts = chance.integers(0, MODEL.vocabulary, (count, PROMPT_TOKENS))
+    return [
+        EngineRequest(
+            request=f"r{number}",
+            token_ids=prompts[number].tolist(),
+            sampled=0,
+            seed=number,
+            params=SamplingParams(max_tokens=int(lengths[number])),
+        )
+        for number in range(count)
+    ]
+
+
+def run_requests(engine: Any, requests: Sequence[EngineRequest], rows: int) -> int:
+    """Run all requests through an engine, at most `rows` at once; sampled tokens."""
+    waiting = list(reversed(requests))
+    tokens = 0
+    while waiting or engine.active:
+        while waiting and engine.active < rows:
+            engine.add(waiting.pop())
+        for event in engine.step():
+            if not isinstance(event, RequestFinished):
+                tokens += len(event.token_ids)
+    return tokens
+
+
+def computed_per_token(requests: Sequence[EngineRequest], rows: int) -> float:
+    """Tokens that batches of `rows` compute, each to its longest request, for one that is asked."""
+    lengths = [request.params.max_tokens for request in requests]
+    batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
+    return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
+
+
+def _figure(rows: int, count: int) -> GenerateFigure:
+    requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
+    by_length = sorted(requests, key=lambda request: request.params.max_tokens)
+    engine = make_engine(rows)
+    run_requests(engine, warm_up, rows)
+    own, theirs, theirs_sorted = Spent(), Spent(), Spent()
+    with measured(own):
+        tokens = run_requests(engine, requests, rows)
+    generate = _generate()
+    generate(warm_up, rows)
+    with measured(theirs):
+        generate(requests, rows)
+    with measured(theirs_sorted):
+        generate(by_length, rows)
+    return GenerateFigure(
+        rows=rows,
+        requests=count,
+        tokens=tokens,
+        tokens_per_s=round(tokens / own.wall_s, 1),
+        cpu_tokens_per_s=round(tokens / own.cpu_s, 1),
+        generate_tokens_per_s=round(tokens / theirs.wall_s, 1),
+        generate_cpu_tokens_per_s=round(tokens / theirs.cpu_s, 1),
+        ratio=round(theirs.cpu_s / own.cpu_s, 2),
+        computed=round(computed_per_token(requests, rows), 2),
+        sorted_generate_cpu_tokens_per_s=round(tokens / theirs_sorted.cpu_s, 1),
+        sorted_ratio=round(theirs_sorted.cpu_s / own.cpu_s, 2),
+        sorted_computed=round(computed_per_token(by_length, rows), 2),
+    )
+
+
+@contextmanager
+def measured(spent: Spent) -> Iterator[None]:
+    """Note what the block takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    spent.wall_s, spent.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+
+
+def make_engine(rows: int, **more: Any) -> Any:
+    """The own engine with random weights of `MODEL`; `more` goes to it. Needs torch."""
+    import torch
+
+    from dora_pipe.producers.engines.torch.engine import TorchEngine
+    from dora_pipe.producers.engines.torch.model import fuse
+    from dora_pipe.producers.engines.torch.weights import random_tensors
+
+    torch.set_num_threads(1)
+    weights = fuse(MODEL, random_tensors(MODEL, _SEED))
+    return TorchEngine(MODEL, weights, slots=rows, context_tokens=CONTEXT_TOKENS, **more)
+
+
+def demo_config(**more: Any) -> Any:
+    """transformers' configuration of the demo's shapes, without a token that ends."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=MODEL.vocabulary,
+        hidden_size=MODEL.hidden,
+        intermediate_size=MODEL.intermediate,
+        num_hidden_layers=MODEL.layers,
+        num_attention_heads=MODEL.heads,
+        num_key_value_heads=MODEL.kv_heads,
+        max_position_embeddings=CONTEXT_TOKENS,
+        pad_token_id=0,
+        eos_token_id=None,
+        **more,
+    )
+
+
+def _generate() -> Callable[[Sequence[EngineRequest], int], None]:
+    """transformers' `generate` on a random model of the same shapes, in batches of `rows`."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    build: Any = Qwen2ForCausalLM
+    model = build(demo_config()).eval()
+
+    def generate(requests: Sequence[EngineRequest], rows: int) -> None:
+        for start in range(0, len(requests), rows):
+            batch = requests[start : start + rows]
+            prompts = torch.tensor([request.token_ids for request in batch])
+            longest = max(request.params.max_tokens for request in batch)
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=longest,
+            )
+
+    return generate

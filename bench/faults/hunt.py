@@ -1,0 +1,195 @@
+"""Meets random moments from outside: waits in a thread until it comes, and kills a role or broker.
+
+It decides nothing: who dies when stands in the order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Final, Protocol
+
+from dora_pipe.bench.faults.brokers import Brokers, Struck
+from dora_pipe.bench.faults.inject import Files, Hit
+from dora_pipe.bench.faults.order import BROKER, Chance, Order
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.launch import local_roles
+from dora_pipe.launch.supervisor import Supervisor
+from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
+from dora_pipe.schemas.topics import Topics
+
+POLL_S: Final = 0.05
+
+
+class Victim(Protocol):
+    """What an order is for."""
+
+    def pid(self) -> int | None:
+        """Its process while it is there."""
+        ...
+
+    def strike(self) -> tuple[int, str] | None:
+        """Kill it: (process id, what was going on); None when it has just ended by itself."""
+        ...
+
+    def led(self) -> tuple[tuple[str, int], ...]:
+        """Partitions that went down with it; empty: all, or it is a role."""
+        ...
+
+
+class RoleVictim:
+    """A role of the run."""
+
+    def __init__(self, order: Order, files: Files, supervisor: Supervisor) -> None:
+        self._order = order
+        self._files = files
+        self._supervisor = supervisor
+
+    def pid(self) -> int | None:
+        """See Victim."""
+        return self._supervisor.pid(self._order.role)
+
+    def strike(self) -> tuple[int, str] | None:
+        """See Victim."""
+        pid = self.pid()
+        if pid is None:
+            return None
+        try:
+            os.kill(pid, signal.SIGSTOP if self._order.stop else signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        return pid, self._files.doing(self._order.role)
+
+    def led(self) -> tuple[tuple[str, int], ...]:
+        """See Victim."""
+        return ()
+
+
+class BrokerVictim:
+    """The broker that leads the partition of the order."""
+
+    def __init__(self, order: Order, files: Files, topics: Topics, brokers: Brokers) -> None:
+        self._order = order
+        self._files = files
+        self._topics = topics
+        self._brokers = brokers
+        self._struck: Struck | None = None
+
+    def pid(self) -> int | None:
+        """See Victim."""
+        node = self._brokers.nodes[0].node if self._struck is None else self._struck.node
+        return self._brokers.pid(node)
+
+    def strike(self) -> tuple[int, str] | None:
+        """See Victim."""
+        name, partition = self._order.leads
+        down_s = self._order.down_s
+        words = f"broker led {name}/{partition}"
+        if self._struck is None:
+            target = TopicPartition(f"{self._topics.run}.{name}", partition)
+            self._struck = self._brokers.strike(target, self._topics.all(), down_s=down_s)
+            doing = (f"{role} {self._files.doing(role)}" for role in _TOLD)
+            words = f"{words}; {', '.join(doing)}"
+        else:
+            self._struck = self._brokers.strike_again(self._struck, down_s=down_s)
+            words = "starting"
+        return self._struck.pid, words
+
+    def led(self) -> tuple[tuple[str, int], ...]:
+        """See Victim."""
+        return () if self._struck is None else self._struck.led
+
+
+_TOLD: Final = (local_roles.TRAINER, local_roles.ORCHESTRATOR)
+
+
+@contextmanager
+def hunting(order: Order, victim: Victim, files: Files, url: str, topics: Topics) -> Iterator[None]:
+    """For a random moment: kill the victim when it comes, while the block lasts."""
+    if not isinstance(order.at, Chance):
+        yield
+        return
+    hunt = _Hunt(order.role, order.at, victim, files)
+    hunter = threading.Thread(target=hunt.run, args=(url, topics), daemon=True)
+    hunter.start()
+    try:
+        yield
+    finally:
+        hunt.over.set()
+        hunter.join()
+
+
+class _Hunt:
+    """One thread's work."""
+
+    def __init__(self, role: str, at: Chance, victim: Victim, files: Files) -> None:
+        self.over = threading.Event()
+        self._role = role
+        self._at = at
+        self._victim = victim
+        self._files = files
+
+    def run(self, url: str, topics: Topics) -> None:
+        """Until the moment has come, and come again if it shall."""
+        self._count(url, TopicPartition(topics.control, 0))
+        self.over.wait(self._at.delay_s)
+        first = self._strike()
+        if first is None or self._at.again_s is None:
+            return
+        while self._victim.pid() in (None, first.pid) and not self.over.wait(POLL_S):
+            pass
+        self.over.wait(self._at.again_s)
+        self._strike(before=f"{first.phase}; again ")
+
+    def _count(self, url: str, control: TopicPartition) -> None:
+        seen = 0
+        with closing(open_bus(url)) as bus:
+            reader = bus.reader({control: 0})
+            while seen < self._at.control and not self.over.is_set():
+                seen += sum(map(_facts, reader.poll(timeout_s=POLL_S, records_max=1)))
+
+    def _strike(self, *, before: str = "") -> Hit | None:
+        """Kill it as soon as it is there; None when the run ended first."""
+        while self._victim.pid() is None and not self.over.wait(POLL_S):
+            pass
+        struck = None if self.over.is_set() else self._victim.strike()
+        if struck is None:
+            return None
+        pid, words = struck
+        hit = Hit(
+            role=self._role,
+            pid=pid,
+            phase=before + words,
+            at_ns=time.monotonic_ns(),
+            led=self._victim.led(),
+        )
+        self._files.write_hit(hit)
+        return hit
+
+
+def _facts(record: Record) -> int:
+    """How many facts a control record says: a worker reports several trajectories at once."""
+    found = decode_control(record.value)
+    return len(found.trajectories) if isinstance(found, TrajectoriesLogged) else 1
+
+
+def recovered_s(files: Files, hit: Hit, names: tuple[str, ...]) -> float | None:
+    """From a strike to the first record of the role's next incarnation.
+
+    For a broker: until every role that still appends has had an append acknowledged that began
+    afterwards, and one of them went to a partition that the broker had led.
+    """
+    if hit.role != BROKER:
+        later = (ack for ack in files.acks(hit.role) if ack.at_ns > hit.at_ns)
+        first_ns = next((ack.at_ns for ack in later if ack.pid != hit.pid), None)
+        return None if first_ns is None else (first_ns - hit.at_ns) / 1e9
+    after = {name: [ack for ack in files.acks(name) if ack.began_ns > hit.at_ns] for name in names}
+    firsts = [min(ack.at_ns for ack in acks) for acks in after.values() if acks]
+    led = (ack for acks in after.values() for ack in acks if (ack.topic, ack.partition) in hit.led)
+    led_ns = min((ack.at_ns for ack in led), default=0)
+    return (max(*firsts, led_ns) - hit.at_ns) / 1e9 if firsts else None

@@ -1,0 +1,353 @@
+"""Strikes a role at the moment that it was ordered to, and keeps book of what was acknowledged.
+
+It wraps what a role is handed (bus, policy store, engine, trainer); the role itself is production
+code and knows nothing. Of a process that was killed two files tell afterwards: the *book*, a line
+for each record whose append was acknowledged, and the *whereabouts*, a page of memory that says
+what the process was doing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import msgspec
+
+from dora_pipe.bench.faults.inside import Inside, KafkaInside, SqliteInside
+from dora_pipe.bench.faults.order import Order, Point
+from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
+from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
+from dora_pipe.bus.sqlite_file import SqliteFile
+from dora_pipe.bus.wrapper import BusWrapper
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.store import BlobKind, PolicyStore
+
+T = TypeVar("T")
+
+PAGE_BYTES: Final = 256
+IN_THE_LOOP: Final = "reacting"
+"""What the main thread does between two marks."""
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True):
+    """One acknowledged record; times are this machine's monotonic clock."""
+
+    at_ns: int
+    pid: int
+    topic: str
+    partition: int
+    offset: int
+    sha256: str
+    """Of the value."""
+    began_ns: int = 0
+    """When its append began."""
+
+
+class Hit(msgspec.Struct, frozen=True, kw_only=True):
+    """A role or a broker was struck."""
+
+    role: str
+    pid: int
+    phase: str
+    at_ns: int
+    led: tuple[tuple[str, int], ...] = ()
+    """The partitions that a struck broker led; empty: all."""
+
+
+class Files:
+    """Where a round keeps its own notes, beside the run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.order = directory / "order.json"
+        self.hit = directory / "hit.json"
+
+    def book(self, role: str) -> Path:
+        """The acknowledged records of a role, all its incarnations."""
+        return self.directory / f"{role}.acks"
+
+    def whereabouts(self, role: str) -> Path:
+        """What the newest incarnation of a role is doing."""
+        return self.directory / f"{role}.where"
+
+    def acks(self, role: str) -> list[Ack]:
+        """The book of a role; a last line that was cut off is left out."""
+        if not self.book(role).exists():
+            return []
+        decode = msgspec.json.Decoder(Ack).decode
+        *lines, _ = self.book(role).read_bytes().split(b"\n")
+        return [decode(line) for line in lines]
+
+    def doing(self, role: str) -> str:
+        """The whereabouts in words."""
+        path = self.whereabouts(role)
+        text = path.read_bytes() if path.exists() else b""
+        return text.rstrip(b" \0").decode(errors="replace") or "being forked"
+
+    def write_hit(self, hit: Hit) -> None:
+        """All or nothing: whoever waits for the file may read it."""
+        partial = self.hit.with_suffix(f".{hit.pid}.partial")
+        partial.write_bytes(msgspec.json.encode(hit))
+        partial.replace(self.hit)
+
+    def read_hit(self) -> Hit | None:
+        """Who was struck, if anybody was."""
+        if not self.hit.exists():
+            return None
+        return msgspec.json.decode(self.hit.read_bytes(), type=Hit)
+
+    @property
+    def claimed(self) -> Path:
+        """The order, once the incarnation that it is for has taken it."""
+        return self.order.with_suffix(".claimed")
+
+    def dead_until_ns(self, role: str) -> int:
+        """Until when (monotonic ns) a role that was struck stays dead; 0: it may begin."""
+        hit = self.read_hit()
+        if hit is None or hit.role != role or not self.claimed.exists():
+            return 0
+        order = msgspec.json.decode(self.claimed.read_bytes(), type=Order)
+        return hit.at_ns + round(order.down_s * 1e9)
+
+
+class Injector:
+    """Of one incarnation of a role. It is armed if the round's order is for this role and no
+    incarnation before it was."""
+
+    def __init__(self, files: Files, role: str, topics: Topics) -> None:
+        self.topics = topics
+        self._files = files
+        self._role = role
+        self._order = self._claim()
+        self._passed = 0
+        self._main = threading.get_ident()
+        self._marks: dict[int, list[str]] = {self._main: []}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._book = os.open(files.book(role), flags, 0o644)
+        self._page = _page(files.whereabouts(role))
+        self._say("starting")
+
+    def _claim(self) -> Order | None:
+        """The order if it is an aimed one for this role, given to one incarnation only."""
+        if not self._files.order.exists():
+            return None
+        order = msgspec.json.decode(self._files.order.read_bytes(), type=Order)
+        if order.role != self._role or not isinstance(order.at, Point):
+            return None
+        self._files.order.rename(self._files.claimed)
+        return order
+
+    @property
+    def point(self) -> Point | None:
+        """Where this incarnation shall be struck."""
+        at = None if self._order is None else self._order.at
+        return at if isinstance(at, Point) else None
+
+    def due(self, records: Sequence[Append]) -> Point | None:
+        """The point if these records make it due now; counts them."""
+        point = self.point
+        if point is None or not any(point.matches(record, self.topics) for record in records):
+            return None
+        self._passed += 1
+        return point if self._passed == point.nth else None
+
+    def passed(self, moment: str, what: str) -> None:
+        """A point that is no append was reached; strikes if it is the one."""
+        point = self.point
+        if point is not None and (point.moment, point.what) == (moment, what):
+            self._passed += 1
+            if self._passed == point.nth:
+                self.strike()
+
+    def strike(self) -> None:
+        """End this process as `kill -9` does, or stop it; a stopped one goes on from here."""
+        assert self._order is not None
+        assert isinstance(self._order.at, Point)
+        stop, phase = self._order.stop, self._order.at.phase
+        self._order = None
+        pid = os.getpid()
+        self._files.write_hit(Hit(role=self._role, pid=pid, phase=phase, at_ns=time.monotonic_ns()))
+        os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+
+    def acknowledged(
+        self, records: Sequence[Append], offsets: Sequence[int], *, began_ns: int
+    ) -> None:
+        """Write down what the bus has promised to keep."""
+        now_ns, pid = time.monotonic_ns(), os.getpid()
+        acks = (
+            Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value), began_ns)
+            for one, offset in zip(records, offsets, strict=True)
+        )
+        os.write(self._book, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
+
+    @contextmanager
+    def mark(self, doing: str) -> Iterator[None]:
+        """Inside the block, this thread is doing that; other threads count only inside of one."""
+        marks = self._marks.setdefault(threading.get_ident(), [])
+        marks.append(doing)
+        self._tell()
+        try:
+            yield
+        finally:
+            marks.pop()
+            self._tell()
+
+    def _tell(self) -> None:
+        main = self._marks[self._main]
+        doing = [main[-1] if main else IN_THE_LOOP]
+        for thread, marks in list(self._marks.items()):
+            doing += marks[-1:] if thread != self._main else ()
+        self._say(", beside it ".join(doing))
+
+    def _say(self, text: str) -> None:
+        self._page[:] = text.encode()[:PAGE_BYTES].ljust(PAGE_BYTES)
+
+
+class FaultBus(BusWrapper):
+    """A bus whose writers strike their own process when they are told to.
+
+    Its writers on SQLite have their connection made here: that is how a moment inside of the
+    transaction can be met without a hook in production code. See `inside` for Kafka.
+    """
+
+    def __init__(self, inner: Bus, injector: Injector) -> None:
+        super().__init__(inner)
+        self._injector = injector
+        self._writers: list[Writer] = []
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        """See Bus."""
+        return watched(self.inner.reader(positions), {"poll": "reading"}, self._injector)
+
+    def writer(self, *, exclusive: str | None = None) -> Writer:
+        """See Bus."""
+        with self._injector.mark("opening a writer"):
+            if isinstance(self.inner, SqliteBus):
+                file = SqliteFile(self.inner.path, patient=False)
+                self._writers.append(SqliteWriter(file, exclusive))
+                return FaultWriter(self._writers[-1], SqliteInside(file), self._injector)
+            inner = self.inner.writer(exclusive=exclusive)
+            inside = _inside_of(self.inner, exclusive=exclusive is not None)
+            return FaultWriter(inner, inside, self._injector)
+
+    def close(self) -> None:
+        """See Bus."""
+        for writer in self._writers:
+            writer.close()
+        self.inner.close()
+
+
+class FaultWriter:
+    """See FaultBus. Without `inside` the moments `middle` and `commit` never come."""
+
+    def __init__(self, inner: Writer, inside: Inside | None, injector: Injector) -> None:
+        self._inner = inner
+        self._inside = inside
+        self._injector = injector
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """See Writer."""
+        injector = self._injector
+        point = injector.due(records)
+        moment = None if point is None else point.moment
+        with injector.mark(f"appending {kinds_of(records, injector.topics)}"):
+            if moment == "before":
+                injector.strike()
+            if point is not None and moment in ("middle", "commit") and self._inside is not None:
+                self._inside.arm(point, injector.strike)
+            began_ns = time.monotonic_ns()
+            offsets = self._inner.append(records)
+            injector.acknowledged(records, offsets, began_ns=began_ns)
+            if moment == "after":
+                injector.strike()
+        return offsets
+
+    def close(self) -> None:
+        """See Writer."""
+        self._inner.close()
+
+
+class FaultStore(PolicyStore):
+    """A policy store that strikes its own process around the name of a policy file."""
+
+    def __init__(self, root: Path, injector: Injector) -> None:
+        super().__init__(root)
+        self._injector = injector
+
+    def publish_weights(self, write: Callable[[Path], Manifest]) -> Manifest:
+        """See PolicyStore."""
+
+        def writing(path: Path) -> Manifest:
+            manifest = write(path)
+            self._injector.passed("written", "weights")
+            return manifest
+
+        with self._injector.mark("publishing weights"):
+            manifest = super().publish_weights(writing)
+            self._injector.passed("named", "weights")
+        return manifest
+
+    def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
+        """See PolicyStore."""
+        with self._injector.mark(f"publishing {kind}"):
+            return super().publish_blob(kind, write)
+
+
+class _Watched:
+    """Hands everything on; calls of some methods are marked."""
+
+    def __init__(self, inner: object, marks: Mapping[str, str], injector: Injector) -> None:
+        self._inner = inner
+        self._marks = marks
+        self._injector = injector
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        doing = self._marks.get(name)
+        if doing is None:
+            return found
+
+        def marked(*arguments: Any, **named: Any) -> Any:
+            with self._injector.mark(doing):
+                return found(*arguments, **named)
+
+        return marked
+
+
+def watched(inner: T, marks: Mapping[str, str], injector: Injector) -> T:
+    """An object as it was, whose methods in `marks` say what the process is doing meanwhile."""
+    return cast("T", _Watched(inner, marks, injector))
+
+
+def kinds_of(records: Sequence[Append], topics: Topics) -> str:
+    """What an append holds, in words. Example: ``"trajectories, metrics"``."""
+    names: dict[str, None] = {}
+    for one in records:
+        name = one.topic.removeprefix(f"{topics.run}.")
+        if one.topic == topics.control:
+            name = str(msgspec.json.decode(one.value)["kind"])
+        names[name] = None
+    return ", ".join(names)
+
+
+def _inside_of(bus: Bus, *, exclusive: bool) -> Inside | None:
+    """Imported late: a round on SQLite does without the client."""
+    from dora_pipe.bus.kafka.bus import KafkaBus
+
+    return KafkaInside(exclusive=exclusive) if isinstance(bus, KafkaBus) else None
+
+
+def _page(path: Path) -> mmap.mmap:
+    """A page of memory that outlives the process as a file."""
+    path.write_bytes(b" " * PAGE_BYTES)
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), PAGE_BYTES)

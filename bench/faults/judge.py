@@ -1,0 +1,190 @@
+"""Judges a run that somebody was killed in, from its log, its store and the roles' books.
+
+Beside the audit it counts by itself, from the raw records: what was trained twice, and what a
+role was told is safe and is not there. Then every step is trained again from version 0, in one
+process that nobody kills: the same batches must give the same weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.audit.replay_step import replay
+from dora_pipe.bench.faults.inject import Ack
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.config.logged import logged_config
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import DoraError
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.rounds import Fence, decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+
+VIOLATIONS_MAX = 5
+"""Violations that a verdict names."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a run. `clean` is the whole question."""
+
+    finished: bool
+    steps: int
+    steps_wanted: int
+    violations: tuple[str, ...]
+    """The audit's first ones, and what broke the replay off."""
+    acknowledged: int
+    """Records whose append was acknowledged to a role."""
+    trajectories: int
+    """Of these, trajectories."""
+    lost: int
+    """Of these, records that are not in the log, or with other bytes."""
+    trained_twice: int
+    """Steps, groups and trajectories that committed steps hold more than once."""
+    equal: int
+    """Steps, from 0 on, whose weights came out bit-equal when they were trained again."""
+    moved: bool
+    """Every step changed the weights: otherwise equal weights would say nothing."""
+    others: tuple[str, ...] = ()
+    """What a role that stayed dead has cost the other roles."""
+
+    @property
+    def weights_equal(self) -> bool:
+        """Whether the whole run came out again."""
+        return self.equal == self.steps == self.steps_wanted and self.moved
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        counted = self.lost == self.trained_twice == 0 < self.acknowledged
+        whole = self.finished and not self.violations and not self.others
+        return whole and counted and self.weights_equal
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """The raw control records that matter, in their order."""
+
+    started: RunStarted | None = None
+    commits: list[StepCommitted] = []
+
+
+def judge(
+    bus: Bus,
+    topics: Topics,
+    store: Path,
+    acks: Iterable[Ack],
+    trainer: Learner,
+    *,
+    clock: Clock,
+    dead: str = "",
+) -> Verdict:
+    """Look at everything. `trainer` is a fresh one, `dead` is a role that stayed dead for a while.
+
+    Raises BusError when the log cannot be read.
+    """
+    report = audit(bus, topics, store)
+    evidence = read_evidence(bus, topics)
+    assert evidence.started is not None
+    lines = [one.line for one in report.violations[:VIOLATIONS_MAX]]
+    booked = list(acks)
+    equal, why = _count_equal(bus, topics, store, trainer, report.steps, clock)
+    return Verdict(
+        finished=report.finished,
+        steps=report.steps,
+        steps_wanted=logged_config(evidence.started.config).run.steps,
+        violations=(*lines, *why),
+        acknowledged=len(booked),
+        trajectories=sum(ack.topic == topics.trajectories for ack in booked),
+        lost=count_lost(bus, topics, booked),
+        trained_twice=count_twice(evidence.commits),
+        equal=equal,
+        moved=_moved(evidence),
+        others=tuple(others_lost(bus, topics, dead)) if dead else (),
+    )
+
+
+def read_evidence(bus: Bus, topics: Topics) -> Evidence:
+    """The run's first record and every commit. Raises SchemaError for one that cannot be read."""
+    found = Evidence()
+    for record in records_of(bus, ends_of(bus, topics.control)):
+        control = decode_control(record.value)
+        if isinstance(control, RunStarted):
+            found.started = found.started or control
+        elif isinstance(control, StepCommitted):
+            found.commits.append(control)
+    return found
+
+
+def count_twice(commits: Iterable[StepCommitted]) -> int:
+    """Steps, groups and trajectories that are in commits more than once."""
+    seen: Counter[str] = Counter()
+    for commit in commits:
+        seen[f"step {commit.step}"] += 1
+        for group in commit.groups:
+            seen[group.group] += 1
+            seen.update(taken.trajectory for taken in group.trajectories)
+    return sum(count > 1 for count in seen.values())
+
+
+def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
+    """Acknowledged records that the log does not hold as they were acknowledged."""
+    held: dict[tuple[TopicPartition, int], str] = {}
+    for topic in topics.all():
+        for record in records_of(bus, ends_of(bus, topic)):
+            held[record.at, record.offset] = sha256_hex(record.value)
+    return sum(
+        held.get((TopicPartition(ack.topic, ack.partition), ack.offset)) != ack.sha256
+        for ack in acks
+    )
+
+
+def others_lost(bus: Bus, topics: Topics, dead: str) -> list[str]:
+    """What roles beside `dead` have lost: none is fenced, begins again or fails a request."""
+    found: list[str] = []
+    begun: Counter[str] = Counter()
+    for record in records_of(bus, ends_of(bus, topics.control)):
+        match decode_control(record.value):
+            case WorkerJoined(worker=name) | RoleStarted(role=name):
+                begun[name] += 1
+            case RequestFailed(worker=name, trajectory=trajectory) if name != dead:
+                found.append(f"{trajectory} failed on {name}")
+            case _:
+                pass
+    found += [f"{name} began again" for name, times in begun.items() if times > 1 and name != dead]
+    for record in records_of(bus, ends_of(bus, topics.decisions)):
+        for decision in decode_round(record.value).decisions:
+            if isinstance(decision, Fence) and decision.worker != dead:
+                found.append(f"{decision.worker} was fenced")
+    return found
+
+
+def _count_equal(
+    bus: Bus, topics: Topics, store: Path, trainer: Learner, steps: int, clock: Clock
+) -> tuple[int, tuple[str, ...]]:
+    """Steps that came out bit-equal, and what broke the replay off."""
+    equal = 0
+    try:
+        for line in replay(bus, topics, store, trainer, first=0, last=steps, clock=clock):
+            equal += line.replayed.equal
+    except DoraError as error:
+        return equal, (f"replay: {error.message}",)
+    return equal, ()
+
+
+def _moved(evidence: Evidence) -> bool:
+    assert evidence.started is not None
+    digests = [evidence.started.policy.digest, *(one.digest_after for one in evidence.commits)]
+    return len(set(digests)) == len(digests)

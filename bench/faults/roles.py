@@ -1,0 +1,179 @@
+"""What the forked processes of a kill round are: rigged roles, the maker of the model, the judge.
+
+A rigged role is the production role, handed a bus, a policy store, an engine or a trainer that
+`bench.faults.inject` has wrapped.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
+from dora_pipe.bench.faults.judge import judge
+from dora_pipe.bench.faults.order import WORKERS
+from dora_pipe.bus.claim_check import ClaimBus
+from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.registry import open_engine
+from dora_pipe.producers.tasks.arithmetic import WORDS
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
+
+MODEL: Final = "model"
+JUDGE: Final = "judge"
+"""Names of the two processes that are no roles."""
+
+CONTEXT_TOKENS: Final = 96
+
+_ENGINE_MARKS: Final = {"step": "generating", "load": "loading weights"}
+_TRAINER_MARKS: Final = {
+    "load": "loading weights",
+    "train": "training",
+    "manifest": "digesting weights",
+    "save_weights": "writing weights",
+    "save_optimizer": "writing a checkpoint",
+}
+
+
+def first_of(directory: RunDir) -> Path:
+    """Where a round keeps the record that starts its run."""
+    return directory.path / "first.json"
+
+
+def verdict_of(directory: RunDir) -> Path:
+    """Where the judge puts its verdict."""
+    return directory.path / "verdict.json"
+
+
+def be(name: str, directory: RunDir) -> int:
+    """Be this process, for the run in `directory` (the model is made there); the exit code."""
+    while (left_ns := Files(directory.path).dead_until_ns(name) - time.monotonic_ns()) > 0:
+        time.sleep(left_ns / 1e9)
+    starts: dict[str, Callable[[], None]] = {
+        MODEL: lambda: _make_model(directory.path / MODEL),
+        JUDGE: lambda: _judge(directory),
+        local_roles.ORCHESTRATOR: lambda: _orchestrator(directory),
+        local_roles.TRAINER: lambda: _trainer(directory),
+    }
+    return roles.be_role(name, directory, starts.get(name, lambda: _worker(directory, name)))
+
+
+def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clock]:
+    """What a role is made with."""
+    config = directory.config()
+    topics = Topics(config.run.name)
+    injector = Injector(Files(directory.path), name, topics)
+    return config, topics, injector, watched(SystemClock(), {"sleep": "waiting"}, injector)
+
+
+def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
+    """As `RunDir.open_bus`, with the log itself wrapped: what is booked is what lies there."""
+    log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
+    return ClaimBus(FaultBus(log, injector), directory.claims(config))
+
+
+def _orchestrator(directory: RunDir) -> None:
+    from dora_pipe.orchestrator.role import Instance, run_orchestrator
+
+    first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
+    config, topics, injector, clock = _rigged(directory, local_roles.ORCHESTRATOR)
+    with closing(_bus(directory, config, injector)) as bus:
+        run_orchestrator(
+            bus,
+            topics,
+            stop=roles.settle(local_roles.ORCHESTRATOR, topics.run),
+            timing=config.timing,
+            clock=clock,
+            instance=Instance(
+                name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
+            ),
+            run_started=first,
+        )
+
+
+def _worker(directory: RunDir, name: str) -> None:
+    from dora_pipe.producers.worker.kv_handover import KvHandover
+    from dora_pipe.producers.worker.role import run_worker
+    from dora_pipe.store.transfers.files import MappedFiles
+
+    config, topics, injector, clock = _rigged(directory, name)
+
+    def engine(**given: Any) -> Engine:
+        return watched(open_engine(**given), _ENGINE_MARKS, injector)
+
+    with closing(_bus(directory, config, injector)) as bus:
+        run_worker(
+            bus,
+            topics,
+            worker=name,
+            store=PolicyStore(directory.store(config)),
+            engine_factory=engine,
+            handover=KvHandover(MappedFiles(directory.handover, clock=clock)),
+            stop=roles.settle(name, topics.run),
+            config=config,
+            clock=clock,
+        )
+
+
+def _trainer(directory: RunDir) -> None:
+    from dora_pipe.consumers.trainer.role import run_trainer
+
+    config, topics, injector, clock = _rigged(directory, local_roles.TRAINER)
+
+    def trainer(**given: Any) -> Learner:
+        return watched(make_learner(**given), _TRAINER_MARKS, injector)
+
+    run_trainer(
+        lambda: _bus(directory, config, injector),
+        topics,
+        store=FaultStore(directory.store(config), injector),
+        learner_factory=trainer,
+        stop=roles.settle(local_roles.TRAINER, topics.run),
+        config=config,
+        clock=clock,
+    )
+
+
+def _make_model(path: Path) -> None:
+    from dora_pipe.launch.examples import write_small_model
+
+    partial = path.with_suffix(".partial")
+    write_small_model(partial, WORDS, context_tokens=CONTEXT_TOKENS)
+    partial.rename(path)
+
+
+def _judge(directory: RunDir) -> None:
+    config = directory.config()
+    topics, store = Topics(config.run.name), PolicyStore(directory.store(config))
+    files = Files(directory.path)
+    first = msgspec.json.decode(first_of(directory).read_bytes(), type=RunStarted)
+    trainer = make_learner(
+        assets=store.assets_path(first.assets_digest),
+        reference=store.weights_path(first.policy.digest),
+        config=config,
+    )
+    names = (*WORKERS, local_roles.TRAINER, local_roles.ORCHESTRATOR)
+    acks = [ack for name in names for ack in files.acks(name)]
+    with closing(directory.open_bus(config)) as bus:
+        dead = hit.role if (hit := files.read_hit()) and files.dead_until_ns(hit.role) else ""
+        verdict = judge(bus, topics, store.root, acks, trainer, clock=SystemClock(), dead=dead)
+    verdict_of(directory).write_bytes(msgspec.json.encode(verdict))

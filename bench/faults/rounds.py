@@ -1,0 +1,253 @@
+"""Plays kill rounds: real roles as processes, forked from one fork server that has torch imported.
+
+A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
+when was decided by `bench.faults.order`, and random moments are met by `fault_hunt`. The
+supervisor starts again what was killed, as in any run; a killed broker is started again by the
+watch. When the run has ended, one more process judges it (`bench.faults.judge`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.bench.faults import roles as fault_roles
+from dora_pipe.bench.faults.brokers import Brokers
+from dora_pipe.bench.faults.hunt import BrokerVictim, RoleVictim, hunting, recovered_s
+from dora_pipe.bench.faults.inject import Files, Hit
+from dora_pipe.bench.faults.judge import Verdict
+from dora_pipe.bench.faults.order import BROKER, PARTITIONS, WORKERS, Order
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import DoraError, ResourceError
+from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.fork_server import Ended, ForkServer
+from dora_pipe.launch.plan import plan_new
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.launch.supervisor import RunFailed, Supervisor, how
+from dora_pipe.producers.engines.registry import engine_kind
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+PRELOAD: Final = (
+    *engine_kind("torch").preload,
+    *roles.TRAINER_PRELOAD,
+    "transformers.models.llama.modeling_llama",
+    "dora_pipe.orchestrator.role",
+)
+
+MAX_TOKENS: Final = 48
+STEPS: Final = 6
+GROUPS: Final = 4
+SIBLINGS: Final = 4
+
+LEASE_S: Final = 5.0
+
+DEAD_S: Final = 2 * LEASE_S
+"""A role that stays dead does so for longer than any lease lasts."""
+
+CONTROL_FACTS: Final = STEPS * (GROUPS * SIBLINGS + 1)
+"""So many facts has control at least: a trajectory that was logged counts as one."""
+
+ROUND_LIMIT_S: Final = 180.0
+"""A round that takes longer counts as hung."""
+
+CHILD_LIMIT_S: Final = 300.0
+"""For making the model (torch is imported before) and for judging a run."""
+
+NAMES: Final = (*WORKERS, local_roles.TRAINER, local_roles.ORCHESTRATOR)
+
+Watch = Callable[[Supervisor, Files], None]
+"""Called about ten times a second while a round lasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What a round was."""
+
+    order: Order
+    hit: Hit | None
+    """None when the moment never came: then the round says nothing."""
+    recovered_s: float | None
+    """See `fault_hunt.recovered_s`."""
+    verdict: Verdict | None
+    trouble: str
+    """What kept the run from ending, or the judge from judging."""
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether somebody was struck and nothing is wrong.
+
+        A worker that stays dead need not come back: the others may end the run without it.
+        """
+        back = self.recovered_s is not None or self.order.stays_dead
+        struck = self.hit is not None and back
+        return struck and self.verdict is not None and self.verdict.clean and not self.trouble
+
+
+class Session:
+    """A folder of rounds, and the fork server of their roles. Make it before anything is open.
+
+    With `brokers` rounds are played on Kafka: so many of them, started here.
+    Example: ``with closing(Session(folder)) as session: session.play(order)``.
+    """
+
+    def __init__(self, root: Path, *, brokers: int = 0) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        self._current = root / "current"
+        self._brokers = Brokers(root / "brokers", brokers) if brokers else None
+        self._fork_server = ForkServer(self._be, preload=PRELOAD)
+        if self._brokers is not None:
+            self._brokers.start()
+
+    def close(self) -> None:
+        """End the fork server and whatever it forked, and the brokers."""
+        self._fork_server.close()
+        if self._brokers is not None:
+            self._brokers.close()
+
+    def model(self) -> Path:
+        """A small random model, made once."""
+        path = self.root / fault_roles.MODEL
+        if not path.exists():
+            self._call(fault_roles.MODEL, RunDir(self.root))
+        return path
+
+    def play(
+        self, order: Order, *, changes: dict[str, Any] | None = None, watch: Watch | None = None
+    ) -> Played:
+        """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
+        began_s = time.monotonic()
+        directory = self.directory(order)
+        config = round_config(self.model(), order, {**self._place(), **(changes or {})})
+        plan = plan_new(config, self.root)
+        files = Files(directory.path)
+        fault_roles.first_of(directory).write_bytes(encode(plan.first))
+        files.order.write_bytes(msgspec.json.encode(order))
+        trouble = self._run(directory, config, order, watch)
+        if self._brokers is not None:
+            self._brokers.heal()
+        verdict: Verdict | None = None
+        if not trouble:
+            verdict, trouble = self._judge(directory)
+        hit = files.read_hit()
+        return Played(
+            order=order,
+            hit=hit,
+            recovered_s=None if hit is None else recovered_s(files, hit, NAMES),
+            verdict=verdict,
+            trouble=trouble,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def directory(self, order: Order) -> RunDir:
+        """Where a round's run lies."""
+        return RunDir(self.root / _run_name(order))
+
+    def forget(self, order: Order) -> None:
+        """Remove what a round left."""
+        shutil.rmtree(self.directory(order).path)
+        if self._brokers is not None:
+            self._brokers.forget(Topics(_run_name(order)).all())
+
+    def _place(self) -> dict[str, Any]:
+        """The keys that say where the log is."""
+        return {} if self._brokers is None else {"bus.url": self._brokers.url}
+
+    def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
+        """Let the run happen; what was wrong with it, or ""."""
+        self._current.write_text(str(directory.path))
+        until_s = time.monotonic() + ROUND_LIMIT_S
+        files = Files(directory.path)
+
+        def turn() -> None:
+            if time.monotonic() > until_s:
+                signal.raise_signal(signal.SIGINT)
+            if self._brokers is not None:
+                self._brokers.mend()
+            if watch is not None:
+                watch(supervisor, files)
+
+        supervisor = Supervisor(
+            dict.fromkeys(NAMES, self._fork_server),
+            stop_order=(WORKERS, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,)),
+            timing=config.timing,
+            logs=directory.logs,
+            watch=turn,
+        )
+        topics = Topics(config.run.name)
+        victim: RoleVictim | BrokerVictim = RoleVictim(order, files, supervisor)
+        if order.role == BROKER:
+            assert self._brokers is not None
+            victim = BrokerVictim(order, files, topics, self._brokers)
+        with hunting(order, victim, files, directory.bus_url(config), topics):
+            try:
+                finished = supervisor.run()
+            except RunFailed as error:
+                return error.message
+        return "" if finished else f"it did not end within {ROUND_LIMIT_S:.0f} s"
+
+    def _judge(self, directory: RunDir) -> tuple[Verdict | None, str]:
+        try:
+            self._call(fault_roles.JUDGE, directory)
+        except DoraError as error:
+            return None, error.message
+        written = fault_roles.verdict_of(directory).read_bytes()
+        return msgspec.json.decode(written, type=Verdict), ""
+
+    def _call(self, name: str, directory: RunDir) -> None:
+        """Run something in a fork to its end. Raises ResourceError if it fails."""
+        self._current.write_text(str(directory.path))
+        self._fork_server.spawn(name)
+        until_s = time.monotonic() + CHILD_LIMIT_S
+        while time.monotonic() < until_s:
+            for report in self._fork_server.reports(1.0):
+                if not isinstance(report, Ended) or report.name != name:
+                    continue
+                if report.code:
+                    log = directory.logs / f"{name}.log"
+                    raise ResourceError(f"{name} {how(report.code)}", hint=f"see {log}")
+                return
+        raise ResourceError(f"{name} did not end within {CHILD_LIMIT_S:.0f} s")
+
+    def _be(self, name: str) -> int:
+        return fault_roles.be(name, RunDir(Path(self._current.read_text())))
+
+
+def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
+    """A short run with everything in it: evaluation, progress records, checkpoints, minibatches."""
+    plain: dict[str, Any] = {
+        "run": {"name": _run_name(order), "steps": STEPS, "seed": order.seed},
+        "model": {"path": str(model)},
+        "task": {"kind": "dora_pipe.bench.faults.task:DigitShare", "options": {"sigma": 0.5}},
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "groups": {"size": SIBLINGS, "per_step": GROUPS},
+        "staleness": {"max_staleness": 2},
+        "evaluation": {"prompts": 4, "every": 3, "sampling": {"max_tokens": MAX_TOKENS}},
+        "trainer": {"learning_rate": 1e-3, "minibatches": 2, "checkpoint_every": 4},
+        "workers": {
+            "count": len(WORKERS),
+            "slots": 8,
+            "prefetch": 4,
+            "context_tokens": fault_roles.CONTEXT_TOKENS,
+            "checkpoint_tokens": 8,
+        },
+        "bus": {"partitions": PARTITIONS},
+        "timing": {"heartbeat_s": 0.2, "lease_s": LEASE_S},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        plain[section][name] = value
+    return msgspec.convert(plain, Config)
+
+
+def _run_name(order: Order) -> str:
+    return f"round-{order.number}-{order.seed}"

@@ -1,0 +1,172 @@
+"""`bench faults`: kill -9 in round after round, and what was lost, doubled or changed by it."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.bench.faults.brokers import CLUSTER
+from dora_pipe.bench.faults.order import BROKER, KINDS, ROLE_KINDS, WORKERS, Kind, order_of
+from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, Played, Session
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
+
+TRIES_MAX: Final = 3
+"""A moment that never came is drawn again; so many times in all."""
+
+SQLITE: Final = "sqlite"
+KAFKA: Final = "kafka"
+
+COLUMNS: Final = (
+    "round",
+    "seed",
+    "role",
+    "phase",
+    "recovered s",
+    "lost",
+    "trained twice",
+    "audit",
+    "weights equal",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Which rounds are played."""
+
+    seed: int
+    kinds: tuple[Kind, ...]
+    """What is killed, in turns."""
+    only: Kind | None
+    brokers: int
+    """0 on SQLite."""
+    dead_s: float = 0.0
+    """How long roles stay dead; 0: they are started again at once."""
+
+
+def row(played: Played) -> dict[str, Any]:
+    """A round as the table shows it, then what only JSON shows."""
+    verdict = played.verdict
+    return {
+        "round": played.order.number,
+        "seed": played.order.seed,
+        "role": played.order.role,
+        "phase": "the moment never came" if played.hit is None else played.hit.phase,
+        "recovered_s": played.recovered_s,
+        "lost": None if verdict is None else verdict.lost,
+        "trained_twice": None if verdict is None else verdict.trained_twice,
+        "audit": None if verdict is None else "broken" if verdict.violations else "clean",
+        "weights_equal": None if verdict is None else verdict.weights_equal,
+        "steps": None if verdict is None else verdict.steps,
+        "acknowledged": None if verdict is None else verdict.acknowledged,
+        "trajectories": None if verdict is None else verdict.trajectories,
+        "finished": None if verdict is None else verdict.finished,
+        "moved": None if verdict is None else verdict.moved,
+        "violations": () if verdict is None else verdict.violations,
+        "others": () if verdict is None else verdict.others,
+        "trouble": played.trouble,
+        "seconds": played.seconds,
+        "clean": played.clean,
+    }
+
+
+def sum_up(played: Sequence[Played], folder: Path) -> None:
+    """The last lines. Raises InvariantBroken unless every round was clean."""
+    clean = sum(one.clean for one in played)
+    verdicts = [one.verdict for one in played if one.verdict is not None]
+    for line in _recovery(played):
+        say(line)
+    say(
+        f"{clean} of {len(played)} rounds clean; "
+        f"{sum(one.acknowledged for one in verdicts)} records acknowledged, "
+        f"{sum(one.lost for one in verdicts)} lost, "
+        f"{sum(one.trained_twice for one in verdicts)} trained twice; "
+        f"{sum(one.trajectories for one in verdicts)} of them trajectories; "
+        f"{sum(one.equal for one in verdicts)} steps replayed bit-equal"
+    )
+    if clean == len(played):
+        shutil.rmtree(folder)
+        return
+    bad = next(one for one in played if not one.clean)
+    raise InvariantBroken(
+        f"round {bad.order.number} is not clean: {sentence_of(bad)}", hint=f"what is left: {folder}"
+    )
+
+
+def _recovery(played: Sequence[Played]) -> list[str]:
+    """Times to recover: over all, and for each kind if there are several."""
+    times: dict[str, list[float]] = {}
+    for one in played:
+        if one.recovered_s is not None:
+            kind = "worker" if one.order.role in WORKERS else one.order.role
+            times.setdefault(kind, []).append(one.recovered_s)
+    every = [one for some in times.values() for one in some]
+    named = [(f"time to recover, {kind}", times[kind]) for kind in KINDS if kind in times]
+    named = [*(named if len(named) > 1 else ()), ("time to recover", every)]
+    return [
+        f"{words}: median {statistics.median(some):.2f} s, worst {max(some):.2f} s"
+        for words, some in named
+        if some
+    ]
+
+
+def series_of(bus: str, brokers: int, role: str | None, seed: int, *, stay_dead: bool) -> Series:
+    """What the options mean. Raises UsageError."""
+    if bus not in (SQLITE, KAFKA):
+        raise UsageError(f"no bus {bus!r}", hint=f"one of {SQLITE}, {KAFKA}")
+    if brokers not in (1, CLUSTER) or (brokers > 1 and bus == SQLITE):
+        raise UsageError(f"{brokers} brokers on {bus}", hint=f"1 or {CLUSTER}, with --bus {KAFKA}")
+    kinds: tuple[Kind, ...] = ROLE_KINDS
+    if bus == KAFKA and not stay_dead:
+        kinds = (BROKER,) if brokers == CLUSTER and role is None else KINDS
+    only = next((kind for kind in kinds if kind == role), None)
+    if role is not None and only is None:
+        raise UsageError(f"no role {role!r} on {bus}", hint=f"one of {', '.join(kinds)}")
+    return Series(
+        seed=seed,
+        kinds=kinds,
+        only=only,
+        brokers=brokers if bus == KAFKA else 0,
+        dead_s=DEAD_S if stay_dead else 0.0,
+    )
+
+
+def play_round(session: Session, series: Series, number: int) -> Played:
+    """Play a round; a moment that never came is drawn again."""
+    again = 0
+    while True:
+        order = order_of(
+            series.seed,
+            number,
+            control_facts=CONTROL_FACTS,
+            only=series.only,
+            kinds=series.kinds,
+            dead_s=series.dead_s,
+            again=again,
+        )
+        played = session.play(order)
+        again += 1
+        if played.hit is not None or played.trouble or again == TRIES_MAX:
+            return played
+        say(f"round {number}: the moment never came; drawn again")
+        session.forget(order)
+
+
+def sentence_of(played: Played) -> str:
+    """A round in one line."""
+    if played.trouble:
+        return f"NOT CLEAN, {played.order.role}: {played.trouble}"
+    came_back = played.recovered_s is not None or played.order.stays_dead
+    if played.hit is None or not came_back or played.verdict is None:
+        return f"NOT CLEAN, {played.order.role} was not struck, or never came back"
+    what = "clean" if played.clean else f"NOT CLEAN ({played.verdict})"
+    back = "not needed again"
+    if played.recovered_s is not None:
+        back = f"back after {played.recovered_s:.2f} s"
+    return (
+        f"{played.order.role} killed, {played.hit.phase}; {back}; {what} ({played.seconds:.1f} s)"
+    )

@@ -1,0 +1,260 @@
+"""Figures of finished runs that are to be compared, each from the run's own log; decides nothing.
+
+Times are wall clock on one machine, from the commit of step `WARM_STEPS - 1` to the last one: what
+comes before is the start of processes and the filling of queues, which would count for a paradigm
+that may work ahead. `target_s` lies on the straight line between the commits of the two evaluated
+versions between which the reward comes to the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import stdev
+from typing import Final
+
+from dora_pipe.audit.audit import audit, raise_if_broken
+from dora_pipe.audit.reading import horizon_of, records_of
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.core.errors import UsageError
+from dora_pipe.schemas.control import (
+    RequestReleased,
+    StepCommitted,
+    TrajectoriesLogged,
+    WorkerJoined,
+    decode_control,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+
+Span = tuple[int, int]
+"""Nanoseconds, wall clock."""
+
+BASES: Final = ("sync", "one-step")
+"""What the others are compared with."""
+
+T_975: Final = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""Quantiles .975 of Student's t by degrees of freedom from 1; the last serves for more."""
+
+WARM_STEPS: Final = 2
+"""Steps before the time that counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParadigmRun:
+    """One run; shares are of the time that counts."""
+
+    paradigm: str
+    seed: int
+    steps: int
+    seconds: float
+    samples_per_s: float
+    """Trained trajectories."""
+    target_s: float | None
+    """Time to the evaluation reward aimed at; None if it was not reached."""
+    reward: float
+    """Of the last evaluation."""
+    sampling: float
+    """Share of the workers' time in which tokens were sampled for at least one request."""
+    slots_busy: float
+    """Share of all slots in use, on average."""
+    training: float
+    """Share of the time in which the trainer computed; the rest it waited, read or published."""
+    staleness: float
+    """Mean of trained groups, by the version at dispatch."""
+    token_staleness: float
+    """Mean over the tokens of trained trajectories, by the version that sampled each."""
+    moves: int
+    mixed: float
+    """Share of trajectories that more than one version sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A figure of a paradigm: mean over seeds, and as a ratio to the base with its spread."""
+
+    paradigm: str
+    base: str
+    mean: float
+    ratio: float
+    """Mean over seeds of the ratio to the base with the same seed."""
+    low: float
+    high: float
+    seeds: int
+    """Pairs that the ratio is a mean of."""
+    interval: tuple[float, float] | None
+    """95 % interval of that mean by Student's t over pairs; None for one pair."""
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval leaves out 1: else this says neither faster nor slower."""
+        return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
+
+
+@dataclass(slots=True)
+class _Control:
+    """What control says, in one pass."""
+
+    commits: list[StepCommitted]
+    rewards: dict[int, list[float]]
+    """By version: of the evaluation."""
+    slots: dict[int, int]
+    moves: int
+
+
+def measure_run(
+    bus: Bus, topics: Topics, *, paradigm: str, seed: int, target: float
+) -> ParadigmRun:
+    """The figures of a finished run. Raises InvariantBroken unless its audit is clean."""
+    report = audit(bus, topics, None)
+    raise_if_broken(report)
+    control = _read_control(bus, topics)
+    if len(control.commits) <= WARM_STEPS:
+        raise UsageError(f"{len(control.commits)} steps say nothing", hint="more steps")
+    counted = control.commits[WARM_STEPS:]
+    begin, end = control.commits[WARM_STEPS - 1].at_ns, counted[-1].at_ns
+    seconds = (end - begin) / 1e9
+    trajectories = sum(len(group.trajectories) for one in counted for group in one.groups)
+    spans = _spans(bus, topics, begin, end)
+    slots = {epoch: control.slots[epoch] for epoch in spans}
+    course = [
+        (_committed_s(control.commits, version, begin), math.fsum(rewards) / len(rewards))
+        for version, rewards in sorted(control.rewards.items())
+    ]
+    busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
+    sampling_s = sum(_union_ns(found) for found in spans.values()) / 1e9
+    return ParadigmRun(
+        paradigm=paradigm,
+        seed=seed,
+        steps=len(control.commits),
+        seconds=seconds,
+        samples_per_s=trajectories / seconds,
+        target_s=crossing(course, target),
+        reward=course[-1][1] if course else 0.0,
+        sampling=sampling_s / (seconds * max(1, len(slots))),
+        slots_busy=busy_s / (seconds * max(1, sum(slots.values()))),
+        training=sum(one.compute_s for one in counted) / seconds,
+        staleness=_mean_of(report.staleness),
+        token_staleness=_token_staleness(counted),
+        moves=control.moves,
+        mixed=report.mixed_share or 0.0,
+    )
+
+
+def crossing(course: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a course of (seconds, reward) first comes to `target`; None if it never does.
+
+    Example: ``crossing([(0.0, 0.4), (10.0, 0.8)], 0.6) == 5.0``
+    """
+    before: tuple[float, float] | None = None
+    for at_s, reward in course:
+        if reward >= target:
+            if before is None:
+                return at_s
+            share = (target - before[1]) / (reward - before[1])
+            return before[0] + share * (at_s - before[0])
+        before = (at_s, reward)
+    return None
+
+
+def compare(
+    runs: Sequence[ParadigmRun], figure: Callable[[ParadigmRun], float | None], *, base: str
+) -> list[Compared]:
+    """A figure by paradigm, beside the base with the same seed; runs without it are left out."""
+    by_seed: dict[str, dict[int, float]] = defaultdict(dict)
+    for run in runs:
+        value = figure(run)
+        if value is not None:
+            by_seed[run.paradigm][run.seed] = value
+    found = []
+    for paradigm, values in by_seed.items():
+        both = [seed for seed in values if by_seed.get(base, {}).get(seed)]
+        ratios = [values[seed] / by_seed[base][seed] for seed in both]
+        if ratios:
+            found.append(
+                Compared(
+                    paradigm=paradigm,
+                    base=base,
+                    mean=math.fsum(values.values()) / len(values),
+                    ratio=math.fsum(ratios) / len(ratios),
+                    low=min(ratios),
+                    high=max(ratios),
+                    seeds=len(ratios),
+                    interval=interval_95(ratios),
+                )
+            )
+    return found
+
+
+def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a mean by Student's t; None for fewer than two values.
+
+    Example: ``interval_95([2.02, 2.31])`` is about (0.32, 4.01)
+    """
+    if len(values) < 2:
+        return None
+    half = T_975[min(len(values) - 1, len(T_975)) - 1] * stdev(values) / math.sqrt(len(values))
+    mean = math.fsum(values) / len(values)
+    return mean - half, mean + half
+
+
+def _read_control(bus: Bus, topics: Topics) -> _Control:
+    at = TopicPartition(topics.control, 0)
+    found = _Control(commits=[], rewards={}, slots={}, moves=0)
+    for record in records_of(bus, {at: bus.end(at)}):
+        match decode_control(record.value):
+            case StepCommitted() as commit:
+                found.commits.append(commit)
+            case WorkerJoined() as joined:
+                found.slots[record.offset] = joined.slots
+            case RequestReleased():
+                found.moves += 1
+            case TrajectoriesLogged() as logged:
+                for one in logged.trajectories:
+                    if one.trajectory.startswith("e") and one.reward is not None:
+                        found.rewards.setdefault(logged.version, []).append(one.reward)
+            case _:
+                pass
+    return found
+
+
+def _committed_s(commits: Sequence[StepCommitted], version: int, begin_ns: int) -> float:
+    """When a version came to be, or the time that counts began."""
+    return max(0.0, (commits[version - 1].at_ns - begin_ns) / 1e9) if version else 0.0
+
+
+def _spans(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
+    """By role epoch: when requests were in a slot, every stay by itself, within the given time."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for record in records_of(bus, horizon_of(bus, topics).trajectories):
+        for segment in decode_trajectory(record.value).segments:
+            start, stop = max(begin, segment.start_ns), min(end, segment.end_ns)
+            if segment.kind == "model" and stop > start:
+                found[segment.epoch].append((start, stop))
+    return found
+
+
+def _union_ns(spans: Iterable[Span]) -> int:
+    """Time that at least one span covers."""
+    total, until = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _token_staleness(commits: Sequence[StepCommitted]) -> float:
+    """Weighted by tokens; commits that do not say it are left out."""
+    said = [one.figures for one in commits if "token_staleness" in one.figures]
+    tokens = math.fsum(one["tokens"] for one in said)
+    return math.fsum(one["token_staleness"] * one["tokens"] for one in said) / max(1.0, tokens)
+
+
+def _mean_of(counts: Mapping[int, int]) -> float:
+    total = sum(counts.values())
+    return sum(value * count for value, count in counts.items()) / max(1, total)

@@ -1,0 +1,213 @@
+"""`dora-pipe bench`: series of whole runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.defaults import OBJECTIVE_NAMES, OFFPOLICY_STEPS, PARADIGM_NAMES, REWARD_MIN
+from dora_pipe.cli.options import JsonOption, OverrideOption
+from dora_pipe.cli.output import emit_json, emit_table
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+
+EtasOption = Annotated[str, typer.Option(help="With commas: versions between sampler and step.")]
+
+ObjectivesOption = Annotated[
+    str, typer.Option(help=f"With commas, of {', '.join(OBJECTIVE_NAMES)}.")
+]
+
+
+def paradigms(
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every paradigm.")] = 2,
+    steps: Annotated[int, typer.Option(min=1)] = 48,
+    target: Annotated[
+        float, typer.Option(help="Evaluation reward, the time to which is measured.")
+    ] = REWARD_MIN,
+    workers: Annotated[int, typer.Option(min=1, help="Beside the trainer.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(PARADIGM_NAMES)}; all.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", help="key=value of every run.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Where the runs go and stay.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Train the demo's task in every paradigm on this machine and compare, with repeated seeds."""
+    from dora_pipe.bench.paradigms import ParadigmRun
+    from dora_pipe.bench.paradigms_study import (
+        EVALUATE_EVERY,
+        EVALUATION_PROMPTS,
+        bench_place,
+        line_of,
+        print_paradigms,
+        run_one,
+        warm_start,
+    )
+    from dora_pipe.config.paradigms import paradigm
+
+    names = [paradigm(name).name for name in only or PARADIGM_NAMES]
+    runs: list[ParadigmRun] = []
+    with bench_place(keep) as place:
+        config = warm_start(place)
+        common = [
+            f"run.steps={steps}",
+            f"workers.count={workers}",
+            f"evaluation.every={EVALUATE_EVERY}",
+            f"evaluation.prompts={EVALUATION_PROMPTS}",
+            f'model.path="{place / "start" / "warm"}"',
+            *(override or ()),
+        ]
+        for seed in range(seeds):
+            for name in names[seed % len(names) :] + names[: seed % len(names)]:
+                own = [f'run.name="{name}-{seed}"', f"run.seed={seed}", *common]
+                runs.append(run_one(config, name, seed, own, place, target))
+                say(line_of(runs[-1]))
+    setting = (
+        f"{workers} worker{'s' * (workers > 1)} and a trainer of one thread each on "
+        f"{os.cpu_count()} cores; {steps} steps, {EVALUATION_PROMPTS} prompts evaluated every "
+        f"{EVALUATE_EVERY} steps, seeds 0 to {seeds - 1}, one run after the other"
+    )
+    print_paradigms(runs, target, setting, as_json=as_json)
+
+
+def offpolicy(
+    out: Annotated[Path, typer.Option(help="Where the study lies, and goes on.")] = Path(
+        "offpolicy"
+    ),
+    etas: EtasOption = "",
+    objectives: ObjectivesOption = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of every cell.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help=f"Of every cell; {OFFPOLICY_STEPS}.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes that show only that it works.")] = (
+        False
+    ),
+    report: Annotated[
+        bool, typer.Option("--report", help="Measure nothing, show what is there.")
+    ] = False,
+    override: OverrideOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train the demo's task on samples of exactly so many versions ago, with every objective:
+    the reward after equal samples. What is done is kept: the same command goes on."""
+    names = [name for name in objectives.split(",") if name]
+    from dora_pipe.bench.offpolicy import planned
+    from dora_pipe.bench.offpolicy_book import Book
+    from dora_pipe.bench.offpolicy_study import (
+        Study,
+        draw_study,
+        measure_cells,
+        numbers_of,
+        print_study,
+    )
+
+    cells = planned(numbers_of(etas), names, 1 if quick and seeds is None else seeds)
+    study = Study(out=out, quick=quick, steps=steps, overrides=override or ())
+    book = Book(out, study.setting())
+    if not report:
+        measure_cells(study, book, cells)
+    chosen = [book.cells[cell] for cell in cells if cell in book.cells]
+    if not chosen:
+        raise UsageError(f"{out} has none of these cells yet", hint="leave out --report")
+    draw_study(out, chosen)
+    print_study(f"{study.said()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
+
+
+def traces(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file; without one, the demo's task.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Each is a run without and one with.")] = 5,
+    steps: Annotated[int, typer.Option(min=3, help="Of every run.")] = 24,
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="telemetry.traces_ratio of the runs with.")
+    ] = 0.1,
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", help="key=value of every run.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Where the runs go and stay.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Train with traces on and off, in turns on this machine, and compare the throughput."""
+    from dora_pipe.bench.paradigms_study import bench_place
+    from dora_pipe.bench.traces import LOST_MAX, STILL, TracedRun, costs, order
+    from dora_pipe.bench.traces_study import line_of, print_traces, run_one, setting_of
+
+    runs: list[TracedRun] = []
+    with bench_place(keep) as place:
+        chosen, common = setting_of(config, place)
+        common += [f"run.steps={steps}", STILL, *(override or ())]
+        for round_ in range(rounds):
+            for kind in order(round_):
+                runs.append(run_one(chosen, place, round_, kind, common, ratio))
+                say(line_of(runs[-1]))
+    setting = (
+        f"{rounds} rounds of {steps} steps, traces_ratio {ratio:g}, {os.cpu_count()} cores; the "
+        f"endpoint is a process of this machine; at most {100 * LOST_MAX:g} % may be lost"
+    )
+    print_traces(setting, runs, costs(runs), as_json=as_json)
+
+
+def faults(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How many; 30 hit every role 10 times on SQLite.")
+    ] = 30,
+    bus: Annotated[
+        str, typer.Option(help="Where the log is: sqlite, or kafka (starts brokers of its own).")
+    ] = "sqlite",
+    brokers: Annotated[
+        int, typer.Option(help="On Kafka: 1, or 3, and then leaders of partitions are killed.")
+    ] = 1,
+    role: Annotated[
+        str | None,
+        typer.Option(help="Kill only this one: worker, trainer, orchestrator or broker."),
+    ] = None,
+    stay_dead: Annotated[
+        bool,
+        typer.Option(
+            "--stay-dead",
+            help="Kill roles inside their appends, start them again after twice the lease.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Decides who is killed when.")] = 0,
+    first: Annotated[int, typer.Option("--from", min=0, help="The first round.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Kill roles with SIGKILL at random and aimed moments; exit code 5 unless all is clean.
+
+    On Kafka the broker is killed too.
+    """
+    from dora_pipe.bench.faults.rounds import Played, Session
+    from dora_pipe.bench.faults.series import (
+        COLUMNS,
+        play_round,
+        row,
+        sentence_of,
+        series_of,
+        sum_up,
+    )
+
+    series = series_of(bus, brokers, role, seed, stay_dead=stay_dead)
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
+    played: list[Played] = []
+    with closing(Session(folder, brokers=series.brokers)) as session:
+        session.model()
+        for number in range(first, first + rounds):
+            one = play_round(session, series, number)
+            played.append(one)
+            say(f"round {number}: {sentence_of(one)}")
+            if as_json:
+                emit_json(row(one))
+            if one.clean:
+                session.forget(one.order)
+    if not as_json:
+        emit_table(COLUMNS, [list(row(one).values())[: len(COLUMNS)] for one in played])
+    sum_up(played, folder)

@@ -1,0 +1,343 @@
+"""Measures the longest turn of the orchestrator's machine in a full, busy run; decides nothing.
+
+The real machine, with real bytes: every turn of the bus some workers report trajectories and all
+their statuses, requests move and are let go of, batches are trained and versions loaded, now and
+then a worker is lost. Every slot is full before anything is measured. As in a run, a machine that
+has more to do reacts again before the bus brings anything, which is a turn of its own, and garbage
+is looked for where the loop waits. `bench.turn_meter` says what is measured of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.bench.plan import SLOTS
+from dora_pipe.bench.plan_records import (
+    ASSETS,
+    GROUP_SIZE,
+    config_of,
+    joined,
+    logged,
+    ready,
+    role_started,
+    run_started,
+    weights,
+)
+from dora_pipe.bench.turn_meter import Meter
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.config.model import Config
+from dora_pipe.core.runtime import BUS_TURN_NS, CaughtUp, Now, Published
+from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.memory import Tidying, settle_memory
+from dora_pipe.orchestrator.snapshot_port import SnapshotPort
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import (
+    Control,
+    RequestReleased,
+    StepCommitted,
+    WorkerLeft,
+)
+from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.rounds import (
+    STATE_DIGEST_EVERY,
+    Assign,
+    Move,
+    TakeBatch,
+    decode_round,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+PER_STEP: Final = 512
+"""Groups of a batch: 8192 trajectories."""
+RECORDS_MAX: Final = 500
+"""A poll brings so many."""
+ROUNDS: Final = 1500
+FILL_TURNS_MAX: Final = 5000
+"""Turns until every slot runs a request."""
+WARM_STEPS: Final = 3
+"""Committed before anything is measured."""
+REPORTING: Final = 32
+"""Workers that report in one turn."""
+REPORTED: Final = 2
+"""Trajectories that one reports: any of the older ones that it has."""
+SPARE: Final = 2.0
+"""Groups in flight, beside those that fill all slots: siblings of one group end far apart."""
+LOSS_TURNS: Final = 150
+"""A worker is lost so often, with all that it runs, and comes back."""
+MORE_MAX: Final = 1000
+"""Turns that follow at once; a plan of all requests takes a fifth of them."""
+STATUS_TURNS: Final = 5
+"""Each worker says so often how it is."""
+SNAPSHOT_EVERY: Final = 4 * STATE_DIGEST_EVERY
+"""Oftener than in a run, so that there are several to measure."""
+TOPICS: Final = Topics("bench")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFigure:
+    """The longest of each part of a turn, and of all parts together."""
+
+    workers: int
+    requests: int
+    """Open ones."""
+    turns: int
+    steps: int
+    decide_ms: float
+    encode_ms: float
+    digest_ms: float
+    """The share of a turn, or the digest that its round carries."""
+    snapshot_ms: float
+    waits_ms: float
+    gc_ms: float
+    """Garbage collection in a turn."""
+    wait_gc_ms: float
+    """Garbage collection between two turns of the bus, where the loop waits."""
+    p50_ms: float
+    """The median of all turns that one turn of the bus leads to, together."""
+    turn_ms: float
+    wall_ms: float
+
+
+def bench_turns(
+    workers: Sequence[int], *, slots: int = SLOTS, rounds: int = ROUNDS
+) -> list[TurnFigure]:
+    """A figure per number of workers."""
+    return [_measure(count, slots=slots, rounds=rounds) for count in sorted(set(workers))]
+
+
+def _measure(workers: int, *, slots: int, rounds: int) -> TurnFigure:
+    threshold = gc.get_threshold()
+    with tempfile.TemporaryDirectory(prefix="bench-turns-") as folder:
+        run = _Run(workers, slots, Path(folder))
+        try:
+            run.fill()
+            run.warm()
+            run.meter = Meter()
+            begun = run.machine.state.version
+            settle_memory()
+            with run.meter.attached():
+                for _ in range(rounds):
+                    run.turn()
+        finally:
+            run.close()
+            gc.unfreeze()
+            gc.set_threshold(*threshold)
+    return TurnFigure(
+        workers=workers,
+        requests=len(run.machine.state.requests),
+        turns=rounds,
+        steps=run.machine.state.version - begun,
+        p50_ms=statistics.median(run.meter.turns_ms),
+        **{f"{part}_ms": most for part, most in run.meter.most_ms.items()},
+    )
+
+
+class _Run:
+    """The machine, and everybody who answers it."""
+
+    def __init__(self, workers: int, slots: int, folder: Path) -> None:
+        self.meter = Meter()
+        self._port = SnapshotPort(folder, TOPICS.run)
+        self._chance = random.Random(workers)
+        self._slots = slots
+        self._offset = 0
+        self._decided = 0
+        self._turns = 0
+        self._mono_ns = 0
+        self._tidy = Tidying()
+        self._due: deque[tuple[int, Callable[[], Control | None]]] = deque()
+        self._told: list[Any] = [CaughtUp()]
+        config = _config(workers, slots)
+        self.machine = OrchestratorMachine(
+            state=State(),
+            topics=TOPICS,
+            role_epoch=0,
+            metrics={TopicPartition(TOPICS.metrics, 0): 0},
+            timing=config.timing,
+            cost=_no_cost,
+            snapshot_every=SNAPSHOT_EVERY,
+        )
+        self._tell(run_started(config))
+        self._tell(role_started("orchestrator"))
+        self._tell(role_started("trainer"))
+        for number in range(workers):
+            self._tell(joined(f"w{number:05d}", slots))
+
+    def fill(self) -> None:
+        """Until every slot runs a request."""
+        state = self.machine.state
+        for _ in range(FILL_TURNS_MAX):
+            self._react()
+            placed = len(state.requests) - sum(map(len, state.queues.values()))
+            if placed >= len(state.workers) * self._slots > 0:
+                return
+        raise AssertionError(f"{len(state.requests)} requests after {FILL_TURNS_MAX} turns")
+
+    def warm(self) -> None:
+        """Until some steps are committed, and workers host several versions."""
+        for _ in range(FILL_TURNS_MAX):
+            self.turn()
+            if self.machine.state.version >= WARM_STEPS:
+                return
+        raise AssertionError(f"{self.machine.state.version} steps")
+
+    def turn(self) -> None:
+        """Workers report, and whoever has something to answer answers."""
+        state = self.machine.state
+        busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
+        for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
+            for version, names in self._by_version(worker.requests).items():
+                self._tell(logged(state, worker, names, self._offset, version=version))
+        if self._turns % LOSS_TURNS == 0:
+            worker = state.workers[self._chance.choice(sorted(state.workers))]
+            self._tell(WorkerLeft(at_ns=0, worker=worker.name, epoch=worker.epoch, reason="bench"))
+            self._tell(joined(worker.name, self._slots))
+        self._react()
+
+    def close(self) -> None:
+        """Stop the thread that writes."""
+        self._port.close()
+
+    def _by_version(self, requests: set[str]) -> dict[int, list[str]]:
+        found, state = dict[int, list[str]](), self.machine.state
+        oldest = sorted(requests)[: max(REPORTED, len(requests) // 16)]
+        for name in self._chance.sample(oldest, REPORTED):
+            request = state.requests[name]
+            found.setdefault(state.groups[request.group].spec.version, []).append(name)
+        return found
+
+    def _react(self) -> None:
+        self._turns += 1
+        workers = self.machine.state.workers
+        for number, name in enumerate(sorted(workers)):
+            if (number + self._turns) % STATUS_TURNS == 0:
+                self._say(workers[name].epoch, name)
+        while self._due and self._due[0][0] <= self._turns:
+            answer = self._due.popleft()[1]()
+            if answer is not None:
+                self._tell(answer)
+        told, self._told = self._told[:RECORDS_MAX], self._told[RECORDS_MAX:]
+        self._mono_ns += BUS_TURN_NS
+        self.meter.tidied(self._tidy)
+        self._turn(told)
+        for _ in range(MORE_MAX):
+            if self.machine.wake_at() > self._mono_ns:
+                return
+            self._turn([])
+        raise AssertionError(f"more than {MORE_MAX} turns at once")
+
+    def _turn(self, told: list[Any]) -> None:
+        now = Now(mono_ns=self._mono_ns, wall_ns=self._mono_ns)
+        outputs = self.meter.whole(lambda: self.machine.react(told, now))
+        for effect in outputs.effects:
+            self._port.start(effect)
+        for one in outputs.publish:
+            if one.record.topic == TOPICS.decisions:
+                self._durable(one)
+
+    def _durable(self, one: Any) -> None:
+        at = TOPICS.decisions
+        if one.tag:
+            self._told.append(Published(tag=one.tag, topic=at, partition=0, offset=self._decided))
+        self._decided += 1
+        for decision in decode_round(one.record.value).decisions:
+            self._answer(decision)
+
+    def _answer(self, decision: Any) -> None:
+        """What a role does about a decision, later."""
+        state = self.machine.state
+        if isinstance(decision, Assign):
+            worker = state.workers.get(decision.worker)
+            if worker is not None and worker.epoch == decision.epoch and worker.loading:
+                self._later(0, lambda: ready(worker))
+        elif isinstance(decision, Move):
+            self._later(0, lambda: _released(state, decision))
+        elif isinstance(decision, TakeBatch):
+            taken = sum(len(one.trajectories) for one in decision.groups)
+            self._later(taken // REPORTING // REPORTED // 2, lambda: _commit(state, decision))
+
+    def _later(self, turns: int, answer: Callable[[], Control | None]) -> None:
+        self._due.append((self._turns + turns, answer))
+        self._due = deque(sorted(self._due, key=lambda one: one[0]))
+
+    def _tell(self, record: Control) -> None:
+        self._told.append(_record(TOPICS.control, self._offset, encode(record)))
+        self._offset += 1
+
+    def _say(self, epoch: int, name: str) -> None:
+        status = WorkerStatus(
+            at_ns=0,
+            cost=_no_cost(),
+            worker=name,
+            epoch=epoch,
+            version=0,
+            active=self._slots,
+            waiting=0,
+            kv_used_tokens=1000,
+            tokens_total=1000,
+            progress={},
+        )
+        self._told.append(_record(TOPICS.metrics, self._offset, encode(status)))
+
+
+def _record(topic: str, offset: int, value: bytes) -> Record:
+    return Record(topic=topic, partition=0, offset=offset, key=b"", value=value)
+
+
+def _released(state: State, move: Move) -> RequestReleased | None:
+    """A worker lets go of a request, unless it has ended meanwhile."""
+    request = state.requests.get(move.trajectory)
+    if request is None or request.attempt != move.attempt or request.moving is None:
+        return None
+    return RequestReleased(
+        at_ns=0,
+        worker=move.worker,
+        epoch=move.epoch,
+        trajectory=move.trajectory,
+        attempt=move.attempt,
+    )
+
+
+def _commit(state: State, batch: TakeBatch) -> StepCommitted:
+    after = weights(batch.step + 1)
+    return StepCommitted(
+        at_ns=0,
+        step=batch.step,
+        attempt=batch.attempt,
+        role_epoch=state.trainer_epoch,
+        groups=batch.groups,
+        batch_digest=batch_digest(batch.groups),
+        digest_before=state.policies[state.version],
+        digest_after=after,
+        policy=Manifest(digest=after, bytes=0, tensors=()),
+        contributions=Blob(sha256=ASSETS, bytes=0),
+        figures={"loss": 0.0},
+        settings=batch.settings,
+        numerics={},
+        decisions_next=0,
+        compute_s=1.0,
+    )
+
+
+def _no_cost() -> Cost:
+    return Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
+
+
+def _config(workers: int, slots: int) -> Config:
+    """The trainer is twice as fast as the workers, which always have something to run."""
+    per_step = min(PER_STEP, max(1, workers * slots // GROUP_SIZE // 4))
+    in_flight = SPARE * workers * slots / GROUP_SIZE / per_step + 1
+    return config_of(
+        per_step=per_step, max_staleness=int(in_flight) + 1, in_flight_batches=in_flight
+    )

@@ -1,0 +1,180 @@
+"""What every bus refuses before it touches its log: names, places, headers, sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from dora_pipe.bus.port import TRIMMED_TOPICS, Append, Record, TopicPartition, TopicSpec
+from dora_pipe.core.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
+
+BATCH_ROOM_BYTES = 1024 * 1024
+"""A topic on Kafka takes so much more than its largest record: its limit is one of whole batches,
+with their framing."""
+
+PARTITIONS_MAX = 4096
+"""Of one topic; SQLite packs topic, partition and offset into one integer."""
+
+POSITION_MAX = 1 << 40
+"""Nobody appends a thousand thousand million records to one partition."""
+
+FORK_HINT = "close the bus before the fork, and open it again on both sides"
+
+_NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # what Kafka allows, short enough for its own suffixes
+
+
+class OpenedHere:
+    """Knows the process that opened something, and whether it is closed."""
+
+    __slots__ = ("_pid", "_what", "closed")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self.closed = False
+
+    def check(self) -> None:
+        """Raises BusError after `close` and in a forked child."""
+        if self.closed:
+            raise BusError(f"{self._what} is closed")
+        if os.getpid() != self._pid:
+            raise BusError(f"{self._what} was opened before a fork", hint=FORK_HINT)
+
+    def close(self) -> bool:
+        """Whether there is something to close: the first time, and not in a forked child."""
+        first, self.closed = not self.closed, True
+        return first and os.getpid() == self._pid
+
+
+def check_spec(spec: TopicSpec) -> None:
+    """Refuse a topic that some bus could not create. Raises BusError."""
+    if not _NAME.fullmatch(spec.name) or spec.name in {".", ".."}:
+        raise BusError(
+            f"`{spec.name}` cannot be a topic",
+            hint="1 to 200 ASCII letters, digits, dots, underscores and dashes",
+        )
+    if not 1 <= spec.partitions <= PARTITIONS_MAX:
+        raise BusError(f"topic {spec.name}: {spec.partitions} partitions, not 1..{PARTITIONS_MAX}")
+    if spec.record_bytes_max < 1:
+        raise BusError(f"topic {spec.name}: record_bytes_max is {spec.record_bytes_max}")
+
+
+def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSpec:
+    """The topic of a partition. Raises TopicMissing, also for a partition out of range."""
+    spec = topics.get(tp.topic)
+    if spec is None:
+        raise topic_missing(tp.topic)
+    if not 0 <= tp.partition < spec.partitions:
+        raise TopicMissing(
+            f"topic {tp.topic} has no partition {tp.partition}, it has {spec.partitions}"
+        )
+    return spec
+
+
+def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) -> None:
+    """Refuse the whole call if one record cannot be appended.
+
+    Raises TopicMissing, RecordTooLarge, and BusError for a header that is not ASCII.
+    """
+    exists: dict[tuple[str, int], TopicSpec] = {}  # hundreds of records go to a few places
+    for record in records:
+        place = (record.topic, record.partition)
+        spec = exists.get(place)
+        if spec is None:
+            spec = exists[place] = check_exists(TopicPartition(*place), topics)
+        names, values = _joined_headers(record)
+        if not (names.isascii() and values.isascii()):
+            name = next(name for name, value in record.headers if not _is_ascii(name, value))
+            raise BusError(f"header {name!a} of a record for {record.topic} is not ASCII")
+        size_bytes = len(record.key) + len(record.value) + len(names) + len(values)
+        if size_bytes > spec.record_bytes_max:
+            raise RecordTooLarge(
+                f"a record of {size_bytes} bytes for topic {record.topic}, "
+                f"which takes at most {spec.record_bytes_max}",
+                topic=record.topic,
+                limit_bytes=spec.record_bytes_max,
+            )
+
+
+def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
+    """Refuse to go on with a topic that exists with other partitions, or for smaller records.
+
+    Raises BusError. A topic that takes larger records is as good.
+    """
+    if spec.partitions != existing.partitions:
+        raise BusError(
+            f"topic {spec.name} exists with {existing.partitions} partitions, not "
+            f"{spec.partitions}",
+            hint=f"set bus.partitions = {existing.partitions}, or choose another run.name",
+        )
+    if spec.record_bytes_max > existing.record_bytes_max:
+        raise BusError(
+            f"topic {spec.name} exists and takes records of at most {existing.record_bytes_max} "
+            f"bytes, not {spec.record_bytes_max}",
+            hint=f"raise its max.message.bytes to {spec.record_bytes_max + BATCH_ROOM_BYTES}, "
+            f"or set bus.record_bytes_max = {existing.record_bytes_max}",
+        )
+
+
+def check_position(tp: TopicPartition, position: int) -> None:
+    """Refuse a position that no log can have. Raises BusError."""
+    if not 0 <= position <= POSITION_MAX:
+        raise BusError(f"{tp.topic}/{tp.partition} has no position {position}")
+
+
+def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
+    """Raises LogTruncated if somebody once read or wrote beyond what is there now."""
+    if position > end:
+        raise LogTruncated(
+            f"{tp.topic}/{tp.partition} ends at {end}, before the position {position}",
+            hint="records that were acknowledged are gone; restore the log from a copy",
+        )
+
+
+def is_trimmed(topic: str) -> bool:
+    """Whether the old records of a topic may be deleted. Example: ``is_trimmed("demo.metrics")``"""
+    return topic.rpartition(".")[2] in TRIMMED_TOPICS
+
+
+def check_trimmed(tp: TopicPartition) -> None:
+    """Refuse to delete what a run rests on. Raises BusError."""
+    if not is_trimmed(tp.topic):
+        raise BusError(f"{tp.topic} must be kept: only {', '.join(TRIMMED_TOPICS)} may be trimmed")
+
+
+def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
+    """Where a reader at `position` goes on in a partition that begins at `begin`.
+
+    Raises LogTruncated if something was deleted that had to be kept.
+    """
+    if position < begin and not is_trimmed(tp.topic):
+        raise LogTruncated(
+            f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
+            "were deleted",
+            hint="read the log together with its archive: --archive DIR (`dora-pipe archive`)",
+        )
+    return max(position, begin)
+
+
+def record_bytes(record: Append | Record) -> int:
+    """What counts for every bound in bytes: key, value, header names and values."""
+    names, values = _joined_headers(record)
+    return len(record.key) + len(record.value) + len(names) + len(values)
+
+
+def _joined_headers(record: Append | Record) -> tuple[str, bytes]:
+    """All names and all values: looking at fifteen headers one by one costs ten times as much."""
+    if not record.headers:
+        return "", b""
+    names, values = zip(*record.headers, strict=True)
+    return "".join(names), b"".join(values)
+
+
+def _is_ascii(name: str, value: bytes) -> bool:
+    return name.isascii() and value.isascii()
+
+
+def topic_missing(topic: str) -> TopicMissing:
+    """The error for a topic that does not exist."""
+    return TopicMissing(f"there is no topic {topic}", hint="`dora-pipe topics` lists them")

@@ -1,0 +1,304 @@
+"""Values too large for the log, kept beside it under their digest; decides how they are claimed.
+
+A record above its topic's limit is appended with an empty value and two headers, ``claim`` (the
+sha256 of the value) and ``claim-bytes`` (its size); the value lies in ``<store>/claims/<sha256>``,
+durably, before the record is appended. The reader puts it back and takes the headers away, so that
+nobody above knows. Where the value is gone or has another digest, the record comes with an empty
+value, its claim's headers and ``claim-lost`` (why): it is unreadable, and named.
+
+A file that no record names (its append failed, or its writer died in between) does no harm: the
+next append of that value finds it there, and `prune` removes it when it is old.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from operator import itemgetter
+from pathlib import Path
+from typing import Final, Protocol
+from uuid import uuid4
+
+from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writer
+from dora_pipe.bus.wrapper import BusWrapper, ReaderWrapper
+from dora_pipe.core.durable import sync
+from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+
+CLAIM: Final = "claim"
+CLAIM_BYTES: Final = "claim-bytes"
+CLAIM_LOST: Final = "claim-lost"
+
+CLAIM_BYTES_MAX: Final = 1 << 30
+"""Of one value; what is larger is no trajectory, and would not fit into a reader's memory."""
+
+CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
+"""Last parts of the names of topics whose records may be claimed. The others hold small facts; one
+that is too large there is a mistake, and refused."""
+
+_HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
+_NAME: Final = itemgetter(0)
+
+POLL_BYTES: Final = 32 * 1024 * 1024
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_log = logging.getLogger(__name__)
+
+
+class ClaimStore(Protocol):
+    """Where claimed values lie."""
+
+    def write(self, digest: str, value: bytes) -> None:
+        """Keep a value durably under its digest; one that is there already stays. BusFull."""
+        ...
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        """The value of that digest and size, or None where there is none such. BusError."""
+        ...
+
+
+class ClaimFiles:
+    """Claimed values as files of one folder, which is made with the first of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, digest: str, value: bytes) -> None:
+        """Write a temporary file, fsync, rename, fsync the folder."""
+        path = self.folder / digest
+        with suppress(OSError):
+            if path.stat().st_size == len(value):
+                os.utime(path)  # It is young again: whoever removes old ones leaves it.
+                return
+        partial = self.folder / f".{digest}.{uuid4().hex}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("xb") as file:
+                file.write(value)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            sync(self.folder)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            raise BusFull(
+                f"a value of {len(value)} bytes cannot be kept in {self.folder}: {error.strerror}",
+                hint="is there room, and may this process write there?",
+            ) from error
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        """The file's bytes; never more than were claimed."""
+        try:
+            with (self.folder / digest).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != size_bytes:
+                    return None
+                return file.read(size_bytes)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise BusError(
+                f"a claimed value in {self.folder} cannot be read: {error.strerror}"
+            ) from error
+
+
+def claim_of(record: Record) -> str:
+    """The digest of the value that a record claims, whether that is there or not; else empty."""
+    claim = _claim(record)
+    return claim[0] if claim else ""
+
+
+def may_be_claimed(topic: str) -> bool:
+    """Whether large records of a run's topic lie beside the log."""
+    return topic.rpartition(".")[2] in CLAIMED_TOPICS
+
+
+class ClaimBus(BusWrapper):
+    """A bus whose large values lie in a store; everything else is the bus's own.
+
+    `above_bytes` claims values above that size even where the topic would take them.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: ClaimStore,
+        *,
+        claimed: Callable[[str], bool] = may_be_claimed,
+        above_bytes: int | None = None,
+        bytes_max: int = CLAIM_BYTES_MAX,
+    ) -> None:
+        super().__init__(bus)
+        self.store = store
+        self.claimed = claimed
+        self.above_bytes = above_bytes
+        self.bytes_max = bytes_max
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> ClaimReader:
+        """A reader that puts claimed values back."""
+        return ClaimReader(self, self.inner.reader(positions))
+
+    def writer(self, *, exclusive: str | None = None) -> ClaimWriter:
+        """A writer that claims what is too large."""
+        return ClaimWriter(self, self.inner.writer(exclusive=exclusive))
+
+
+class ClaimWriter:
+    """Claims what its topic refuses as too large; learns each topic's limit from one refusal."""
+
+    def __init__(self, bus: ClaimBus, inner: Writer) -> None:
+        self.inner = inner
+        self._bus = bus
+        self._limits: dict[str, int] = {}
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Append all; what is too large is stored first, durably."""
+        while True:
+            try:
+                return self.inner.append([self._checked_in(record) for record in records])
+            except RecordTooLarge as error:
+                known = error.topic in self._limits
+                if error.limit_bytes is None or known or not self._bus.claimed(error.topic):
+                    raise
+                self._limits[error.topic] = error.limit_bytes
+
+    def _checked_in(self, record: Append) -> Append:
+        """The record as it goes into the log."""
+        if not self._bus.claimed(record.topic):
+            return record
+        limit = self._limits.get(record.topic)
+        fits = limit is None or record_bytes(record) <= limit
+        above = self._bus.above_bytes
+        if fits and (above is None or len(record.value) <= above):
+            return record
+        if len(record.value) > self._bus.bytes_max:
+            raise RecordTooLarge(
+                f"a value of {len(record.value)} bytes for topic {record.topic}: "
+                f"at most {self._bus.bytes_max} are kept beside the log"
+            )
+        digest = sha256(record.value).hexdigest()
+        self._bus.store.write(digest, record.value)
+        size = str(len(record.value)).encode()
+        claim = ((CLAIM, digest.encode()), (CLAIM_BYTES, size))
+        return Append(
+            topic=record.topic,
+            value=b"",
+            partition=record.partition,
+            key=record.key,
+            headers=(*record.headers, *claim),
+        )
+
+    def close(self) -> None:
+        """Let go of the writer."""
+        self.inner.close()
+
+
+class ClaimReader(ReaderWrapper):
+    """Puts claimed values back, one at a time, so that a poll stays within its bound in bytes."""
+
+    def __init__(self, bus: ClaimBus, inner: Reader) -> None:
+        super().__init__(inner)
+        self._bus = bus
+        self._here = OpenedHere("this reader")
+        self._waiting: deque[Record] = deque()  # read, and over the caller's last bound
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = POLL_BYTES
+    ) -> list[Record]:
+        """Records with their values; claimed ones count with their full size."""
+        self._here.check()
+        if not self._waiting:
+            self._waiting.extend(
+                self.inner.poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+            )
+        found: list[Record] = []
+        while self._waiting and len(found) < records_max:
+            bytes_max -= record_bytes(self._waiting[0]) + claimed_bytes(self._waiting[0])
+            if found and bytes_max < 0:
+                break
+            found.append(self._whole(self._waiting[0]))
+            self._waiting.popleft()
+        return found
+
+    def _whole(self, record: Record) -> Record:
+        """The record as it was appended, or one that says why it cannot be."""
+        claim = _claim(record)
+        if claim is None:
+            return record
+        digest, size_bytes = claim
+        if size_bytes > self._bus.bytes_max:
+            return _lost(record, f"{size_bytes} bytes are above the limit")
+        value = self._bus.store.read(digest, size_bytes)
+        if value is None:
+            return _lost(record, "there is no such value in the store")
+        if sha256(value).hexdigest() != digest:
+            return _lost(record, "the stored value has another digest")
+        kept = tuple(one for one in record.headers if one[0] not in _HEADERS)
+        return _with(record, value, kept)
+
+    def position(self, tp: TopicPartition) -> int:
+        """The first offset not passed yet."""
+        reached = self.inner.position(tp)
+        return next((one.offset for one in self._waiting if one.at == tp), reached)
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        """Go on from `position`."""
+        check_position(tp, position)
+        self.inner.seek(tp, position)
+        self._waiting = deque(one for one in self._waiting if one.at != tp)
+
+    def close(self) -> None:
+        """Let go of the reader."""
+        self._here.close()
+        self.inner.close()
+
+
+def claimed_bytes(record: Record) -> int:
+    """The size of the value that lies beside the log; 0 where none does."""
+    claim = _claim(record)
+    return claim[1] if claim else 0
+
+
+def lost_claim(record: Record) -> str:
+    """Why a record's claimed value could not be put back; empty where nothing is lost."""
+    if CLAIM_LOST not in map(_NAME, record.headers):
+        return ""
+    headers = dict(record.headers)
+    digest = headers.get(CLAIM, b"?").decode(errors="replace")
+    return f"claim {digest}: {headers[CLAIM_LOST].decode(errors='replace')}"
+
+
+def _claim(record: Record) -> tuple[str, int] | None:
+    """Digest and size; only a well-formed claim of an empty value is one, for anyone may write."""
+    if record.value or not record.headers:
+        return None
+    headers = dict(record.headers)
+    digest = headers.get(CLAIM, b"").decode(errors="replace")
+    size = headers.get(CLAIM_BYTES, b"")
+    if not _DIGEST.fullmatch(digest) or not size.isdigit() or len(size) > len(str(1 << 62)):
+        return None
+    return digest, int(size)
+
+
+def _lost(record: Record, why: str) -> Record:
+    digest = dict(record.headers)[CLAIM].decode()
+    _log.warning(
+        "%s/%d@%d: claim %s: %s", record.topic, record.partition, record.offset, digest, why
+    )
+    return _with(record, b"", (*record.headers, (CLAIM_LOST, why.encode())))
+
+
+def _with(record: Record, value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Record:
+    return Record(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        key=record.key,
+        value=value,
+        headers=headers,
+    )

@@ -1,0 +1,485 @@
+"""What it means when a cluster refuses: which of our errors, and what the user can do about it.
+
+The client's own text is kept only where nothing better is known. As it only times out where it is
+not let in, that is tried by hand once: a probe is one connection with the TLS handshake, the SASL
+handshake (which also tells a listener with passwords from one without) and the login.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Final
+
+from kafka import KafkaProducer
+from kafka import errors as kafka_errors
+from kafka.net.sasl import get_sasl_mechanism
+
+from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, KafkaSecurity
+from dora_pipe.core.errors import (
+    AccessRefused,
+    BusError,
+    Fenced,
+    LogTruncated,
+    RecordTooLarge,
+    TopicMissing,
+)
+
+ROOM_HINT = "is a broker down, or its disk full? `dora-pipe why` asks those that answer"
+ROLES_HINT = "what each role needs stands in docs/kafka.md"
+
+FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
+_TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)
+_MISSING = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.UnknownTopicIdError)
+_TOO_LARGE = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
+_REFUSED = (
+    kafka_errors.SaslAuthenticationFailedError,
+    kafka_errors.UnsupportedSaslMechanismError,
+    kafka_errors.IllegalSaslStateError,
+)
+_DISK_SIGNS = (
+    (
+        (kafka_errors.KafkaStorageError, kafka_errors.LogDirNotFoundError),
+        "a broker's log directory has failed: its disk is full, or broken",
+    ),
+    (
+        (
+            kafka_errors.NotEnoughReplicasError,
+            kafka_errors.NotEnoughReplicasAfterAppendError,
+        ),
+        "fewer replicas are in sync than an append needs: brokers are away, or their disks full",
+    ),
+    (
+        (kafka_errors.LeaderNotAvailableError, kafka_errors.NotLeaderForPartitionError),
+        "a partition has no leader: its broker is away, or that one's disk full",
+    ),
+)
+_RIGHT_SIGN = "AuthorizationFailed"  # some refusals come as text in a nameless error
+_CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
+
+PROBE_WAIT_S: Final = 5.0
+"""For each wait of one probe; a broker that is slower is left to the client's own limit."""
+
+ANSWER_BYTES_MAX: Final = 1024 * 1024
+
+CLIENT_ID: Final = b"dora-pipe"
+
+_TIMEOUT_SIGN: Final = "Unable to bootstrap"
+
+_SASL_HANDSHAKE, _SASL_AUTHENTICATE = 17, 36
+
+_ILLEGAL_SASL_STATE = 34
+
+_LOGIN_ROUNDS_MAX = 4
+
+
+@contextmanager
+def our_errors(
+    otherwise: type[BusError] = BusError,
+    *,
+    security: KafkaSecurity | None = None,
+    needs: str = "",
+    servers: Sequence[str] = ("HOST:PORT",),
+) -> Iterator[None]:
+    """Turn the client's errors into ours; `otherwise` is what an unspecific one means here.
+
+    `needs` is the right that the call needs, e.g. ``WRITE on topic demo.control``: a refusal
+    names it, with the principal of `security`, and the command that grants it at `servers`.
+    """
+    try:
+        yield
+    except FENCED as error:
+        raise Fenced(f"a newer writer took over: {error}") from error
+    except _TRUNCATED as error:
+        raise LogTruncated(f"the log ends before this position: {error}") from error
+    except _MISSING as error:
+        raise TopicMissing(f"a topic is missing: {error}") from error
+    except _TOO_LARGE as error:
+        raise too_large(error) from error
+    except kafka_errors.AuthorizationError as error:
+        raise not_allowed(error, security, needs, servers) from error
+    except _REFUSED as error:
+        raise not_known(error, security) from error
+    except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
+        if _CERTIFICATE_SIGN in str(error):
+            raise untrusted(str(error), security) from error
+        if _RIGHT_SIGN in str(error):
+            raise not_allowed(error, security, needs, servers) from error
+        text, hint = said_of(error)
+        raise otherwise(f"kafka: {text}", hint=hint) from error
+
+
+def was_fenced(producer: KafkaProducer) -> bool:
+    """Whether fencing is behind an error.
+
+    What fails after the first failure of a transaction says only that something failed before.
+    """
+    manager = producer._transaction_manager
+    return manager is not None and isinstance(manager.last_error, FENCED)
+
+
+def said_of(error: BaseException) -> tuple[str, str | None]:
+    """What an error is in words, and its hint: appends fail so while disks below brokers are full.
+
+    The client tries again by itself, so that often only the time that it took is left to tell.
+    """
+    for kinds, words in _DISK_SIGNS:
+        if isinstance(error, kinds):
+            return f"{words} ({type(error).__name__})", ROOM_HINT
+    late = isinstance(error, kafka_errors.KafkaTimeoutError)
+    return one_line(error), ROOM_HINT if late else None
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, or its name where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def not_allowed(
+    error: Exception, security: KafkaSecurity | None, needs: str, servers: Sequence[str]
+) -> AccessRefused:
+    """A missing ACL: who lacks which operation on what."""
+    who = security.principal if security else "this client"
+    what = needs or f"a right on {_resource(error)}"
+    operation, _, resource = needs.partition(" on ")
+    hint = ROLES_HINT
+    if resource and who.startswith("User:"):
+        option = _acl_options(resource)
+        words = operation.title().replace("_", "")
+        place = f"--bootstrap-server {','.join(servers)} --command-config admin.properties"
+        grant = f"--add --allow-principal {who} --operation {words} {option}"
+        hint = f"kafka-acls.sh {place} {grant}; {hint}"
+    return AccessRefused(f"the Kafka cluster refuses: {who} lacks {what}", hint=hint)
+
+
+def not_known(error: kafka_errors.KafkaError, security: KafkaSecurity | None) -> AccessRefused:
+    """A refused login, or a mechanism that the listener does not offer."""
+    if isinstance(error, kafka_errors.SaslAuthenticationFailedError):
+        name = f"`{security.username}` by {security.mechanism}" if security else "this client"
+        return AccessRefused(
+            f"the Kafka cluster refuses user {name}: wrong name or password",
+            hint=f"check bus.username, and {PASSWORD_VARIABLE} or bus.password_file",
+        )
+    mechanism = security.mechanism if security else "this mechanism"
+    return AccessRefused(
+        f"the Kafka listener does not offer {mechanism}: {one_line(error)}",
+        hint="check bus.mechanism and bus.protocol",
+    )
+
+
+def untrusted(why: str, security: KafkaSecurity | None) -> AccessRefused:
+    """A certificate that does not hold, with what to do about it."""
+    ca_file = security.ca_file if security else ""
+    trusted = f"the certificates of {ca_file}" if ca_file else "this machine's certificates"
+    if "expired" in why:
+        return AccessRefused(
+            "the Kafka broker's certificate has expired",
+            hint="the broker needs a new certificate (or this machine's clock is wrong)",
+        )
+    if "not yet valid" in why:
+        return AccessRefused(
+            "the Kafka broker's certificate is not valid yet",
+            hint="compare this machine's clock with the broker's",
+        )
+    if "mismatch" in why or "not valid for" in why:
+        return AccessRefused(
+            f"the Kafka broker's certificate is for another host: {_after(why, 'failed: ')}",
+            hint="connect by a name in the certificate, or set bus.check_hostname = false",
+        )
+    return AccessRefused(
+        f"the Kafka broker's certificate is signed by an authority that {trusted} do not hold: "
+        f"{_after(why, 'failed: ')}",
+        hint="set bus.ca_file to the PEM certificate of the authority that signs the brokers'",
+    )
+
+
+def too_large(error: BaseException) -> RecordTooLarge:
+    """The broker's own limit is below the topic's."""
+    return RecordTooLarge(
+        f"the Kafka broker takes no record so large: {one_line(error)}",
+        hint="raise together: the topic's max.message.bytes, and the brokers' "
+        "replica.fetch.max.bytes; or lower bus.record_bytes_max for new runs",
+    )
+
+
+def _resource(error: Exception) -> str:
+    named: Any = error.args[0] if error.args else ""
+    names = sorted(map(str, named)) if isinstance(named, set | frozenset | list) else [str(named)]
+    kinds = {
+        kafka_errors.TopicAuthorizationFailedError: "topic",
+        kafka_errors.TransactionalIdAuthorizationFailedError: "transactional id",
+        kafka_errors.ClusterAuthorizationFailedError: "cluster",
+    }
+    kind = kinds.get(type(error), "a resource")
+    return f"{kind} {', '.join(names)}".strip() if kind != "cluster" else "the cluster"
+
+
+def _acl_options(resource: str) -> str:
+    """What names a resource for kafka-acls, e.g. ``--topic a --topic b`` of ``topic a, b``."""
+    for kind, option in (("topic ", "--topic"), ("transactional id ", "--transactional-id")):
+        if resource.startswith(kind):
+            names = resource.removeprefix(kind).split(", ")
+            return " ".join(f"{option} {name}" for name in names)
+    return "--cluster"
+
+
+def _after(text: str, sign: str) -> str:
+    """OpenSSL's reason without its prefix and its place in the source."""
+    return text.rpartition(sign)[2].rpartition(" (_ssl")[0] or text.rpartition(sign)[2]
+
+
+def probe(servers: Sequence[str], security: KafkaSecurity) -> None:
+    """Raise AccessRefused where the brokers refuse this client, or cannot be trusted.
+
+    Silent as soon as one server lets it in, and when none answers: a broker that hangs up may be
+    one that ends just now, or a proxy before it, so that is left to the client's own limit.
+    Raises ConfigError for a missing secret or a wrong file.
+    """
+    settings = security.client_settings()
+    problem: AccessRefused | None = None
+    for server in servers:
+        try:
+            _probe(server, security, settings.get("ssl_context"), settings)
+        except AccessRefused as refused:
+            problem = refused
+        except (OSError, EOFError):
+            continue
+        else:
+            return
+    if problem is not None:
+        raise problem
+
+
+def unreachable(servers: Sequence[str], security: KafkaSecurity, why: str) -> BusError:
+    """No broker answered: one line, with the likeliest reason."""
+    hint = "is it running (one whose disk is full ends, as its own log says), and is bus.url right?"
+    if unknown := [server for server in servers if not _is_known(server)]:
+        hosts = ", ".join(split(server)[0] for server in unknown)
+        why = f"this machine knows no address of {hosts}"
+        hint = "check the host in bus.url, and this machine's DNS or /etc/hosts"
+    elif _listens(servers):
+        hint = f"something listens there: is it a Kafka listener for {security.protocol}?"
+    elif _TIMEOUT_SIGN in why:  # that it was waited for in vain is what the line says
+        why = "nothing listens there"
+    return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
+
+
+def check_advertised(brokers: Sequence[str]) -> None:
+    """Raise BusError where the cluster sends its clients to hosts that none of them here knows.
+
+    One broker of several may be away, and with it its name; that all are is somebody's mistake.
+    """
+    unknown = [broker for broker in brokers if not _is_known(broker)]
+    if brokers and len(unknown) == len(brokers):
+        raise BusError(
+            f"the Kafka cluster sends clients to {', '.join(unknown)}, and this machine knows no "
+            "address of that host",
+            hint="make the name known here (DNS, /etc/hosts), or set the brokers' "
+            "advertised.listeners to one that is",
+        )
+
+
+def split(server: str) -> tuple[str, int]:
+    """Host and port. Raises BusError."""
+    host, _, port = server.rpartition(":")
+    try:
+        host.encode("idna")  # as the resolver does, which would raise this error at its callers
+    except UnicodeError:
+        host = ""
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise BusError(f"`{server}` is no address of a broker", hint="kafka://HOST:PORT,...")
+    return host.strip("[]"), int(port)
+
+
+def _probe(
+    server: str,
+    security: KafkaSecurity,
+    context: ssl.SSLContext | None,
+    settings: dict[str, object],
+) -> None:
+    host, port = split(server)
+    with closing(socket.create_connection((host, port), PROBE_WAIT_S)) as plain:
+        connection: socket.socket = plain
+        try:
+            if context is not None:
+                connection = context.wrap_socket(plain, server_hostname=host)
+            _log_in_if_asked(_Exchange(connection), server, security, settings)
+        except ssl.SSLCertVerificationError as error:
+            raise untrusted(str(error), security) from error
+        except (ssl.SSLError, EOFError, ConnectionError) as error:
+            raise (_surely_wrong(server, error, security) or error) from None
+        finally:
+            connection.close()
+
+
+def _log_in_if_asked(
+    exchange: _Exchange, server: str, security: KafkaSecurity, settings: dict[str, object]
+) -> None:
+    """The SASL handshake, which a listener without SASL refuses, and the login where there is one.
+
+    The order matters: no password leaves before the listener said that it takes its kind.
+    """
+    offered = exchange.sasl_handshake(security.mechanism if security.sasl else "PLAIN")
+    if offered is None and security.sasl:
+        raise AccessRefused(
+            f"the Kafka listener at {server} asks for no password and bus.protocol is "
+            f"{security.protocol}",
+            hint="set bus.protocol to PLAINTEXT or SSL and drop bus.username, or use its SASL port",
+        )
+    if offered is not None and not security.sasl:
+        raise AccessRefused(
+            f"the Kafka listener at {server} asks for a user and bus.protocol is "
+            f"{security.protocol}",
+            hint=f"set bus.protocol to SASL_{'SSL' if security.tls else 'PLAINTEXT'}, "
+            "bus.username and the password",
+        )
+    if offered is None:
+        return
+    if security.mechanism not in offered:
+        raise AccessRefused(
+            f"the Kafka listener at {server} offers {', '.join(offered)}, not {security.mechanism}",
+            hint="set bus.mechanism to one that it offers",
+        )
+    _log_in(exchange, security, settings)
+
+
+def _log_in(exchange: _Exchange, security: KafkaSecurity, settings: dict[str, object]) -> None:
+    mechanism = get_sasl_mechanism(security.mechanism)(**settings)
+    try:
+        for _ in range(_LOGIN_ROUNDS_MAX):
+            mechanism.receive(exchange.sasl_authenticate(mechanism.auth_bytes()))
+            if mechanism.is_done():
+                break
+        if not mechanism.is_authenticated():
+            raise _Refused
+    except (_Refused, ValueError, KeyError) as error:
+        refused = kafka_errors.SaslAuthenticationFailedError(str(error))
+        raise not_known(refused, security) from None
+
+
+class _Refused(Exception):
+    """The broker does not take the login; its text may be anything."""
+
+
+class _Exchange:
+    """Requests and answers of Kafka's protocol, one after the other."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def sasl_handshake(self, mechanism: str) -> list[str] | None:
+        """The mechanisms that the listener offers; None where it has no SASL."""
+        answer = self._ask(_SASL_HANDSHAKE, 1, _string(mechanism.encode()))
+        code, count = struct.unpack_from(">hi", answer)
+        if code == _ILLEGAL_SASL_STATE:
+            return None
+        names, at = [], 6
+        for _ in range(max(0, count)):
+            (size,) = struct.unpack_from(">h", answer, at)
+            names.append(answer[at + 2 : at + 2 + size].decode())
+            at += 2 + size
+        return names
+
+    def sasl_authenticate(self, token: bytes) -> bytes:
+        """The broker's next token. Raises _Refused."""
+        answer = self._ask(_SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
+        code, size = struct.unpack_from(">hh", answer)
+        at = 4 + max(0, size)
+        if code:
+            raise _Refused
+        (size,) = struct.unpack_from(">i", answer, at)
+        return answer[at + 4 : at + 4 + max(0, size)]
+
+    def _ask(self, kind: int, version: int, body: bytes) -> bytes:
+        """Send one request and return what follows the answer's correlation id."""
+        request = struct.pack(">hhi", kind, version, kind) + _string(CLIENT_ID) + body
+        self._socket.sendall(struct.pack(">i", len(request)) + request)
+        (size,) = struct.unpack(">i", self._read(4))
+        if not 4 <= size <= ANSWER_BYTES_MAX:
+            raise EOFError("not Kafka's protocol")
+        return self._read(size)[4:]
+
+    def _read(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            part = self._socket.recv(size - len(found))
+            if not part:
+                raise EOFError("the connection was closed")
+            found += part
+        return found
+
+
+def _string(text: bytes) -> bytes:
+    return struct.pack(">h", len(text)) + text
+
+
+def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> AccessRefused | None:
+    """What a refused connection means, where no wait can mend it."""
+    reason = (getattr(error, "reason", None) or "") if isinstance(error, ssl.SSLError) else ""
+    if "ALERT" in reason and ("CERT" in reason or "CA" in reason.split("_")):
+        return AccessRefused(
+            f"the Kafka broker at {server} refuses this client's certificate: "
+            f"{reason.replace('_', ' ').lower()}",
+            hint="check bus.cert_file and bus.key_file against the authorities it trusts",
+        )
+    if security.tls and _speaks_plain(server):
+        return AccessRefused(
+            f"the Kafka listener at {server} speaks no TLS and bus.protocol is {security.protocol}",
+            hint="use the port of its TLS listener, or set bus.protocol to one without SSL",
+        )
+    if not security.tls and _speaks_tls(server):
+        return AccessRefused(
+            f"the Kafka broker at {server} speaks TLS and bus.protocol is {security.protocol}",
+            hint=f"set bus.protocol to {'SASL_SSL' if security.sasl else 'SSL or SASL_SSL'}, "
+            "and bus.ca_file",
+        )
+    return None
+
+
+def _speaks_plain(server: str) -> bool:
+    """Whether a listener answers Kafka's protocol without TLS; no password is sent."""
+    try:
+        with closing(socket.create_connection(split(server), PROBE_WAIT_S)) as connection:
+            _Exchange(connection).sasl_handshake("PLAIN")
+    except (OSError, EOFError, ValueError, struct.error):
+        return False
+    return True
+
+
+def _speaks_tls(server: str) -> bool:
+    """Whether a listener answers a TLS handshake, trusted or not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    host, port = split(server)
+    try:
+        with (
+            closing(socket.create_connection((host, port), PROBE_WAIT_S)) as plain,
+            closing(context.wrap_socket(plain, server_hostname=host)),
+        ):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _is_known(server: str) -> bool:
+    """Whether its host has an address; a name service that is away just now decides nothing."""
+    host, port = split(server)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return error.errno == socket.EAI_AGAIN
+    return True
+
+
+def _listens(servers: Sequence[str]) -> bool:
+    for server in servers:
+        try:
+            socket.create_connection(split(server), PROBE_WAIT_S).close()
+        except OSError:
+            continue
+        return True
+    return False

@@ -1,0 +1,516 @@
+"""The log on a Kafka cluster: topics and offsets, a reader, a writer, and how much is under way.
+
+An exclusive writer is a transactional producer whose transactional.id is its name: every append is
+one short transaction, a second writer of that name fences the first, and readers are
+`read_committed`, so they see nothing of a fenced writer. Other writers are idempotent producers
+that wait for all acknowledgements. One that does not know the outcome of an append ends its
+producer, so that nothing is retried later, and makes another before the next append; what was on
+the wire may still land behind it. An exclusive writer's successor prevents even that.
+
+kafka-python takes whatever it is given: its producer copies every record into memory and never says
+no. So a writer waits until all has landed whenever more would be under way than `InFlight` allows,
+and a reader keeps what was fetched over its caller's bounds (`Fetched`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from kafka import KafkaAdminClient, KafkaProducer
+from kafka import TopicPartition as KafkaPartition
+from kafka import errors as kafka_errors
+from kafka.admin import OffsetSpec
+from kafka.protocol.consumer import IsolationLevel
+
+from dora_pipe.bus.checks import (
+    OpenedHere,
+    check_appends,
+    check_exists,
+    check_position,
+    check_same,
+    check_spec,
+    check_trimmed,
+    first_kept,
+    record_bytes,
+)
+from dora_pipe.bus.kafka.access import check_advertised, our_errors, probe, unreachable, was_fenced
+from dora_pipe.bus.kafka.client import (
+    COMMIT_LIMIT_S_MIN,
+    CONNECT_LIMIT_S,
+    DELIVERY_LIMIT_S,
+    FETCH_BYTES,
+    NEWS_S,
+    PROBE_LIMIT_S,
+    QUIET_LIMIT_S,
+    Admin,
+    bounded,
+    client_settings,
+    consumer_settings,
+    discard,
+    keep_requests,
+    ms,
+    producer_settings,
+    send,
+    topic_settings,
+)
+from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
+from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
+from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
+
+_Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
+_Answer = TypeVar("_Answer")
+
+IN_FLIGHT_RECORDS_MAX = 4096
+
+IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
+"""Records of one append that are sent and not acknowledged; one larger record may go alone."""
+
+
+class _Unreachable(BusError):
+    """Nothing answers; what that means is looked at before it is told."""
+
+
+class KafkaBus:
+    """The log on the cluster behind `servers`.
+
+    Example: ``KafkaBus(["127.0.0.1:9092"])``
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        security: KafkaSecurity = PLAINTEXT,
+        delivery_limit_s: float = DELIVERY_LIMIT_S,
+    ) -> None:
+        self.servers = list(servers)
+        self.security = security
+        self.delivery_limit_s = delivery_limit_s
+        self._here = OpenedHere(f"kafka://{','.join(servers)}")
+        self._parts: list[KafkaReader | KafkaWriter] = []
+        self._specs: dict[str, TopicSpec] = {}
+        self._lock = threading.Lock()  # a writer's thread looks topics up too
+        self._admin = self._connect()
+
+    def client_settings(self) -> dict[str, Any]:
+        """What a client of this cluster is made with, the password included."""
+        return client_settings(self.servers, self.security)
+
+    def errors(
+        self, otherwise: type[BusError] = BusError, *, needs: str = ""
+    ) -> AbstractContextManager[None]:
+        """Our errors for the client's; a refusal names this user and the right it `needs`."""
+        return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
+
+    def _connect(self) -> KafkaAdminClient:
+        probe(self.servers, self.security)
+        settings = self.client_settings()
+        try:
+            with self.errors(_Unreachable):
+                admin = Admin(**settings)
+        except _Unreachable as error:
+            raise unreachable(self.servers, self.security, error.message) from error
+        try:
+            check_advertised([f"{one.host}:{one.port}" for one in admin._manager.cluster.brokers()])
+        except BusError:
+            admin.close()
+            raise
+        return admin
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        """Create the topics that do not exist, on up to three brokers, kept for ever."""
+        for spec in topics:
+            check_spec(spec)
+        wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
+        old = [name for name in wanted if name in existing]
+        for name in old:  # before anything is made: what is refused leaves nothing behind
+            check_same(wanted[name], self._spec_soon(name))
+        if old:
+            check_settings(self.facts(old))
+        fresh = {name: spec for name, spec in wanted.items() if name not in existing}
+        needs = f"CREATE on topic {', '.join(fresh)}"
+        with self.errors(needs=needs), self._lock:
+            if fresh:
+                brokers = len(self._admin.describe_cluster()["brokers"])
+                made = {name: topic_settings(spec, brokers) for name, spec in fresh.items()}
+                try:
+                    self._admin.create_topics(made, wait_for_metadata=True)
+                except kafka_errors.TopicAlreadyExistsError:
+                    self._admin.wait_for_topics(list(made))  # another process was faster
+        for spec in fresh.values():
+            check_same(spec, self._spec_soon(spec.name))
+
+    def _spec_soon(self, topic: str) -> TopicSpec:
+        """Of a topic that exists: a broker may not have heard yet of one made a moment ago."""
+        until_s = time.monotonic() + CONNECT_LIMIT_S
+        while True:
+            try:
+                return self.spec(topic)
+            except TopicMissing:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(NEWS_S)
+
+    def topics(self) -> list[str]:
+        """Names of all topics, sorted, without Kafka's own."""
+        return sorted(t for t in self.ask(KafkaAdminClient.list_topics) if not t.startswith("__"))
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has."""
+        return self.spec(topic).partitions
+
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position that retention has not deleted: the log start offset."""
+        return self._offset(tp, OffsetSpec.EARLIEST, IsolationLevel.READ_COMMITTED)
+
+    def trim(self, tp: TopicPartition, before: int) -> bool:
+        """Have the brokers delete all at once, as their retention would."""
+        check_trimmed(tp)
+        check_position(tp, before)
+        wanted = {KafkaPartition(*tp): min(before, self.end(tp))}
+        self.ask(lambda at: at.delete_records(wanted), needs=f"DELETE on topic {tp.topic}")
+        return False
+
+    def end(self, tp: TopicPartition) -> int:
+        """The position after the last visible record: the last stable offset."""
+        return self._offset(tp, OffsetSpec.LATEST, IsolationLevel.READ_COMMITTED)
+
+    def written_end(self, tp: TopicPartition) -> int:
+        """The position after the last acknowledged record: the high watermark."""
+        return self._offset(tp, OffsetSpec.LATEST, IsolationLevel.READ_UNCOMMITTED)
+
+    def _offset(self, tp: TopicPartition, which: OffsetSpec, sees: IsolationLevel) -> int:
+        check_exists(tp, {tp.topic: self.spec(tp.topic)})
+        at = KafkaPartition(*tp)
+        with self.errors(needs=f"DESCRIBE on topic {tp.topic}"), self._lock:
+            found = self._admin.list_partition_offsets({at: which}, isolation_level=sees)
+        return int(found[at].offset)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
+        """A reader of exactly these partitions."""
+        for tp, position in positions.items():
+            check_exists(tp, {tp.topic: self.spec(tp.topic)})
+            check_position(tp, position)
+        return self._keep(KafkaReader(self, positions))
+
+    def writer(self, *, exclusive: str | None = None) -> KafkaWriter:
+        """A writer; with a name, earlier ones of that name are fenced."""
+        self._here.check()
+        return self._keep(KafkaWriter(self, exclusive))
+
+    def _keep(self, part: _Part) -> _Part:
+        """Close it with the bus at the latest."""
+        self._parts = [each for each in self._parts if not each.here.closed]
+        self._parts.append(part)
+        return part
+
+    def spec(self, topic: str) -> TopicSpec:
+        """The settings of a topic as they were asked for. Raises TopicMissing."""
+        self._here.check()
+        if topic not in self._specs:
+            self._specs[topic] = self.facts([topic])[0].spec
+        return self._specs[topic]
+
+    def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
+        """The topics as the cluster describes them now. Raises TopicMissing."""
+        names, servers = ", ".join(topics), self.servers
+        needs = f"DESCRIBE on topic {names}"
+        found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
+        needs = f"DESCRIBE_CONFIGS on topic {names}"
+        return self.ask(lambda at: with_settings(at, found), needs=needs)
+
+    def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
+        """What the cluster answers an administrator, one question at a time."""
+        self._here.check()
+        with self.errors(needs=needs), self._lock:
+            return call(self._admin)
+
+    def close(self) -> None:
+        """Close the bus with its readers and writers."""
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
+        if self._here.close():
+            self._admin.close()
+
+
+def kafka_of(bus: Bus) -> KafkaBus | None:
+    """The bus on Kafka below others; None where the log lies elsewhere."""
+    inner: Any = bus
+    while not isinstance(inner, KafkaBus):
+        inner = getattr(inner, "inner", None)
+        if inner is None:
+            return None
+    return inner
+
+
+class KafkaReader:
+    """Reads assigned partitions, never as a member of a group; fetches ahead within bounds."""
+
+    def __init__(self, bus: KafkaBus, positions: Mapping[TopicPartition, int]) -> None:
+        self.here = OpenedHere("this reader")
+        self._bus = bus
+        self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
+        self._fetched = Fetched()
+        self._heard_s = time.monotonic()
+        with self._errors():
+            self._consumer = DrivenConsumer(
+                **bus.client_settings(), **consumer_settings(len(positions))
+            )
+            self._consumer.assign([KafkaPartition(*tp) for tp in positions])
+            for tp, position in positions.items():
+                self._consumer.seek(KafkaPartition(*tp), position)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return self._bus.errors(needs=self._needs)
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
+    ) -> list[Record]:
+        """Records from the present positions on; in an outage a BusError, after a probe."""
+        self.here.check()
+        came: list[Record] = []
+        if not self._fetched:
+            try:
+                with self._errors():
+                    polled = self._consumer.poll(ms(timeout_s), max_records=records_max)
+            except LogTruncated:
+                if not self._pass_trimmed():
+                    raise
+                return []
+            came = [each for part in polled.values() for each in part]
+            self._listen(heard=bool(came))
+            if self._consumer.came_bytes <= bytes_max:
+                return came
+        return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
+
+    def _pass_trimmed(self) -> bool:
+        """Whether a position, out of range for the broker, is now where a trimmed topic begins."""
+        with self._errors():
+            assigned = list(self._consumer.assignment())
+            begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
+            before = {tp: self._consumer.position(tp, timeout_ms=0) for tp in assigned}
+        kept = {tp: first_kept(tp, at, begins[tp]) for tp, at in before.items() if at is not None}
+        for tp, first in kept.items():
+            self.seek(tp, first)
+        return any(first != before[tp] for tp, first in kept.items())
+
+    def _listen(self, *, heard: bool) -> None:
+        """After a long silence, find out whether it is the log that is quiet or the broker."""
+        now_s = time.monotonic()
+        if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
+            with self._errors():
+                self._consumer.end_offsets(
+                    list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
+                )
+            heard = True
+        if heard:
+            self._heard_s = now_s
+
+    def position(self, tp: TopicPartition) -> int:
+        """The first offset not passed yet."""
+        at = self._assigned(tp)
+        first = self._fetched.first(tp)
+        if first is not None:
+            return first
+        with self._errors():
+            return int(self._consumer.position(at, timeout_ms=0))
+
+    def held_back(self) -> list[TopicPartition]:
+        """Where the last stable offset stays behind the high watermark, by the last answers."""
+        self.here.check()
+        return sorted(TopicPartition(*at) for at in self._consumer.held)
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        """Go on from `position`."""
+        check_position(tp, position)
+        at = self._assigned(tp)
+        self._fetched.forget(tp)
+        with self._errors():
+            self._consumer.seek(at, position)
+
+    def close(self) -> None:
+        """Let go of the consumer."""
+        if self.here.close():
+            self._consumer.close(autocommit=False)
+
+    def _assigned(self, tp: TopicPartition) -> KafkaPartition:
+        self.here.check()
+        at = KafkaPartition(*tp)
+        if at not in self._consumer.assignment():
+            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
+        return at
+
+
+class KafkaWriter:
+    """Appends and waits until every in-sync replica has it."""
+
+    def __init__(self, bus: KafkaBus, exclusive: str | None) -> None:
+        self._bus = bus
+        self._name = exclusive
+        self.here = OpenedHere("this writer")
+        self._broken = False
+        self._producer: KafkaProducer | None = self._open()
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Append all, in one transaction if exclusive, and return their offsets."""
+        self.here.check()
+        if self._broken:
+            raise BusError("this exclusive writer does not know what it appended; open another one")
+        topics = {each.topic for each in records}
+        check_appends(records, {topic: self._bus.spec(topic) for topic in topics})
+        if not records:
+            return []
+        producer = self._producer or self._open()
+        self._producer = producer
+        try:
+            return self._append(producer, records)
+        except BusError as error:
+            self._drop()
+            if was_fenced(producer):
+                raise Fenced(f"a newer writer {self._name} took over") from error
+            raise
+
+    def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
+        """Send, wait for all, and commit if exclusive.
+
+        A transaction that failed before its commit left nothing, but its producer cannot go on
+        without fencing its own successor; so that too is an unknown outcome, and ends the writer.
+        """
+        with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
+            until_s = time.monotonic() + self._bus.delivery_limit_s
+            if self._name:
+                producer.begin_transaction()
+            in_flight = InFlight(producer, self._bus.delivery_limit_s)
+            for record in records:
+                in_flight.send(record)
+            offsets = in_flight.wait()
+            if self._name:
+                left_s = max(COMMIT_LIMIT_S_MIN, until_s - time.monotonic())
+                bounded(producer.commit_transaction, left_s)
+        return offsets
+
+    def _needs(self, records: Sequence[Append]) -> str:
+        return f"WRITE on topic {', '.join(sorted({record.topic for record in records}))}"
+
+    def _open(self) -> KafkaProducer:
+        with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
+            producer = (KafkaProducer if self._name else DrivenProducer)(
+                **self._bus.client_settings(),
+                **producer_settings(self._name, self._bus.delivery_limit_s),
+            )
+            if self._name:
+                keep_requests(producer)
+                try:
+                    producer.init_transactions()
+                except kafka_errors.KafkaError:
+                    discard(producer)
+                    raise
+            return producer
+
+    def _drop(self) -> None:
+        """Never use this producer again: what it still holds must not arrive behind our back."""
+        self._broken = self._name is not None
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            discard(producer)
+
+    def close(self) -> None:
+        """Let go of the producer."""
+        if self.here.close() and self._producer is not None:
+            discard(self._producer)
+
+
+class InFlight:
+    """The records of one append on their way, oldest first; `limit_s` for each of them.
+
+    Example: ``flight.send(record)`` for each, then ``offsets = in_flight.wait()``.
+    """
+
+    def __init__(self, producer: KafkaProducer, limit_s: float) -> None:
+        self._producer = producer
+        self._limit_s = limit_s
+        self._sent: deque[tuple[Any, int, float]] = deque()  # future, bytes, deadline
+        self._offsets: list[int] = []
+        self.bytes = 0
+        """On their way."""
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def send(self, record: Append) -> None:
+        """Hand it to the producer, as soon as there is room. Raises the client's errors."""
+        size = len(record.key) + len(record.value)  # headers are small, and slow to add up
+        if len(self._sent) >= IN_FLIGHT_RECORDS_MAX or self.bytes + size > IN_FLIGHT_BYTES_MAX:
+            self.wait()
+        deadline_s = time.monotonic() + self._limit_s
+        self._sent.append((send(self._producer, record), size, deadline_s))
+        self.bytes += size
+
+    def wait(self) -> list[int]:
+        """Wait for all; every offset since the start, in order. Raises the client's errors."""
+        if self._sent:
+            # The producer lingers, so that a call makes a few large batches and not many small
+            # ones; now there is nothing more to wait for. A driven one moves only here.
+            self._producer.flush(_left(self._sent[0][2]))
+        while self._sent:
+            self._wait_for_oldest()
+        return self._offsets
+
+    def _wait_for_oldest(self) -> None:
+        future, size, deadline_s = self._sent.popleft()
+        # Asking is cheaper than waiting: most come with the batch of the one before them.
+        acknowledged = future.value if future.succeeded() else future.get(_left(deadline_s))
+        self._offsets.append(int(acknowledged.offset))
+        self.bytes -= size
+
+
+class Fetched:
+    """Records that came over the bounds of one poll, kept for the next, in order."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], deque[Record]] = {}
+        """By partition, none empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
+        """What the bounds allow of those kept and those that came behind them; at least one."""
+        for one in came:
+            at = one.topic, one.partition
+            if at not in self._kept:
+                self._kept[at] = deque()
+            self._kept[at].append(one)
+        found: list[Record] = []
+        for at in list(self._kept):
+            waiting = self._kept[at]
+            while waiting and len(found) < records_max:
+                bytes_max -= record_bytes(waiting[0])
+                if found and bytes_max < 0:
+                    return found
+                found.append(waiting.popleft())
+            if waiting:
+                break
+            del self._kept[at]
+        return found
+
+    def first(self, tp: TopicPartition) -> int | None:
+        """The offset of the first record kept of a partition."""
+        waiting = self._kept.get(tp)
+        return waiting[0].offset if waiting else None
+
+    def forget(self, tp: TopicPartition) -> None:
+        """Drop those of a partition."""
+        self._kept.pop(tp, None)
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())

@@ -1,0 +1,384 @@
+"""What a cluster says of itself: its topics' settings, its partitions, the disks below its brokers.
+
+Topics that we create have settings that lose nothing acknowledged. One that somebody else created,
+or changed later, is looked at when a run starts: what would lose records in order to run at all is
+refused, what is weaker than it could be is told.
+
+A broker takes a log directory offline whose disk is full, and ends when that was its last one.
+Afterwards nobody can ask it, and appends fail only with what that looks like from outside: no
+leader, too few replicas in sync, no answer. While it is there it says how much room it has
+(DescribeLogDirs, Kafka 3.3 and later), so that is asked before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from kafka import KafkaAdminClient
+from kafka import errors as kafka_errors
+from kafka.admin import ConfigResource, ConfigResourceType
+
+from dora_pipe.bus.checks import BATCH_ROOM_BYTES, is_trimmed, topic_missing
+from dora_pipe.bus.port import TopicSpec
+from dora_pipe.core.errors import AccessRefused, BusError
+
+Answer = TypeVar("Answer")
+
+_log = logging.getLogger(__name__)
+
+WANTED_REPLICAS = 3
+"""With three replicas, and two of them in sync, any one machine may die."""
+
+_S_PER_DAY = 86_400
+
+FULL_BYTES: Final = 1 << 20
+"""A log directory with less room takes the next records of a run no more, or not those after."""
+
+LOW_BYTES: Final = 256 << 20
+"""With less room there is still time to make some: afterwards nobody can ask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicFacts:
+    """A topic as the cluster describes it."""
+
+    name: str
+    partitions: int
+    replicas: int
+    """Of the partition that has fewest."""
+    brokers: int
+    settings: Mapping[str, str]
+    servers: str = "HOST:PORT"
+    """Where this cluster was asked, for commands that are to be pasted."""
+
+    @property
+    def spec(self) -> TopicSpec:
+        """What it was asked for as: a whole batch, with its framing, must fit into its limit."""
+        limit = int(self.settings["max.message.bytes"])
+        return TopicSpec(
+            name=self.name,
+            partitions=self.partitions,
+            record_bytes_max=max(1, limit - BATCH_ROOM_BYTES),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicProblem:
+    """What is wrong with a topic, and what to do about it."""
+
+    text: str
+    hint: str
+    fatal: bool
+    """Whether the topic cannot be used for a run; if not, it is only weaker than it could be."""
+
+
+def described(
+    admin: KafkaAdminClient, topics: Sequence[str], *, servers: Sequence[str]
+) -> list[TopicFacts]:
+    """Topics without their settings. Raises TopicMissing, and the client's errors."""
+    brokers = len(admin.describe_cluster()["brokers"])
+    by_name = {one["name"]: one for one in admin.describe_topics(list(topics))}
+    found = []
+    for name in topics:
+        topic = by_name[name]
+        kind = kafka_errors.for_code(topic["error_code"])
+        if kind is kafka_errors.UnknownTopicOrPartitionError:
+            raise topic_missing(name)
+        if topic["error_code"]:
+            raise kind(name)
+        parts = topic["partitions"]
+        replicas = min((len(part["replica_nodes"]) for part in parts), default=0)
+        found.append(
+            TopicFacts(
+                name=name,
+                partitions=len(parts),
+                replicas=replicas,
+                brokers=brokers,
+                settings={},
+                servers=",".join(servers),
+            )
+        )
+    return found
+
+
+def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list[TopicFacts]:
+    """The topics with their settings.
+
+    The client leaves a topic out where the cluster refuses to tell; that is raised as its error.
+    """
+    wanted = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
+    told = admin.describe_configs(wanted, config_filter="all").get("topic", {})
+    for topic in topics:
+        if "max.message.bytes" not in told.get(topic.name, {}):
+            raise kafka_errors.TopicAuthorizationFailedError(topic.name)
+    return [
+        replace(topic, settings={k: str(v["value"]) for k, v in told[topic.name].items()})
+        for topic in topics
+    ]
+
+
+def check_settings(topics: Sequence[TopicFacts]) -> None:
+    """Refuse topics that would lose records, and tell of those that are weak. Raises BusError."""
+    found = [one for topic in topics for one in problems_of(topic)]
+    for one in found:
+        if one.fatal:
+            raise BusError(one.text, hint=one.hint)
+    for one in found:
+        _log.warning("warning: %s; %s", one.text, one.hint)
+
+
+def problems_of(topic: TopicFacts) -> list[TopicProblem]:
+    """Everything wrong with a topic that holds part of a run, worst first."""
+    found = [*_losing(topic), *_weak(topic)]
+    return sorted(found, key=lambda one: not one.fatal)
+
+
+def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
+    """What makes acknowledged records vanish, or appends impossible."""
+    policy = topic.settings.get("cleanup.policy", "delete")
+    if "compact" in policy:
+        yield _problem(
+            f"topic {topic.name} is compacted (cleanup.policy={policy}): records would vanish",
+            f"{_alter(topic)} cleanup.policy=delete, if nothing was appended yet",
+            fatal=True,
+        )
+    in_sync = _number(topic, "min.insync.replicas", 1)
+    if in_sync > topic.replicas:
+        yield _problem(
+            f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
+            "no append can ever be acknowledged",
+            f"{_alter(topic)} min.insync.replicas={max(1, topic.replicas - 1)}",
+            fatal=True,
+        )
+    segment = _number(topic, "segment.bytes", 1 << 30)
+    if segment < int(topic.settings["max.message.bytes"]):
+        yield _problem(
+            f"topic {topic.name} has segment.bytes={segment}, below its max.message.bytes",
+            f"{_alter(topic)} segment.bytes=1073741824",
+            fatal=True,
+        )
+
+
+def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
+    for name, unit in (("retention.ms", "ms"), ("retention.bytes", "bytes")):
+        limit = _number(topic, name, -1)
+        if limit >= 0 and not is_trimmed(topic.name):
+            amount = f"{limit / 1000 / _S_PER_DAY:.3g} days" if unit == "ms" else f"{limit} bytes"
+            yield _problem(
+                f"topic {topic.name} forgets records beyond {amount} ({name}={limit})",
+                f"archive the run before that (`dora-pipe archive`), or {_alter(topic)} {name}=-1",
+            )
+    if topic.settings.get("unclean.leader.election.enable") == "true":
+        yield _problem(
+            f"topic {topic.name} lets a replica that lacks records lead: acknowledged ones may go",
+            f"{_alter(topic)} unclean.leader.election.enable=false",
+        )
+    wanted = min(WANTED_REPLICAS, topic.brokers)
+    if topic.replicas < wanted:
+        yield _problem(
+            f"topic {topic.name} has {topic.replicas} of {wanted} possible replicas: "
+            "its records die with a machine",
+            "raise its replication factor (kafka-reassign-partitions.sh), or start a new run",
+        )
+    in_sync = _number(topic, "min.insync.replicas", 1)
+    if in_sync < min(topic.replicas, WANTED_REPLICAS) - 1:
+        yield _problem(
+            f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
+            "an acknowledged record may lie on one machine only",
+            f"{_alter(topic)} min.insync.replicas={topic.replicas - 1}",
+        )
+
+
+def brokers_of(admin: KafkaAdminClient) -> list[int]:
+    """The numbers of the brokers that are there."""
+    return sorted(int(one["broker_id"]) for one in admin.describe_cluster()["brokers"])
+
+
+def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
+    """The smallest `replica.fetch.max.bytes` of the brokers; None where the cluster tells none."""
+    wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
+    told = admin.describe_configs(wanted, config_filter="all").get("broker", {})
+    sizes = [one["replica.fetch.max.bytes"]["value"] for one in told.values() if one]
+    return min(map(int, sizes), default=None)
+
+
+def fetch_problem(topic: TopicFacts, replica_fetch_bytes: int) -> TopicProblem | None:
+    """A follower that fetches less than one batch still gets it whole, but one at a time."""
+    limit = int(topic.settings["max.message.bytes"])
+    if topic.replicas < 2 or replica_fetch_bytes >= limit:
+        return None
+    return _problem(
+        f"a broker has replica.fetch.max.bytes={replica_fetch_bytes}, below the {limit} "
+        f"(max.message.bytes) of topic {topic.name}: followers fetch large records one by one",
+        f"set replica.fetch.max.bytes={limit} on every broker",
+    )
+
+
+def _number(topic: TopicFacts, name: str, default: int) -> int:
+    return int(topic.settings.get(name, default))
+
+
+def _alter(topic: TopicFacts) -> str:
+    """All but the setting: Kafka's own command, to be pasted (docs/kafka.md says where it is)."""
+    place = f"--bootstrap-server {topic.servers} --alter"
+    return f"kafka-configs.sh {place} --topic {topic.name} --add-config"
+
+
+def _problem(text: str, hint: str, *, fatal: bool = False) -> TopicProblem:
+    return TopicProblem(text=text, hint=hint, fatal=fatal)
+
+
+class Cluster(Protocol):
+    """What is asked; a `KafkaBus` is one."""
+
+    def ask(self, call: Callable[[KafkaAdminClient], Answer], *, needs: str = "") -> Answer:
+        """What the cluster answers an administrator. Raises BusError."""
+        ...
+
+    def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
+        """The topics as the cluster describes them now. Raises TopicMissing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What is seen of a cluster, in words; both are empty where all is well."""
+
+    stops: str = ""
+    """Why it takes no appends."""
+    low: str = ""
+    """Why it may soon take none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogDir:
+    """A log directory of a broker, as that tells of it."""
+
+    broker: int
+    path: str
+    failed: bool
+    free_bytes: int | None
+    """None where the broker does not say."""
+
+    @property
+    def stops(self) -> str:
+        """Why it takes no records; empty where it does."""
+        if self.failed:
+            return f"{self._where} has failed: its disk is full, or broken"
+        if self.free_bytes is not None and self.free_bytes < FULL_BYTES:
+            return f"the disk under {self._where} is full: {self.free_bytes:,} B free"
+        return ""
+
+    @property
+    def low(self) -> str:
+        """Why it will soon take none."""
+        if self.stops or self.free_bytes is None or self.free_bytes >= LOW_BYTES:
+            return ""
+        return f"the disk under {self._where} has only {self.free_bytes:,} B free"
+
+    @property
+    def _where(self) -> str:
+        return f"log directory {self.path} of broker {self.broker}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A partition of the run, as the cluster tells of it."""
+
+    topic: str
+    number: int
+    leader: int
+    """-1: it has none."""
+    replicas: frozenset[int]
+    in_sync: frozenset[int]
+    """Those that are not, or lie in a log directory that failed, do not count."""
+    needed: int
+    """min.insync.replicas."""
+
+
+def trouble_of(cluster: Cluster, topics: Sequence[str]) -> Trouble:
+    """Why appends to these topics fail, or soon will. Raises BusError.
+
+    A cluster that has lost most of its controllers tells of partitions as they were before, so each
+    broker is asked by itself, and one that does not answer is not counted. Whoever may not ask for
+    log directories (DESCRIBE on the cluster) sees partitions only.
+    """
+    dirs, silent = _asked(cluster, cluster.ask(brokers_of))
+    needed = {
+        one.name: one.settings.get("min.insync.replicas", "1") for one in cluster.facts(topics)
+    }
+    parts = cluster.ask(lambda admin: _partitions(admin, topics, needed, silent))
+    stops = [*(one.stops for one in dirs), too_few_of(parts)]
+    low = [one.low for one in dirs]
+    return Trouble(stops="; ".join(filter(None, stops)), low="; ".join(filter(None, low)))
+
+
+def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
+    """The log directories of these brokers, and the brokers that do not answer."""
+    dirs: list[LogDir] = []
+    silent: set[int] = set()
+    for broker in brokers:
+        ask = partial(KafkaAdminClient.describe_log_dirs, brokers=[broker])
+        try:
+            dirs += _log_dirs(cluster.ask(ask, needs="DESCRIBE on cluster"))
+        except AccessRefused:
+            continue
+        except BusError:
+            silent.add(broker)
+    return dirs, frozenset(silent)
+
+
+def too_few_of(partitions: Iterable[Partition]) -> str:
+    """What is said of partitions that take no appends; empty where all do."""
+    leaderless = [one for one in partitions if one.leader < 0]
+    few = [one for one in partitions if one.leader >= 0 and len(one.in_sync) < one.needed]
+    away = sorted({node for one in (*leaderless, *few) for node in one.replicas - one.in_sync})
+    said = []
+    if leaderless:
+        said.append(f"{len(leaderless)} partitions of the run have no leader")
+    if few:
+        said.append(
+            f"{len(few)} partitions of the run have fewer replicas in sync than an append needs "
+            f"({max(one.needed for one in few)})"
+        )
+    if said and away:
+        who = "broker " if len(away) == 1 else "brokers "
+        said.append(f"{who}{', '.join(map(str, away))} ended, or cannot write: is a disk full?")
+    return "; ".join(said)
+
+
+def _log_dirs(told: Sequence[Mapping[str, Any]]) -> list[LogDir]:
+    return [
+        LogDir(
+            broker=int(broker["broker"]),
+            path=str(one["log_dir"]),
+            failed=one["error_code"] == kafka_errors.KafkaStorageError.errno,
+            free_bytes=free if (free := int(one.get("usable_bytes", -1))) >= 0 else None,
+        )
+        for broker in told
+        for one in broker["log_dirs"]
+    ]
+
+
+def _partitions(
+    admin: KafkaAdminClient,
+    topics: Sequence[str],
+    needed: Mapping[str, str],
+    silent: frozenset[int],
+) -> list[Partition]:
+    return [
+        Partition(
+            topic=topic["name"],
+            number=int(part["partition_index"]),
+            leader=-1 if part["leader_id"] in silent else int(part["leader_id"]),
+            replicas=frozenset(part["replica_nodes"]),
+            in_sync=frozenset(part["isr_nodes"]) - {*part["offline_replicas"], *silent},
+            needed=int(needed[topic["name"]]),
+        )
+        for topic in admin.describe_topics(list(topics))
+        for part in topic["partitions"]
+    ]

@@ -1,0 +1,585 @@
+"""kafka-python without its threads and with one loop for its records, for the sake of speed.
+
+Whoever waits for an answer moves the bytes meanwhile. The client has a thread beside every producer
+and every consumer: an append passes its record to one and is woken by it, a poll likewise, and each
+hand-over costs a wake-up, a turn of the interpreter's lock and cold caches, a fourth of the CPU
+time of a single record, and most of its switches. Our appends and polls are calls that end before
+the next begins, so nothing needs to happen in between; what has a time of its own there (metadata,
+idle connections, a broker's farewell) happens at the beginning of the next call.
+
+Exclusive writers keep the thread: their brokers' coordinators have to be found, awaited and asked
+again, and a transaction costs far more than a hand-over.
+
+The client unpacks a record with a call for every number in it and every header's size, and makes a
+record of its own that we would unpack again: together more than half of what reading costs. What is
+checked here is the same: the batch's CRC, every length, aborted transactions and control batches.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import selectors
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from kafka import KafkaConsumer, KafkaProducer
+from kafka import errors as kafka_errors
+from kafka.consumer.fetcher import Fetcher
+from kafka.net.compat import KafkaNetClient
+from kafka.net.selector import NetworkSelector, Task
+from kafka.producer import kafka as kafka_producer
+from kafka.producer.sender import Sender
+from kafka.protocol.consumer import IsolationLevel
+from kafka.protocol.frame import KafkaBytes
+from kafka.record.default_records import DefaultRecordBatch
+
+from dora_pipe.bus.port import Record
+
+AWHILE_S: Final = 0.05
+"""Between two tries to reach a broker that does not take a connection."""
+
+CLOSE_LIMIT_S: Final = 1.0
+"""For another thread to leave the producer that is being closed."""
+
+COMING_LIMIT_S: Final = 0.02
+"""For the rest of an answer whose beginning is there: a poll that may not wait takes it too."""
+
+IDLE_MS: Final = 5
+"""Who cannot ask yet, because nobody is connected, looks again so soon if nothing happens."""
+
+RECEIVE_BYTES: Final = 64 * 1024
+"""Taken from a socket at a time."""
+
+_NOTHING_NOW: Final = (
+    BlockingIOError,
+    InterruptedError,
+    ssl.SSLWantReadError,
+    ssl.SSLWantWriteError,
+)
+
+SEND_EVERY_BYTES: Final = 256 * 1024
+"""An append hands on what is full so often, so that the broker works while it goes on."""
+
+LAYOUTS_MAX: Final = 512
+
+LAYOUT_BYTES_MAX: Final = 2048
+"""Shapes of headers that are remembered; a trajectory's are some 600 bytes."""
+
+Headers = tuple[tuple[str, bytes], ...]
+
+_VARINT_BITS_MAX: Final = 64
+
+
+class DrivenLoop(NetworkSelector):  # type: ignore[misc]  # the client has no types
+    """The client's event loop, moved by its callers; it saves the system calls of a thread's."""
+
+    _let_through: Task | None = None
+
+    def start(self) -> None:
+        """No thread: `run` drives the loop where none is started."""
+
+    def wakeup(self) -> None:
+        """Only another thread can be asleep in here."""
+        if self._poll_owner not in (None, threading.current_thread()):
+            super().wakeup()
+
+    def register_event(self, fileobj: Any, event: int, task: Any) -> None:
+        """As the client does, without asking first: its miss asks the kernel for both addresses."""
+        task = task if isinstance(task, Task) else Task(task)
+        waiting = (task, None) if event == selectors.EVENT_READ else (None, task)
+        try:
+            self._selector.register(fileobj, event, waiting)
+        except KeyError:
+            super().register_event(fileobj, event, task)
+
+    def wait_write(self, fileobj: Any, timeout_at: float | None = None) -> Any:
+        """A socket nearly always takes what is written: look, before a turn of waiting for it.
+
+        Once per task: where TLS has to read before it can write, others must have their turn.
+        """
+        if timeout_at is None and self._current is not self._let_through:
+            look = select.poll()
+            look.register(fileobj, select.POLLOUT)
+            if look.poll(0):
+                self._let_through = self._current
+                return _AtOnce()
+        return super().wait_write(fileobj, timeout_at)
+
+
+class _AtOnce:
+    """Nothing to wait for."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+class DrivenClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
+    """The client's connections on such a loop; no wait goes beyond `until_s`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(net=DrivenLoop(**settings), **settings)
+        self._plain_build = self._manager._build_transport
+        self._manager._build_transport = self._build
+        self.busy = threading.Lock()
+        """Held by the thread that moves the bytes of a producer."""
+        self.until_s = math.inf
+        self.give_up: Callable[[], None] = _nothing
+        """Called when the wait is over: what tries again and again must not do so for ever."""
+
+    async def _build(self, node: Any, timeout_at: float | None = None) -> Any:
+        transport = await self._plain_build(node, timeout_at=timeout_at)
+        transport._sock_recv = partial(_receive, transport)
+        return transport
+
+    def poll(self, timeout_ms: float | None = None, future: Any = None) -> None:
+        """Move bytes, at most until `until_s`."""
+        super().poll(timeout_ms=self._bounded_ms(timeout_ms), future=future)
+
+    def await_ready(self, node_id: Any, timeout_ms: float = 30_000) -> bool:
+        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
+        try:
+            return bool(super().await_ready(node_id, timeout_ms=self._bounded_ms(timeout_ms)))
+        except kafka_errors.KafkaConnectionError:
+            time.sleep(AWHILE_S)
+            return False
+
+    def _bounded_ms(self, timeout_ms: float | None) -> float | None:
+        if self.until_s == math.inf:
+            return timeout_ms
+        left_ms = max(0.0, (self.until_s - time.monotonic()) * 1000)
+        if not left_ms:
+            self.give_up()
+        return left_ms if timeout_ms is None else min(timeout_ms, left_ms)
+
+
+def _receive(transport: Any) -> tuple[bytes, Exception | None]:
+    """What has come, or why nothing more will; the client takes 4 KiB at a time, and copies.
+
+    An answer whose beginning is there is received into its place, but for its last byte.
+    """
+    came: list[bytes] = []
+    sock = transport._sock
+    try:
+        if not _fill(sock, transport._protocol.parser):
+            return b"", _hung_up()
+        while data := sock.recv(RECEIVE_BYTES):
+            came.append(data)
+            if not isinstance(sock, ssl.SSLSocket):
+                break  # the rest goes into its place; TLS may hold more than its socket shows
+        else:
+            return b"", _hung_up()
+    except _NOTHING_NOW:
+        pass
+    except (OSError, AttributeError) as error:  # it has no socket when it was closed meanwhile
+        return b"", kafka_errors.KafkaConnectionError(error)
+    return b"".join(came), None
+
+
+def _fill(sock: Any, parser: Any) -> bool:
+    """Whether somebody is still there; raises what a socket does that has nothing now."""
+    answer: Any = parser._rbuffer if parser is not None and parser._receiving else b""
+    if len(answer) > RECEIVE_BYTES:
+        answer.__class__ = _Large
+    while len(answer) > 1 and (start := answer.tell()) < len(answer) - 1:
+        with memoryview(answer) as whole, whole[start:-1] as place:
+            size = sock.recv_into(place)
+        if not size:
+            return False
+        answer.seek(start + size)
+    return True
+
+
+class _Large(KafkaBytes):  # type: ignore[misc]  # the client has no types
+    """An answer of many records: the client copies it twice before it looks at one."""
+
+    _idx: int
+
+    def read(self, nbytes: int | None = None) -> Any:
+        """As the client's, but the rest is shown and not copied."""
+        if nbytes is not None:
+            return super().read(nbytes)
+        start, self._idx = self._idx, len(self)
+        return memoryview(self)[start:]
+
+
+def _hung_up() -> Exception:
+    error: Exception = kafka_errors.KafkaConnectionError("socket disconnected")
+    return error
+
+
+class _DrivenSender(Sender):  # type: ignore[misc]  # the client has no types
+    """The client's sender; a thread only where its client is not driven."""
+
+    def start(self) -> None:
+        if not isinstance(self._client, DrivenClient):
+            super().start()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Do what the thread does at its end, unless another one is in there that will not end."""
+        if not isinstance(self._client, DrivenClient):
+            super().join(timeout)
+        elif self._client.busy.acquire(timeout=CLOSE_LIMIT_S):
+            try:
+                self._force_close = True  # a flush went before: nothing waits that could be sent
+                self.run()
+            finally:
+                self._client.busy.release()
+
+
+kafka_producer.Sender = _DrivenSender
+"""A producer makes its sender by this name and starts it at once; there is no other way in."""
+
+
+class DrivenProducer(KafkaProducer):  # type: ignore[misc]  # the client has no types
+    """An idempotent producer without a thread, for appends that wait for all acknowledgements.
+
+    `send` may send what is full, `flush` sends everything and waits. One thread uses it; another
+    one may close it meanwhile, and then what waits fails.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._held_bytes = 0
+        super().__init__(kafka_client=DrivenClient, **settings)
+        self._driven: DrivenClient = self._sender._client
+        self._driven.give_up = self._sender.force_close
+
+    def send(self, topic: str, value: bytes | None = None, **named: Any) -> Any:
+        """The future of a record, which moves only while somebody sends or flushes."""
+        future = super().send(topic, value=value, **named)
+        self._held_bytes += len(value or b"")
+        if self._held_bytes >= SEND_EVERY_BYTES:
+            self._held_bytes = 0
+            self._hand_on()
+        return future
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Send all, and wait until everything is acknowledged or has failed."""
+        self._held_bytes = 0
+        if self._sender._force_close:
+            return  # whoever closes it tells all that wait
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._driven.busy.acquire(timeout=-1 if timeout is None else timeout):
+            raise kafka_errors.KafkaTimeoutError("another thread waits in this producer")
+        self._accumulator.begin_flush()
+        try:
+            self._drive(until_s)
+        finally:
+            self._accumulator._flushes_in_progress.decrement()
+            self._driven.busy.release()
+
+    def _drive(self, until_s: float) -> None:
+        self._driven.until_s = until_s
+        try:
+            while self._accumulator.has_incomplete:
+                if self._sender._force_close or time.monotonic() > until_s:
+                    raise kafka_errors.KafkaTimeoutError("not acknowledged in time")
+                self._sender.run_once()
+                if not self._accumulator.has_incomplete:
+                    break
+                if not self._accumulator.has_undrained():
+                    self._driven.poll()  # all is on the wire: nothing to do before an answer
+                elif any(each.initializing for each in self._driven._manager._conns.values()):
+                    self._driven.poll(timeout_ms=IDLE_MS)  # the sender would ask without a pause
+        finally:
+            self._driven.until_s = math.inf
+
+    def _hand_on(self) -> None:
+        """Send what is full, take what has come, and wait for nothing."""
+        state = self._transaction_manager
+        if state.has_producer_id() and not state.has_error() and not state.is_bumping_epoch():
+            with self._driven.busy:
+                self._sender._send_producer_data()
+                self._driven.poll(timeout_ms=0)
+
+    def _wait_on_metadata(self, topic: str, max_wait_ms: float) -> Any:
+        """Partitions of a topic that was not asked for yet; the client's own waits for a thread."""
+        until_s = time.monotonic() + max_wait_ms / 1000
+        self._metadata.add_topic(topic)
+        while (partitions := self._metadata.partitions_for_topic(topic)) is None:
+            left_ms = (until_s - time.monotonic()) * 1000
+            if left_ms <= 0:
+                raise kafka_errors.KafkaTimeoutError(f"no news of topic {topic}")
+            news = self._metadata.request_update()
+            with self._driven.busy:
+                self._driven.poll(timeout_ms=left_ms, future=news)
+            if news.failed() and not news.retriable():
+                raise news.exception
+            if topic in self._metadata.unauthorized_topics:
+                raise kafka_errors.TopicAuthorizationFailedError({topic})
+        return partitions
+
+
+class DrivenConsumer(KafkaConsumer):  # type: ignore[misc]  # the client has no types
+    """A consumer without a thread. What comes between two polls waits on the wire.
+
+    Who reads on and on has the broker work on the next answer while it uses this one. Who seeks may
+    seek again, and an answer that is under way for the old position would hold up the next one.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._answers = 0
+        """Polls since the last seek that brought records."""
+        self._idle_ms = 0
+        super().__init__(kafka_client=DrivenClient, **settings)
+        self._unpacked = ByteCount()
+        self.came_bytes = 0
+        """What the records of the last poll take, or a bit more."""
+        self.held: set[tuple[str, int]] = set()
+        """Partitions whose last answer ended before an open transaction. A broker leaves out of its
+        answers what has not changed, and whatever ends a transaction is a change."""
+        self._plain_parse = self._fetcher._parse_fetched_data
+        self._fetcher._parse_fetched_data = self._parse
+        self._plain_fetch = self._fetcher.fetch_records
+        self._fetcher.fetch_records = self._fetch
+        self._fetcher.send_fetches = self._ask
+        self._fetcher.PartitionRecords = partial(Unpacked, count=self._unpacked)
+
+    def seek(self, partition: Any, offset: int) -> None:
+        """Go on from `offset`."""
+        self._answers = 0
+        super().seek(partition, offset)
+
+    def poll(self, timeout_ms: int, max_records: int) -> dict[Any, list[Record]]:
+        """Our records by partition; what is just coming in is taken whole, as by a thread."""
+        self._idle_ms = min(timeout_ms, IDLE_MS)
+        self._take_in()
+        before = self._unpacked.bytes
+        found: dict[Any, list[Record]] = super().poll(timeout_ms, max_records=max_records)
+        self.came_bytes = self._unpacked.bytes - before
+        if found:
+            self._answers += 1
+            if self._answers > 1 and self._has_nothing():
+                self._ask()
+                self._net.poll(timeout_ms=0)
+        return found
+
+    def _parse(self, came: Any) -> Any:
+        """Note what the client throws away: how far records go, and how far they may be read."""
+        at, found = came.topic_partition, came.partition_data
+        if found.error_code == 0:
+            stable, written = found.last_stable_offset, found.high_watermark
+            (self.held.add if 0 <= stable < written else self.held.discard)(tuple(at))
+        return self._plain_parse(came)
+
+    def _ask(self) -> Any:
+        """The client asks in a coroutine that never waits, to be on its thread; here we all are."""
+        asking = self._fetcher._send_fetches_async()
+        try:
+            asking.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("asking for records does not wait")
+
+    def _fetch(self, *arguments: Any, **named: Any) -> tuple[Any, bool]:
+        """Where nobody can be asked yet the client would sleep, deaf to those who connect."""
+        found, idle = self._plain_fetch(*arguments, **named)
+        if idle:
+            self._net.poll(timeout_ms=self._idle_ms)
+        return found, False
+
+    def _has_nothing(self) -> bool:
+        """Neither here nor under way."""
+        fetcher = self._fetcher
+        return not fetcher._completed_fetches and not fetcher._nodes_with_pending_fetch_requests
+
+    def _take_in(self) -> None:
+        until_s = time.monotonic() + COMING_LIMIT_S
+        self._net.poll(timeout_ms=0)
+        while any(map(_is_coming, list(self._manager._conns.values()))):
+            left_ms = (until_s - time.monotonic()) * 1000
+            if left_ms <= 0:
+                break
+            self._net.poll(timeout_ms=left_ms)
+
+
+def _is_coming(connection: Any) -> bool:
+    return connection.parser is not None and connection.parser._receiving
+
+
+def _nothing() -> None:
+    """Nobody waits."""
+
+
+@dataclass(slots=True)
+class ByteCount:
+    """Bytes that a consumer unpacked since it began: what a record takes in its batch, which is
+    not less than `record_bytes` of it."""
+
+    bytes: int = 0
+
+
+class Unpacked(Fetcher.PartitionRecords):  # type: ignore[misc]  # the client has no types
+    """What came of one partition in one answer: an iterator of `Record`."""
+
+    def __init__(self, *arguments: Any, count: ByteCount, **named: Any) -> None:
+        self._unpacked = count
+        super().__init__(*arguments, **named)
+
+    def _unpack_records(self, tp: Any, records: Any, *_: Any) -> Iterator[Record]:
+        last = None
+        while (batch := records.next_batch()) is not None:
+            last = batch
+            if not batch.validate_crc():
+                raise kafka_errors.CorruptRecordError(
+                    f"the batch at {tp.topic}/{tp.partition}@{batch.base_offset} fails its CRC"
+                )
+            if not isinstance(batch, DefaultRecordBatch):
+                raise kafka_errors.UnsupportedVersionError(
+                    f"{tp.topic}/{tp.partition}@{batch.base_offset} is of an old format"
+                )
+            self.leader_epoch = batch.leader_epoch
+            if self._is_skipped(batch):
+                self.next_fetch_offset = batch.next_offset
+                continue
+            for record, size_bytes in unpacked(batch, tp.topic, tp.partition):
+                self.bytes_read += size_bytes
+                self._unpacked.bytes += size_bytes
+                self.next_fetch_offset = record.offset + 1
+                yield record
+        if last is not None:  # compaction keeps the last offset of a batch without its record
+            self.next_fetch_offset = last.next_offset
+        self.drain()
+
+    def _is_skipped(self, batch: DefaultRecordBatch) -> bool:
+        """Markers, and what readers of committed records do not see."""
+        if self.isolation_level == IsolationLevel.READ_COMMITTED and batch.has_producer_id():
+            self._consume_aborted_transactions_up_to(batch.last_offset)
+            if self._contains_abort_marker(batch):
+                self.aborted_producer_ids.discard(batch.producer_id)
+            elif self._is_batch_aborted(batch):
+                return True
+        return bool(batch.is_control_batch)
+
+
+def unpacked(batch: DefaultRecordBatch, topic: str, partition: int) -> Iterator[tuple[Record, int]]:
+    """The records of a batch whose CRC holds, and the bytes that each takes in it.
+
+    Raises CorruptRecordError where lengths do not fit together.
+    """
+    batch._maybe_uncompress()
+    data, at = bytes(batch._buffer), batch._pos
+    base = batch.base_offset
+    try:
+        for _ in range(batch.records_count):
+            length, start = _varint(data, at)
+            end = start + length
+            if length < 0 or end > len(data):
+                raise ValueError(f"a record of {length} bytes")
+            _, at = _varint(data, start + 1)  # attributes are one byte, then comes the time
+            delta, at = _varint(data, at)
+            if not 0 <= delta <= batch.last_offset_delta:  # a reader would come back to it
+                raise ValueError(f"a record at {base + delta}")
+            key, at = _bytes(data, at)
+            value, at = _bytes(data, at)
+            headers, at = _headers(data, at, end), end
+            yield (
+                Record(
+                    topic=topic,
+                    partition=partition,
+                    offset=base + delta,
+                    key=key,
+                    value=value,
+                    headers=headers,
+                ),
+                length,
+            )
+        if at != len(data):
+            raise ValueError(f"{len(data) - at} bytes behind its last record")
+    except (ValueError, IndexError) as error:
+        raise kafka_errors.CorruptRecordError(
+            f"the batch at {topic}/{partition}@{base} is none: {error}"
+        ) from error
+
+
+class _Layout:
+    """Where names and values lie in headers of one shape: one call then takes them all apart."""
+
+    __slots__ = ("_glue", "_names", "_parts")
+
+    def __init__(self, block: bytes, spans: list[tuple[str, int, int]]) -> None:
+        """`spans` are names, and where their values begin and end in the block."""
+        parts, glue, at = [], [], 0
+        for _, start, end in spans:
+            parts.append(f"{start - at}s{end - start}s")
+            glue.append(block[at:start])
+            at = end
+        self._names = tuple(name for name, _, _ in spans)
+        self._glue = tuple(glue)
+        self._parts = struct.Struct("".join(parts))
+
+    def headers(self, data: bytes, at: int) -> Headers | None:
+        """The headers from there, if they are of this shape: same names, same lengths."""
+        parts = self._parts.unpack_from(data, at)
+        if parts[::2] != self._glue:
+            return None
+        return tuple(zip(self._names, parts[1::2], strict=True))
+
+
+_layouts: dict[int, _Layout] = {}
+"""By the bytes of all headers of a record; the first shape that was met of each."""
+
+
+def _headers(data: bytes, at: int, end: int) -> Headers:
+    """The headers that lie from `at` to `end`: most are of a shape that was met before."""
+    layout = _layouts.get(end - at)
+    found = layout.headers(data, at) if layout else None
+    if found is not None:
+        return found
+    spans = _spans(data, at, end)
+    if layout is None and spans and len(_layouts) < LAYOUTS_MAX and end - at <= LAYOUT_BYTES_MAX:
+        inside = [(name, start - at, stop - at) for name, start, stop in spans]
+        _layouts[end - at] = _Layout(data[at:end], inside)
+    return tuple((name, data[start:stop]) for name, start, stop in spans)
+
+
+def _spans(data: bytes, at: int, end: int) -> list[tuple[str, int, int]]:
+    """Of each header the name, and where its value begins and ends; null is empty here."""
+    count, at = _varint(data, at)
+    if not 0 <= count <= end - at:
+        raise ValueError(f"{count} headers")
+    found = []
+    for _ in range(count):
+        size, at = _varint(data, at)
+        if size < 0:
+            raise ValueError("a header without a name")
+        name = data[at : at + size].decode()
+        size, at = _varint(data, at + size)
+        found.append((name, at, at + max(0, size)))
+        at += max(0, size)
+    if at != end:
+        raise ValueError(f"headers end at {at} and not at {end}")
+    return found
+
+
+def _bytes(data: bytes, at: int) -> tuple[bytes, int]:
+    """A key or a value; one that is absent is empty here."""
+    size, at = _varint(data, at)
+    if size <= 0:
+        return b"", at
+    return data[at : at + size], at + size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A zigzag number of at most 64 bits, and where it ends. Raises ValueError, IndexError."""
+    found = data[at]
+    at += 1
+    if found & 0x80:
+        found &= 0x7F
+        shift = 7
+        while True:
+            part = data[at]
+            at += 1
+            found |= (part & 0x7F) << shift
+            if not part & 0x80:
+                break
+            shift += 7
+            if shift >= _VARINT_BITS_MAX:
+                raise ValueError("a number beyond 64 bits")
+    return (found >> 1) ^ -(found & 1), at

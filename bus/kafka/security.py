@@ -1,0 +1,180 @@
+"""How a Kafka cluster is entered: protocol, user, certificates; decides where secrets come from.
+
+A secret is read from the environment or a file at the moment a client is made, handed to that
+client and kept nowhere else: `KafkaSecurity` itself holds none, so it may be printed.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora_pipe.config.model import Bus as BusSection
+from dora_pipe.core.errors import ConfigError
+
+PASSWORD_VARIABLE = "DORA_PIPE_KAFKA_PASSWORD"
+"""Goes before `bus.password_file`."""
+
+KEY_PASSWORD_VARIABLE = "DORA_PIPE_KAFKA_KEY_PASSWORD"
+"""Opens an encrypted `bus.key_file`."""
+
+SECRET_BYTES_MAX = 64 * 1024
+"""A larger password file is a wrong path."""
+
+
+class Secret(str):
+    """A text that is used as it is and shown as nothing: the client logs all its settings."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __str__(self) -> str:
+        return "<secret>"
+
+    def __format__(self, spec: str) -> str:
+        return "<secret>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KafkaSecurity:
+    """Who this client is and whom it trusts.
+
+    Example: ``KafkaSecurity(protocol="SASL_SSL", username="worker", ca_file="ca.pem")``
+    """
+
+    protocol: str = "PLAINTEXT"
+    mechanism: str = "SCRAM-SHA-512"
+    username: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    check_hostname: bool = True
+
+    @classmethod
+    def of(cls, bus: BusSection) -> KafkaSecurity:
+        """What the `[bus]` section says."""
+        return cls(
+            protocol=bus.protocol,
+            mechanism=bus.mechanism,
+            username=bus.username,
+            password_file=bus.password_file,
+            ca_file=bus.ca_file,
+            cert_file=bus.cert_file,
+            key_file=bus.key_file,
+            check_hostname=bus.check_hostname,
+        )
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted and brokers checked."""
+        return self.protocol.endswith("SSL")
+
+    @property
+    def sasl(self) -> bool:
+        """Whether a user name and a password are asked for."""
+        return self.protocol.startswith("SASL_")
+
+    @property
+    def principal(self) -> str:
+        """The name in ACLs, as far as this side knows it."""
+        if self.sasl:
+            return f"User:{self.username}"
+        return "this client's certificate" if self.cert_file else "User:ANONYMOUS"
+
+    def client_settings(self) -> dict[str, Any]:
+        """kafka-python's settings, secrets included: for a client at once, never to be kept.
+
+        Raises ConfigError, which names files and variables but never what is in them.
+        """
+        settings: dict[str, Any] = {"security_protocol": self.protocol}
+        if self.tls:
+            settings["ssl_context"] = self.ssl_context()
+        if self.sasl:
+            settings["sasl_mechanism"] = self.mechanism
+            settings["sasl_plain_username"] = self._sasl_name()
+            settings["sasl_plain_password"] = Secret(self._password())
+        return settings
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Trust and identity for TLS 1.2 and later. Raises ConfigError naming the wrong file."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = self.check_hostname
+        if self.ca_file:
+            try:
+                context.load_verify_locations(self.ca_file)
+            except OSError as error:
+                raise _unusable("ca_file", self.ca_file, error) from None
+        else:
+            context.load_default_certs()
+        if self.cert_file:
+            self._load_identity(context)
+        return context
+
+    def _load_identity(self, context: ssl.SSLContext) -> None:
+        key = self.key_file or self.cert_file
+        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        password = os.environ.get(KEY_PASSWORD_VARIABLE, "")
+        for name, path in (("cert_file", self.cert_file), ("key_file", key)):
+            try:
+                Path(path).open("rb").close()
+            except OSError as error:
+                raise _unusable(name, path, error) from None
+        try:
+            context.load_cert_chain(self.cert_file, key, password=lambda: password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"bus.cert_file and bus.key_file: {_why(error)}",
+                hint=f"PEM files that belong together; {KEY_PASSWORD_VARIABLE} opens a "
+                "key that is encrypted",
+            ) from None
+
+    def _sasl_name(self) -> str:
+        """Commas and equals signs stand for themselves in PLAIN and are escaped in SCRAM."""
+        if self.mechanism == "PLAIN":
+            return self.username
+        return self.username.replace("=", "=3D").replace(",", "=2C")
+
+    def _password(self) -> str:
+        if password := os.environ.get(PASSWORD_VARIABLE, ""):
+            return password
+        if not self.password_file:
+            raise ConfigError(
+                f"no password for the Kafka user `{self.username}`",
+                hint=f"set {PASSWORD_VARIABLE}, or bus.password_file to a file that holds it",
+            )
+        try:
+            with Path(self.password_file).open("rb") as file:
+                content = file.read(SECRET_BYTES_MAX + 1)
+            if len(content) > SECRET_BYTES_MAX:
+                raise ConfigError(f"bus.password_file: {self.password_file} is too large")
+            password = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except OSError as error:
+            raise _unusable("password_file", self.password_file, error) from None
+        except UnicodeDecodeError:
+            # The error itself quotes the bytes.
+            raise ConfigError(f"bus.password_file: {self.password_file} is not UTF-8") from None
+        if not password:
+            raise ConfigError(f"bus.password_file: {self.password_file} is empty")
+        return password
+
+
+PLAINTEXT = KafkaSecurity()
+"""No password, no TLS."""
+
+
+def _unusable(key: str, path: str, error: OSError) -> ConfigError:
+    return ConfigError(f"bus.{key}: {path}: {_why(error)}")
+
+
+def _why(error: Exception) -> str:
+    """The system's reason; OpenSSL's own are numbers and places in its source."""
+    if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
+        return "no PEM that can be read"
+    return (error.strerror or type(error).__name__).lower()

@@ -1,0 +1,119 @@
+"""Whether a record is the one that `trajectory logged` names: there, of that id, byte for byte.
+
+Everybody who shows, exports, measures or reproduces a trajectory asks here first: what lies at its
+place in the log may be gone, changed, or another trajectory's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.port import Record
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import sha256_hex
+
+LINES_MAX: Final = 20
+"""Damaged trajectories that are named; of more there is the number."""
+
+
+class Named(Protocol):
+    """What control says of a record: `TrajectoryLogged`, or what stands for it."""
+
+    @property
+    def trajectory(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def sha256(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What is kept of a record to hold it against control later, when its value is gone."""
+
+    sha256: str
+    """Of the value bytes."""
+    headers_of: str
+    """The trajectory that its headers name."""
+    value_of: str = ""
+    """The trajectory that its value names; empty where nobody opened it."""
+    lost: str = ""
+    """Why there is no value."""
+
+
+def mark_of(record: Record, *, value_of: str = "") -> Mark:
+    """The mark of a record that was read."""
+    headers_of = dict(record.headers).get("trajectory", b"").decode(errors="replace")
+    if lost := lost_claim(record):
+        return Mark(sha256="", headers_of=headers_of, lost=lost)
+    return Mark(sha256=sha256_hex(record.value), headers_of=headers_of, value_of=value_of)
+
+
+def fault_of(found: Record | Mark | None, named: Named) -> str:
+    """Why a record is not what control names; empty where it is. Its content is not opened."""
+    where = f"at trajectories:{named.partition}:{named.offset}"
+    if found is None:
+        return f"its record is not there {where}"
+    mark = found if isinstance(found, Mark) else mark_of(found)
+    if mark.lost:
+        return f"its record {where} cannot be read: {mark.lost}"
+    if mark.sha256 != named.sha256:
+        return f"the record {where} is not the one that was logged: sha256 {mark.sha256}"
+    if mark.headers_of != named.trajectory:
+        return f"the record {where} has the headers of {mark.headers_of!r}"
+    if mark.value_of not in ("", named.trajectory):
+        return f"the record {where} is {mark.value_of}"
+    return ""
+
+
+def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
+    """The trajectory that control names. Raises InvariantBroken, SchemaError."""
+    if why := fault_of(record, named):
+        raise InvariantBroken(f"{named.trajectory}: {why}")
+    assert record is not None
+    found = decode_trajectory(record.value)
+    if found.trajectory != named.trajectory:
+        where = f"trajectories:{named.partition}:{named.offset}"
+        raise InvariantBroken(f"{named.trajectory}: the record at {where} is {found.trajectory}")
+    return found
+
+
+@dataclass(slots=True)
+class Damage:
+    """Trajectories whose records are not what control names, as somebody meets them who goes on
+    with the sound ones. Example: ``if damage.is_sound(record, fact): use(record)``."""
+
+    count: int = 0
+    lines: list[str] = field(default_factory=list)
+    """The first `LINES_MAX`, each with its trajectory and why."""
+
+    def is_sound(self, found: Record | Mark | None, named: Named) -> bool:
+        """Whether it is the record that control names; one that is not is counted and told of."""
+        why = fault_of(found, named)
+        if why:
+            self.count += 1
+            if len(self.lines) < LINES_MAX:
+                self.lines.append(f"{named.trajectory}: {why}")
+        return not why
+
+    def look_for_the_rest(self, left: Mapping[tuple[int, int], Named]) -> None:
+        """What control names, by place, and nobody met although all was read: it is gone."""
+        for named in left.values():
+            self.is_sound(None, named)
+
+    def raise_if_any(self, consequence: str) -> None:
+        """Raise InvariantBroken where there is damage; `consequence` is what came of it."""
+        if self.count:
+            who = f"{self.count} trajectories that were logged are"
+            who = who if self.count > 1 else "1 trajectory that was logged is"
+            raise InvariantBroken(
+                f"{who} damaged{consequence}",
+                hint="what is there is sound; `dora-pipe audit` looks at the whole log",
+            )

@@ -1,0 +1,400 @@
+"""The log in this process's memory: for unit tests and the simulator; decides where it has gaps.
+
+It keeps every rule of the port, has no threads and never sleeps: a poll with nothing to return
+returns at once whatever its `timeout_s`, because in one thread nobody could append meanwhile, and
+time belongs to the caller.
+
+What lasts is the `MemoryLog`. Every role opens its own `MemoryBus` on it, with its own fault plan,
+and may crash (close, or just let go) and open another one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from dora_pipe.bus.checks import (
+    check_appends,
+    check_exists,
+    check_not_truncated,
+    check_position,
+    check_same,
+    check_spec,
+    check_trimmed,
+    first_kept,
+    record_bytes,
+)
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendFault:
+    """What befalls one append.
+
+    failed: refused with a BusError. full: refused with BusFull. unknown: only the first `lands`
+    records land and OutcomeUnknown is raised (0: none, a large number: all). delayed: all land,
+    but readers see them only `delay_ms` later.
+
+    Example: ``AppendFault(kind="unknown", lands=1)``
+    """
+
+    kind: Literal["failed", "full", "unknown", "delayed"]
+    lands: int = 0
+    delay_ms: int = 0
+
+
+class FaultPlan(Protocol):
+    """Says what goes wrong, call by call; calls are counted from 0 per `MemoryBus`."""
+
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+        """The fault of this append, None if it goes well."""
+        ...
+
+    def on_poll(self, call: int) -> bool:
+        """Whether this poll fails with a BusError and reads nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedFaults:
+    """A fault plan written down in advance.
+
+    Example: ``ScriptedFaults(appends={3: AppendFault(kind="failed")}, polls={0, 1})``
+    """
+
+    appends: Mapping[int, AppendFault] = field(default_factory=dict)
+    polls: Collection[int] = ()
+
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+        """The fault written down for this call."""
+        return self.appends.get(call)
+
+    def on_poll(self, call: int) -> bool:
+        """Whether this call is written down."""
+        return call in self.polls
+
+
+NO_FAULTS = ScriptedFaults()
+
+
+@dataclass(slots=True)
+class _Partition:
+    """Parallel lists, ordered by offset; `visible_ms` never decreases."""
+
+    records: list[Record] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    visible_ms: list[int] = field(default_factory=list)
+    end: int = 0
+    begin: int = 0
+
+    def visible(self, now_ms: int) -> int:
+        """How many records readers may see."""
+        count = len(self.records)
+        while count and self.visible_ms[count - 1] > now_ms:
+            count -= 1
+        return count
+
+    def visible_end(self, now_ms: int) -> int:
+        """The position after the last visible record: where the first hidden one lies."""
+        count = self.visible(now_ms)
+        return self.end if count == len(self.records) else self.offsets[count]
+
+
+class MemoryLog:
+    """Topics, records and writer epochs; holds at most `bytes_max` of keys, headers and values."""
+
+    def __init__(self, *, bytes_max: int | None = None) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_held = 0
+        self._topics: dict[str, TopicSpec] = {}
+        self._partitions: dict[TopicPartition, _Partition] = {}
+        self._epochs: dict[str, int] = {}
+        self._appends = 0
+        self.watch: Callable[[Sequence[Record], int], None] = lambda records, visible_ms: None
+        """Told of every append that landed: its records and when readers see the last of them."""
+
+    def gap_after(self, append: int) -> int:
+        """How many offsets an append leaves unused behind it: 1, 2 or 3, as markers would."""
+        return 1 + append % 3
+
+    def truncate(self, tp: TopicPartition, position: int) -> None:
+        """Forget every record from `position` on, acknowledged or not, as a lost disk would."""
+        check_exists(tp, self._topics)
+        held = self._partitions[tp]
+        self._drop(held, slice(bisect_left(held.offsets, position), None))
+        held.end = min(held.end, position)
+
+    def delete_before(self, tp: TopicPartition, position: int) -> None:
+        """Forget every record before `position`, as retention does."""
+        check_exists(tp, self._topics)
+        held = self._partitions[tp]
+        self._drop(held, slice(0, bisect_left(held.offsets, position)))
+        held.begin = max(held.begin, min(position, held.end))
+
+    def _drop(self, held: _Partition, which: slice) -> None:
+        self.bytes_held -= sum(map(record_bytes, held.records[which]))
+        del held.records[which], held.offsets[which], held.visible_ms[which]
+
+    def _create(self, spec: TopicSpec) -> None:
+        existing = self._topics.get(spec.name)
+        if existing is not None:
+            check_same(spec, existing)
+            return
+        self._topics[spec.name] = spec
+        for partition in range(spec.partitions):
+            self._partitions[TopicPartition(spec.name, partition)] = _Partition()
+
+    def _append(self, records: Sequence[Append], *, visible_ms: int) -> list[int]:
+        """Offsets of the records; each touched partition gets a gap behind them."""
+        stored = []
+        touched = set()
+        for record in records:
+            at = TopicPartition(record.topic, record.partition)
+            held = self._partitions[at]
+            visible_ms = max(visible_ms, held.visible_ms[-1] if held.visible_ms else 0)
+            stored.append(_stored(record, held.end))
+            held.records.append(stored[-1])
+            held.offsets.append(held.end)
+            held.visible_ms.append(visible_ms)
+            held.end += 1
+            self.bytes_held += record_bytes(record)
+            touched.add(at)
+        for at in touched:
+            self._partitions[at].end += self.gap_after(self._appends)
+        self._appends += 1
+        if stored:
+            self.watch(stored, visible_ms)
+        return [record.offset for record in stored]
+
+
+class MemoryBus:
+    """One role's view of a `MemoryLog`, on a clock of the caller's in milliseconds.
+
+    Example: ``MemoryBus(log, faults=ScriptedFaults(polls={0}), now_ms=lambda: 1_000)``
+    """
+
+    def __init__(
+        self,
+        log: MemoryLog | None = None,
+        *,
+        faults: FaultPlan = NO_FAULTS,
+        now_ms: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.log = MemoryLog() if log is None else log
+        self.faults = faults
+        self.now_ms = now_ms
+        self.appends = 0
+        self.polls = 0
+        self.closed = False
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        """Create the topics that do not exist."""
+        self.check_open()
+        for spec in topics:
+            check_spec(spec)
+        for spec in topics:
+            self.log._create(spec)
+
+    def topics(self) -> list[str]:
+        """Names of all topics, sorted."""
+        self.check_open()
+        return sorted(self.log._topics)
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has."""
+        self.check_open()
+        return check_exists(TopicPartition(topic, 0), self.log._topics).partitions
+
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position that was not deleted."""
+        self.check_open()
+        check_exists(tp, self.log._topics)
+        return self.log._partitions[tp].begin
+
+    def trim(self, tp: TopicPartition, before: int) -> bool:
+        """Forget them, all at once."""
+        self.check_open()
+        check_trimmed(tp)
+        check_position(tp, before)
+        self.log.delete_before(tp, before)
+        return False
+
+    def end(self, tp: TopicPartition) -> int:
+        """The position after the last visible record."""
+        self.check_open()
+        check_exists(tp, self.log._topics)
+        return self.log._partitions[tp].visible_end(self.now_ms())
+
+    def written_end(self, tp: TopicPartition) -> int:
+        """The position after the last record, visible or hidden."""
+        self.check_open()
+        check_exists(tp, self.log._topics)
+        return self.log._partitions[tp].end
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> MemoryReader:
+        """A reader of exactly these partitions."""
+        self.check_open()
+        for tp, position in positions.items():
+            check_exists(tp, self.log._topics)
+            check_position(tp, position)
+        return MemoryReader(self, positions)
+
+    def writer(self, *, exclusive: str | None = None) -> MemoryWriter:
+        """A writer; with a name, the only one of that name from now on."""
+        self.check_open()
+        return MemoryWriter(self, exclusive)
+
+    def close(self) -> None:
+        """Close the bus with its readers and writers; the log stays."""
+        self.closed = True
+
+    def check_open(self) -> None:
+        """Raises BusError after `close`."""
+        if self.closed:
+            raise BusError("this bus is closed")
+
+
+class MemoryReader:
+    """Reads from a `MemoryLog`; never waits."""
+
+    def __init__(self, bus: MemoryBus, positions: Mapping[TopicPartition, int]) -> None:
+        self._bus = bus
+        self._positions = dict(positions)
+        self._turn = 0
+        self._held: set[TopicPartition] = set()
+        self._closed = False
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        """What is visible now; `timeout_s` is not waited (see the module)."""
+        self._check_open()
+        call, self._bus.polls = self._bus.polls, self._bus.polls + 1
+        if self._bus.faults.on_poll(call):
+            raise BusError("the log cannot be reached")
+        found: list[Record] = []
+        room_bytes = bytes_max
+        order = list(self._positions)
+        self._turn += 1
+        for i in range(len(order)):
+            tp = order[(i + self._turn) % len(order)]
+            room_bytes = self._take(tp, found, records_max, room_bytes)
+        return found
+
+    def _take(
+        self, tp: TopicPartition, found: list[Record], records_max: int, room_bytes: int
+    ) -> int:
+        """Move this partition's visible records into `found`; returns the bytes left."""
+        held = self._bus.log._partitions[tp]
+        self._held.discard(tp)
+        if self._positions[tp] == held.end:  # Most polls bring nothing.
+            return room_bytes
+        now_ms = self._bus.now_ms()
+        if held.visible_end(now_ms) < held.end:
+            self._held.add(tp)
+        check_not_truncated(tp, self._positions[tp], held.end)
+        self._positions[tp] = first_kept(tp, self._positions[tp], held.begin)
+        count = held.visible(now_ms)
+        for i in range(bisect_left(held.offsets, self._positions[tp]), count):
+            size_bytes = record_bytes(held.records[i])
+            if len(found) >= records_max or (found and size_bytes > room_bytes):
+                return 0
+            found.append(held.records[i])
+            room_bytes -= size_bytes
+            self._positions[tp] = held.offsets[i] + 1
+        self._positions[tp] = max(self._positions[tp], held.visible_end(now_ms))
+        return room_bytes
+
+    def position(self, tp: TopicPartition) -> int:
+        """The first offset not passed yet."""
+        self._check_assigned(tp)
+        return self._positions[tp]
+
+    def held_back(self) -> list[TopicPartition]:
+        """Where the last poll met hidden records."""
+        self._check_open()
+        return sorted(self._held)
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        """Go on from `position`."""
+        self._check_assigned(tp)
+        check_position(tp, position)
+        self._positions[tp] = position
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._closed = True
+
+    def _check_assigned(self, tp: TopicPartition) -> None:
+        self._check_open()
+        if tp not in self._positions:
+            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
+
+    def _check_open(self) -> None:
+        self._bus.check_open()
+        if self._closed:
+            raise BusError("this reader is closed")
+
+
+class MemoryWriter:
+    """Appends to a `MemoryLog`."""
+
+    def __init__(self, bus: MemoryBus, exclusive: str | None) -> None:
+        self._bus = bus
+        self._name = exclusive
+        self._closed = False
+        self._broken = False
+        if exclusive is not None:
+            bus.log._epochs[exclusive] = bus.log._epochs.get(exclusive, 0) + 1
+            self._epoch = bus.log._epochs[exclusive]
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Append all and return their offsets, unless the fault plan has another idea."""
+        self._check_writable()
+        log = self._bus.log
+        check_appends(records, log._topics)
+        call, self._bus.appends = self._bus.appends, self._bus.appends + 1
+        fault = self._bus.faults.on_append(call, records)
+        kind = None if fault is None else fault.kind
+        if kind == "failed":
+            raise BusError("the log cannot be reached")
+        if kind == "full" or self._over_full(records):
+            raise BusFull("the log has no room for these records")
+        now_ms = self._bus.now_ms()
+        if fault is None or kind == "delayed":
+            return log._append(records, visible_ms=now_ms + (fault.delay_ms if fault else 0))
+        log._append(records[: fault.lands], visible_ms=now_ms + fault.delay_ms)
+        self._broken = self._name is not None
+        raise OutcomeUnknown("the log did not say whether these records were appended")
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._closed = True
+
+    def _check_writable(self) -> None:
+        self._bus.check_open()
+        if self._closed:
+            raise BusError("this writer is closed")
+        if self._name is not None and self._bus.log._epochs[self._name] != self._epoch:
+            raise Fenced(f"a newer writer {self._name} took over")
+        if self._broken:
+            raise BusError("this exclusive writer does not know what it appended; open another one")
+
+    def _over_full(self, records: Sequence[Append]) -> bool:
+        log = self._bus.log
+        more_bytes = sum(map(record_bytes, records))
+        return log.bytes_max is not None and log.bytes_held + more_bytes > log.bytes_max
+
+
+def _stored(record: Append, offset: int) -> Record:
+    return Record(
+        topic=record.topic,
+        partition=record.partition,
+        offset=offset,
+        key=record.key,
+        value=record.value,
+        headers=record.headers,
+    )

@@ -1,0 +1,462 @@
+"""The log in one SQLite file, shared by the processes of one machine; decides offsets and waits.
+
+A record's row is numbered topic << 52 | partition << 40 | offset, so a partition is one range of
+the table, from its *base* (the row of offset 0) on. Offsets of one append are consecutive; one is
+left unused behind each append, as Kafka's transaction markers do: the position after the last
+record is therefore always its offset + 2, and needs no row of its own. Nothing but its last row
+says where a partition ends, so that one is never deleted.
+
+A reader polls by asking SQLite whether any other connection committed (3 us when none did) and
+sleeps in between, the longer the log has been quiet.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bus.checks import (
+    check_appends,
+    check_exists,
+    check_not_truncated,
+    check_position,
+    check_same,
+    check_spec,
+    check_trimmed,
+    is_trimmed,
+)
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite_file import SqliteFile
+from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown, TopicMissing
+
+OFFSET_BITS = 40
+PARTITION_BITS = 12
+STEP = 2
+"""From one append's last record to the next one's first: what lies between stays unused."""
+
+TRIM_OFFSETS = 1000
+"""Deleted in one transaction at most: it holds the lock that every append waits for."""
+
+TOPICS_MAX = 2047
+"""Of one file: what the topic's bits of a row number can hold."""
+
+WAIT_S_MAX = 0.050
+"""The longest sleep of a waiting reader; it bounds how late a record may be seen on a quiet log."""
+
+WAIT_S_MIN = 0.001
+
+WAIT_SHARE = 4
+"""A reader sleeps a quarter of the time for which nothing came: it is at most that share late."""
+
+_FIRST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT 1"
+_LAST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at DESC LIMIT 1"
+_DELETE = "DELETE FROM records WHERE at >= ? AND at < ?"
+_INSERT = "INSERT INTO records (at, key, headers, value) VALUES (?, ?, ?, ?)"
+_RANGE = "SELECT at, key, headers, value FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT ?"
+_FENCE = (
+    "INSERT INTO writers VALUES (?, 1) ON CONFLICT DO UPDATE SET epoch = epoch + 1 RETURNING epoch"
+)
+
+_encode_headers = msgspec.msgpack.Encoder().encode
+_decode_headers = msgspec.msgpack.Decoder(tuple[tuple[str, bytes], ...]).decode
+
+
+class _Topics:
+    """What is known of the file's topics; they only ever become more."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, TopicSpec] = {}
+        self._ids: dict[str, int] = {}
+
+    def load(self, file: SqliteFile) -> None:
+        """Learn all topics."""
+        for number, name, partitions, record_bytes_max in file.rows("SELECT * FROM topics"):
+            self._ids[name] = number
+            self.specs[name] = TopicSpec(
+                name=name, partitions=partitions, record_bytes_max=record_bytes_max
+            )
+
+    def base(self, topic: str, partition: int) -> int:
+        """The row number of the partition's offset 0."""
+        return _base_of(self._ids[topic], partition)
+
+
+class SqliteBus:
+    """The log in one file. The file appears with the first `create`; until then it has no topics.
+
+    Example: ``SqliteBus(Path("runs/first/log.sqlite"))``
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file: SqliteFile | None = None
+        self._parts: set[SqliteFile] = set()
+        self._topics = _Topics()
+        self._closed = False
+
+    def create(self, topics: Sequence[TopicSpec]) -> None:
+        """Create the topics that do not exist, and the file."""
+        for spec in topics:
+            check_spec(spec)
+        file = self._open(create=True)
+        assert file is not None
+        with file.writing() as connection:
+            for spec in topics:
+                found = connection.execute("SELECT * FROM topics WHERE name = ?", (spec.name,))
+                if (row := found.fetchone()) is not None:
+                    check_same(
+                        spec, TopicSpec(name=row[1], partitions=row[2], record_bytes_max=row[3])
+                    )
+                    continue
+                values = (spec.name, spec.partitions, spec.record_bytes_max)
+                connection.execute("INSERT INTO topics VALUES (NULL, ?, ?, ?)", values)
+            if file.one("SELECT max(id) FROM topics") > TOPICS_MAX:
+                raise BusError(f"{self.path} cannot hold more than {TOPICS_MAX} topics")
+
+    def topics(self) -> list[str]:
+        """Names of all topics, sorted."""
+        file = self._open()
+        if file is not None:
+            self._topics.load(file)
+        return sorted(self._topics.specs)
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has."""
+        return self._find(TopicPartition(topic, 0)).partitions
+
+    def begin(self, tp: TopicPartition) -> int:
+        """The first position: 0, or where the first record lies that `trim` has left."""
+        self._find(tp)
+        file = self._open()
+        assert file is not None
+        if not is_trimmed(tp.topic):
+            return 0
+        with file.reading():
+            return _begin_of(file, self._topics.base(*tp))
+
+    def trim(self, tp: TopicPartition, before: int) -> bool:
+        """Delete in one short transaction; what is free then is used by the next appends."""
+        self._find(tp)
+        check_trimmed(tp)
+        check_position(tp, before)
+        file = self._open()
+        assert file is not None
+        with file.writing():
+            return _trim(file, self._topics.base(*tp), before)
+
+    def end(self, tp: TopicPartition) -> int:
+        """The position after the last record."""
+        self._find(tp)
+        file = self._open()
+        assert file is not None
+        with file.reading():
+            return _end_of(file, self._topics.base(*tp))
+
+    def written_end(self, tp: TopicPartition) -> int:
+        """The same: what is committed can be read."""
+        return self.end(tp)
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> SqliteReader:
+        """A reader of exactly these partitions, with its own connection."""
+        for tp, position in positions.items():
+            self._find(tp)
+            check_position(tp, position)
+        places = [_Place(tp, self._topics.base(*tp), at) for tp, at in positions.items()]
+        return SqliteReader(self._part(patient=True), places)
+
+    def writer(self, *, exclusive: str | None = None) -> SqliteWriter:
+        """A writer, with its own connection; with a name, earlier ones of that name are fenced."""
+        if self._open() is None:
+            raise TopicMissing(f"there is no log at {self.path}")
+        return SqliteWriter(self._part(patient=False), exclusive)
+
+    def close(self) -> None:
+        """Close the bus with its readers and writers."""
+        self._closed = True
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _part(self, *, patient: bool) -> SqliteFile:
+        """A connection for a reader or a writer, closed with the bus at the latest."""
+        self._parts = {part for part in self._parts if not part.closed}
+        part = SqliteFile(self.path, patient=patient)
+        self._parts.add(part)
+        return part
+
+    def _open(self, *, create: bool = False) -> SqliteFile | None:
+        """The bus's own connection; None where there is no log yet."""
+        if self._closed:
+            raise BusError("this bus is closed")
+        if self._file is None and (create or self.path.exists()):
+            file = SqliteFile(self.path, create=create)
+            if file.fresh:
+                file.close()
+                return None
+            self._file = file
+        return self._file
+
+    def _find(self, tp: TopicPartition) -> TopicSpec:
+        file = self._open()
+        if file is not None and tp.topic not in self._topics.specs:
+            self._topics.load(file)
+        return check_exists(tp, self._topics.specs)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a reader stands in one partition."""
+
+    tp: TopicPartition
+    base: int
+    position: int
+    settled: bool = False
+    """The position is the end of what was there, not only behind the last record returned."""
+
+
+class SqliteReader:
+    """Reads with a connection of its own; holds no transaction between two polls."""
+
+    def __init__(self, file: SqliteFile, places: Sequence[_Place]) -> None:
+        self._file = file
+        self._places = {place.tp: place for place in places}
+        self._turn = 0
+        self._version = 0
+        self._more = True
+        self._active_s = time.monotonic()
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        """Records from the present positions on; sleeps in short steps while there are none."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            found = self._read(records_max, bytes_max)
+            now_s = time.monotonic()
+            if found:
+                self._active_s = now_s
+            if found or now_s >= deadline_s:
+                return found
+            quiet_s = (now_s - self._active_s) / WAIT_SHARE
+            time.sleep(min(max(WAIT_S_MIN, min(quiet_s, WAIT_S_MAX)), deadline_s - now_s))
+
+    def _read(self, records_max: int, bytes_max: int) -> list[Record]:
+        """What is there now, nothing if nobody committed since everything was read."""
+        self._file.check_usable()
+        with self._file.errors():
+            version = self._file.one("PRAGMA data_version")
+        if version == self._version and not self._more:
+            return []
+        found: list[Record] = []
+        room_bytes = bytes_max
+        self._turn += 1
+        places = list(self._places.values())
+        turn = self._turn % max(1, len(places))  # no partition may starve the others
+        with self._file.reading() as connection:
+            for place in places[turn:] + places[:turn]:
+                room_bytes -= self._take(connection, place, found, records_max, room_bytes)
+        self._version = version
+        self._more = any(not place.settled for place in places)
+        return found
+
+    def _take(
+        self,
+        connection: sqlite3.Connection,
+        place: _Place,
+        found: list[Record],
+        records_max: int,
+        room_bytes: int,
+    ) -> int:
+        """Move a partition's records into `found` as far as there is room; returns their bytes."""
+        limit = records_max - len(found)
+        bounds = (place.base + place.position, place.base + (1 << OFFSET_BITS), limit)
+        taken_bytes = taken = 0
+        place.settled = place.settled and limit > 0
+        with closing(connection.execute(_RANGE, bounds)) as rows:
+            for at, key, headers, value in rows:
+                size_bytes = len(key) + len(value) + len(headers or b"")
+                if found and taken_bytes + size_bytes > room_bytes:
+                    place.settled = False
+                    return taken_bytes
+                found.append(_record(place, at, key, headers, value))
+                taken_bytes += size_bytes
+                taken += 1
+                place.position = at - place.base + 1
+                place.settled = False
+        if not place.settled and taken < limit:
+            end = _end_of(self._file, place.base)
+            check_not_truncated(place.tp, place.position, end)
+            place.position, place.settled = end, True
+        return taken_bytes
+
+    def position(self, tp: TopicPartition) -> int:
+        """The first offset not passed yet."""
+        return self._place(tp).position
+
+    def held_back(self) -> list[TopicPartition]:
+        """Nothing ever is."""
+        self._file.check_usable()
+        return []
+
+    def seek(self, tp: TopicPartition, position: int) -> None:
+        """Go on from `position`."""
+        check_position(tp, position)
+        place = self._place(tp)
+        place.position, place.settled, self._more = position, False, True
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._file.close()
+
+    def _place(self, tp: TopicPartition) -> _Place:
+        self._file.check_usable()
+        place = self._places.get(tp)
+        if place is None:
+            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
+        return place
+
+
+class SqliteWriter:
+    """Appends with a connection of its own, every call one transaction."""
+
+    def __init__(self, file: SqliteFile, exclusive: str | None) -> None:
+        self._file = file
+        self._name = exclusive
+        self._topics = _Topics()
+        self._broken = False
+        if exclusive is not None:
+            with file.writing():
+                self._epoch = file.one(_FENCE, (exclusive,))
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Append all in one transaction and return their offsets."""
+        self._file.check_usable()
+        if self._broken:
+            raise BusError("this exclusive writer does not know what it appended; open another one")
+        if any(record.topic not in self._topics.specs for record in records):
+            self._topics.load(self._file)
+        check_appends(records, self._topics.specs)
+        headers = [_encode_headers(each.headers) if each.headers else None for each in records]
+        bases = [self._topics.base(each.topic, each.partition) for each in records]
+        try:
+            with self._file.writing() as connection:
+                self._check_epoch()
+                rows = self._number(bases)
+                packed = zip(rows, records, headers, strict=True)
+                connection.executemany(
+                    _INSERT, [(at, each.key, head, each.value) for at, each, head in packed]
+                )
+        except OutcomeUnknown:
+            self._broken = self._name is not None
+            raise
+        return [at - base for at, base in zip(rows, bases, strict=True)]
+
+    def _check_epoch(self) -> None:
+        """Inside the transaction that inserts, so that nothing can come in between."""
+        if self._name is None:
+            return
+        epoch = self._file.one("SELECT epoch FROM writers WHERE name = ?", (self._name,))
+        if epoch != self._epoch:
+            raise Fenced(f"a newer writer {self._name} took over (epoch {epoch})")
+
+    def _number(self, bases: Iterable[int]) -> list[int]:
+        """The next free row of each record's partition."""
+        following: dict[int, int] = {}
+        rows = []
+        for base in bases:
+            at = following.get(base)
+            if at is None:
+                at = base + _end_of(self._file, base)
+            if at - base >> OFFSET_BITS:
+                raise BusFull(f"a partition of {self._file.path} used up its offsets")
+            rows.append(at)
+            following[base] = at + 1
+        return rows
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._file.close()
+
+
+def _record(place: _Place, at: int, key: bytes, headers: bytes | None, value: bytes) -> Record:
+    return Record(
+        topic=place.tp.topic,
+        partition=place.tp.partition,
+        offset=at - place.base,
+        key=key,
+        value=value,
+        headers=_decode_headers(headers) if headers else (),
+    )
+
+
+def _base_of(topic_id: int, partition: int) -> int:
+    """The row number of a partition's offset 0."""
+    return (topic_id << PARTITION_BITS | partition) << OFFSET_BITS
+
+
+def _end_of(file: SqliteFile, base: int) -> int:
+    """The position after a partition's last record and the gap behind it."""
+    last = _last(file, base)
+    return 0 if last is None else last - base + STEP
+
+
+def _begin_of(file: SqliteFile, base: int) -> int:
+    """The offset of a partition's first record; 0 where there is none."""
+    first = file.one(_FIRST, (base, base + (1 << OFFSET_BITS)))
+    return 0 if first is None else int(first) - base
+
+
+def _trim(file: SqliteFile, base: int, before: int) -> bool:
+    """Delete the oldest records before a position, a bounded number; whether there are more.
+
+    For the inside of `SqliteFile.writing`.
+    """
+    last = _last(file, base)
+    if last is None:
+        return False
+    limit = min(base + before, last)
+    first = file.one(_FIRST, (base, limit))
+    if first is None:
+        return False
+    until = min(limit, int(first) + TRIM_OFFSETS)
+    file.connection.execute(_DELETE, (first, until))
+    return until < limit
+
+
+def _last(file: SqliteFile, base: int) -> int | None:
+    row = file.one(_LAST, (base, base + (1 << OFFSET_BITS)))
+    return None if row is None else int(row)
+
+
+def unreadable_records(path: Path) -> list[str]:
+    """What no reader of any topic will ever see: a line for every topic id that is unknown and
+    every partition beyond its topic's.
+
+    Looks at one record per partition, however long the log is. Raises BusError.
+    """
+    beyond = (1 << 63) - (1 << OFFSET_BITS)  # the last partition that SQLite can number
+    with closing(SqliteFile(path)) as file, file.errors():
+        found = file.connection.execute("SELECT id, name, partitions FROM topics").fetchall()
+        topics = {one: (name, partitions) for one, name, partitions in found}
+        lines: list[str] = []
+        at = file.one("SELECT min(at) FROM records")
+        while at is not None and at < beyond:
+            topic, partition = divmod(at >> OFFSET_BITS, 1 << PARTITION_BITS)
+            name, partitions = topics.get(topic, ("", 0))
+            if not name:
+                lines.append(f"records lie under topic id {topic}, which is none of the log's")
+            elif partition >= partitions:
+                lines.append(
+                    f"records lie in partition {partition} of {name}, which has {partitions}"
+                )
+            after = (at >> OFFSET_BITS) + 1 << OFFSET_BITS
+            at = file.one("SELECT min(at) FROM records WHERE at >= ?", (after,))
+        return lines

@@ -1,0 +1,599 @@
+"""What became of groups and steps, from control and decisions alone; only values, no tables.
+
+It decides which record of a trajectory counts: the first `trajectory logged` of a request's present
+attempt, by an incarnation that is not out. Every other one is `superseded`, or `fenced` where its
+incarnation had been fenced. A commit counts where it is of the batch in force. Memory is bounded by
+what is open: what has ended is handed over by the call that ended it.
+
+It shares the records' shapes with the orchestrator and nothing else, so that it and the fold are
+two independent accounts of one log; audit compares them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RequestReleased,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TrajectoriesLogged,
+    TrajectoryLogged,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fate,
+    Fence,
+    GroupSpec,
+    Move,
+    Place,
+    PlacedRequest,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+
+Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
+"""How an attempt ended: with its record, because its request moved, with its worker, in an error,
+or because it was not needed any more; empty while it goes on."""
+
+Standing = Literal["bound", "superseded", "fenced"]
+"""Of a logged record: part of its group's result; another one is; its worker was out."""
+
+REPORTS_KEPT: Final = 16
+"""Reports of a worker among which one that it repeats is known again: it repeats its last turn."""
+
+EVALUATIONS_OPEN_MAX: Final = 8
+"""Versions whose evaluation is under way or was left half-way."""
+
+JOINED_AGAIN: Final = "it joined again"
+"""Why an incarnation is out whose worker came back before anybody missed it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a request: from its placement on a worker until that lets go of it."""
+
+    attempt: int
+    worker: str
+    epoch: int
+    placed_ns: int
+    reason: str
+    resumed: int
+    """Sampled tokens it went on from."""
+    outcome: Outcome = ""
+    ended_ns: int = 0
+    why: str = ""
+    move_ns: int = 0
+    """When the worker was asked to let go of it."""
+    move_to: str = ""
+    move_why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestHistory:
+    """One sibling: its attempts, and the record that counts."""
+
+    trajectory: str
+    attempts: list[Attempt] = field(default_factory=list)
+    logged: TrajectoryLogged | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether it went from worker to worker."""
+        return len(self.attempts) > 1
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupHistory:
+    """A group, from its dispatch on."""
+
+    spec: GroupSpec
+    reason: str
+    round: int
+    offset: int
+    """Of that round in decisions."""
+    dispatched_ns: int
+    requests: dict[str, RequestHistory] = field(default_factory=dict)
+    """Those that were placed at least once, by trajectory."""
+
+    @property
+    def results(self) -> list[TrajectoryLogged]:
+        """The records that count, by sibling."""
+        requests = (self.requests[name] for name in sorted(self.requests))
+        return [one.logged for one in requests if one.logged is not None]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those of them that are valid."""
+        return rewards_of(self.results)
+
+    @property
+    def last(self) -> TrajectoryLogged | None:
+        """The record that came last."""
+        return max(self.results, key=_arrival, default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerHistory:
+    """An incarnation of a worker, from when it joined on."""
+
+    joined: WorkerJoined
+    epoch: int
+    target: int = -1
+    """The version it was assigned; -1: none yet."""
+    hosted: int = -1
+    """The version it reported ready last."""
+    assigned: dict[int, int] = field(default_factory=dict)
+    """When it was told to load the versions that it has not loaded yet."""
+    draining: bool = False
+    gone: WorkerGone | None = None
+
+    @property
+    def name(self) -> str:
+        """What all its incarnations are called."""
+        return self.joined.worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch decision in force."""
+
+    take: TakeBatch
+    taken_ns: int
+    round: int
+    free_ns: int
+    """The trainer was free: the commit before, or its own start; 0 while it is not there."""
+    last: TrajectoryLogged | None
+    """The record that came last of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEnded:
+    """A group has its fate, at `ended_ns`."""
+
+    group: GroupHistory
+    fate: Fate | Literal["open"]
+    """`open`: it has none yet, and is looked at as it is."""
+    why: str
+    ended_ns: int
+    batch: Batch | None = None
+    """That it was trained in."""
+    batch_last: TrajectoryLogged | None = None
+    """The record that this batch waited for."""
+
+    @property
+    def step(self) -> int | None:
+        """The step that trained it."""
+        return None if self.batch is None else self.batch.take.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """A step is committed. `groups` are of its batch, those that were not met left out."""
+
+    fact: StepCommitted
+    offset: int
+    """Of the commit in control."""
+    batch: Batch
+    groups: tuple[GroupHistory, ...]
+
+    @property
+    def results(self) -> list[TrajectoryLogged]:
+        """The records of the batch, by group and sibling."""
+        return [one for group in self.groups for one in group.results]
+
+    @property
+    def last(self) -> TrajectoryLogged | None:
+        """The record that came last of the batch."""
+        return self.batch.last
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of its groups."""
+        return [staleness_of(self.fact.step, group.version) for group in self.fact.groups]
+
+    @property
+    def late(self) -> int:
+        """Groups behind their deadline: C3 is broken where there is one."""
+        return sum(group.deadline < self.fact.step for group in self.fact.groups)
+
+    @property
+    def free_ns(self) -> int:
+        """The trainer was free; where that is not known, when the batch was decided."""
+        return self.batch.free_ns or self.batch.taken_ns
+
+    @property
+    def seconds(self) -> float | None:
+        """Since the commit before, or since the trainer began; None where that is not known."""
+        return (self.fact.at_ns - self.batch.free_ns) / 1e9 if self.batch.free_ns else None
+
+    @property
+    def waited_s(self) -> float:
+        """The trainer was free and had no batch."""
+        return max(0, self.batch.taken_ns - self.free_ns) / 1e9
+
+    @property
+    def waited_for(self) -> TrajectoryLogged | None:
+        """The record that the trainer waited for; None where nobody was waited for."""
+        last = self.last if self.waited_s else None
+        return last if last is not None and last.at_ns > self.free_ns else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEnded:
+    """A batch decision came to nothing: refused, overtaken, or ended by a user."""
+
+    batch: Batch
+    outcome: Literal["refused", "overtaken", "failed"]
+    why: str
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordLogged:
+    """A trajectory's record lies in the log; whether it counts."""
+
+    fact: TrajectoryLogged
+    standing: Standing
+    offset: int
+    """Of the report in control."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """An incarnation of a worker is out."""
+
+    epoch: int
+    how: Literal["left", "fenced"]
+    why: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """The last prompt of a version's evaluation has ended."""
+
+    version: int
+    ended_ns: int
+    reward: float | None
+    """Mean of its valid rewards; None where there is none."""
+
+
+Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded
+
+
+def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
+    """The valid rewards of some records."""
+    return [one.reward for one in results if one.reward is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
+    """The record that came last of some groups."""
+    found = (one.last for one in groups)
+    return max((one for one in found if one is not None), key=_arrival, default=None)
+
+
+def _arrival(fact: TrajectoryLogged) -> tuple[int, str]:
+    return fact.at_ns, fact.trajectory
+
+
+class RunAccount:
+    """All open groups of a run. Example: ``account.fact(offset, record)``, then
+    ``account.round(round_, offset)``; both give what has happened by it, in order."""
+
+    def __init__(self) -> None:
+        self.started: RunStarted | None = None
+        """The first one: another does not count."""
+        self.open: dict[str, GroupHistory] = {}
+        self.workers: dict[int, WorkerHistory] = {}
+        """By incarnation; those that are gone stay, as records may name them."""
+        self.named: dict[str, WorkerHistory] = {}
+        """The newest incarnation of every worker."""
+        self.over = False
+        """The run was stopped, or has done its steps."""
+        self.free_ns = 0
+        """When the trainer was free last: a commit, or its own start."""
+        self.batch: Batch | None = None
+        """The one that is being trained."""
+        self._gone: dict[int, WorkerGone] = {}
+        self._reports: dict[int, deque[TrajectoriesLogged]] = {}
+        """The newest of every incarnation that is there."""
+        self._trainer_epoch = -1
+        """-1 where it is not known: who begins in the middle of a log."""
+        self._evaluating: dict[int, list[list[float]]] = {}
+        """Rewards of the groups that were evaluated, by version, until that is all of them."""
+
+    @property
+    def prompts_evaluated(self) -> int:
+        """Groups of an evaluation; 0 where that is not known."""
+        config = {} if self.started is None else self.started.config
+        prompts = config.get("evaluation", {}).get("prompts", 0)
+        return 0 if self.started is None else min(prompts, self.started.eval_rows)
+
+    def meet(self, workers: Mapping[int, WorkerJoined]) -> None:
+        """Begin in the middle of a log, with the workers that were there, by incarnation."""
+        for epoch, joined in sorted(workers.items()):
+            self.workers[epoch] = self.named[joined.worker] = WorkerHistory(
+                joined=joined, epoch=epoch
+            )
+
+    def present(self) -> list[WorkerHistory]:
+        """Workers that are not gone, by name."""
+        return [one for _, one in sorted(self.named.items()) if one.gone is None]
+
+    def fact(self, offset: int, fact: AnyControl) -> list[Event]:
+        """A control record."""
+        match fact:
+            case TrajectoriesLogged():
+                found = () if self._repeated(fact) else fact.facts()
+                return [self._logged(one, offset) for one in found]
+            case StepCommitted():
+                return self._committed(offset, fact)
+            case RunStarted():
+                self.started = self.started or fact
+            case WorkerJoined():
+                return self._joined(offset, fact)
+            case WorkerReady() if (worker := self.workers.get(fact.epoch)) is not None:
+                worker.hosted = fact.version
+                worker.assigned.pop(fact.version, None)
+            case WorkerLeft():
+                return self._depart(fact.epoch, "left", fact.at_ns, fact.reason)
+            case RequestReleased():
+                self._end_attempt(fact.trajectory, fact.attempt, fact.epoch, "moved", fact.at_ns)
+            case RequestFailed():
+                why = f"{fact.error}: {fact.message}"
+                at = (fact.trajectory, fact.attempt, fact.epoch)
+                self._end_attempt(*at, "failed", fact.at_ns, why)
+            case RoleStarted(role="trainer"):
+                self._trainer_epoch = fact.role_epoch
+                self.free_ns = max(self.free_ns, fact.at_ns)
+            case BatchRefused() if self._trainer_epoch in (-1, fact.role_epoch):
+                return self._refused(fact)
+            case Command(verb="fail-batch"):
+                return self._end_batch("failed", f"by {fact.user}", fact.at_ns)
+            case _:
+                pass
+        return []
+
+    def round(self, round_: Round, offset: int) -> list[Event]:
+        """The decisions of a round, after the facts that it folds."""
+        found: list[Event] = []
+        for decision in round_.decisions:
+            found += self._decided(decision, round_, offset)
+        return found
+
+    def now(self, group: str, now_ns: int) -> GroupEnded | None:
+        """An open group as it is at this moment; None for one that is not open."""
+        history, batch = self.open.get(group), self.batch
+        if history is None:
+            return None
+        taken = batch is not None and any(one.group == group for one in batch.take.groups)
+        held = batch if taken else None
+        return GroupEnded(group=history, fate="open", why="", ended_ns=now_ns, batch=held)
+
+    def _decided(self, decision: AnyDecision, round_: Round, offset: int) -> list[Event]:
+        now_ns = round_.now_ns
+        match decision:
+            case Place():
+                for request in decision.requests():
+                    self._placed(request, now_ns)
+            case Dispatch(spec=spec):
+                self.open[spec.group] = GroupHistory(
+                    spec=spec,
+                    reason=decision.reason,
+                    round=round_.ordinal,
+                    offset=offset,
+                    dispatched_ns=now_ns,
+                )
+            case Assign() if (worker := self.workers.get(decision.epoch)) is not None:
+                worker.target = decision.version
+                worker.assigned[decision.version] = now_ns
+            case Drain() if (worker := self.workers.get(decision.epoch)) is not None:
+                worker.draining = True
+            case Move():
+                self._asked_to_move(decision, now_ns)
+            case Cancel():
+                at = (decision.trajectory, decision.attempt, decision.epoch)
+                self._end_attempt(*at, "cancelled", now_ns, decision.reason)
+            case Fence():
+                return self._depart(decision.epoch, "fenced", now_ns, decision.reason)
+            case TakeBatch():
+                return self._taken(decision, round_)
+            case End():
+                return self._ended(decision, now_ns)
+            case StopRun():
+                self.over = True
+            case _:
+                pass
+        return []
+
+    def _ended(self, decision: End, now_ns: int) -> list[Event]:
+        group = self.open.pop(decision.group, None)
+        if group is None:
+            return []
+        why = decision.reason
+        ended = GroupEnded(group=group, fate=decision.fate, why=why, ended_ns=now_ns)
+        return [ended, *self._evaluated(ended)] if ended.fate == "evaluated" else [ended]
+
+    def _evaluated(self, ended: GroupEnded) -> list[Event]:
+        """An evaluation is complete with its last prompt."""
+        group, version = ended.group, ended.group.spec.version
+        found = self._evaluating.setdefault(version, [])
+        found.append(group.rewards)
+        if len(found) == self.prompts_evaluated:
+            del self._evaluating[version]
+            rewards = [reward for own in found for reward in own]
+            return [EvaluationEnded(version=version, ended_ns=ended.ended_ns, reward=mean(rewards))]
+        if len(self._evaluating) > EVALUATIONS_OPEN_MAX:
+            del self._evaluating[min(self._evaluating)]
+        return []
+
+    def _taken(self, take: TakeBatch, round_: Round) -> list[Event]:
+        why = f"attempt {take.attempt} was taken"
+        events = self._end_batch("overtaken", why, round_.now_ns)
+        groups = (self.open.get(one.group) for one in take.groups)
+        self.batch = Batch(
+            take=take,
+            taken_ns=round_.now_ns,
+            round=round_.ordinal,
+            free_ns=self.free_ns,
+            last=last_of(one for one in groups if one is not None),
+        )
+        return events
+
+    def _joined(self, offset: int, fact: WorkerJoined) -> list[Event]:
+        events: list[Event] = []
+        before = self.named.get(fact.worker)
+        if before is not None and before.gone is None:
+            events += self._depart(before.epoch, "fenced", fact.at_ns, JOINED_AGAIN)
+        self.named[fact.worker] = WorkerHistory(joined=fact, epoch=offset)
+        self.workers[offset] = self.named[fact.worker]
+        return events
+
+    def _placed(self, request: PlacedRequest, now_ns: int) -> None:
+        group = self.open.get(request.spec.group)
+        if group is None:
+            return
+        name = request.trajectory
+        history = group.requests.get(name)
+        if history is None:
+            history = group.requests[name] = RequestHistory(trajectory=name)
+        history.attempts.append(
+            Attempt(
+                attempt=request.attempt,
+                worker=request.worker,
+                epoch=request.epoch,
+                placed_ns=now_ns,
+                reason=request.reason,
+                resumed=0 if request.resume is None else request.resume.tokens,
+            )
+        )
+
+    def _present(
+        self, trajectory: str, attempt: int, epoch: int
+    ) -> tuple[RequestHistory, Attempt] | None:
+        """The attempt that is meant, if it is the present one and has not ended."""
+        group = self.open.get(group_of(trajectory))
+        request = None if group is None else group.requests.get(trajectory)
+        if request is None:
+            return None
+        present = request.attempts[-1]
+        if present.outcome or (present.attempt, present.epoch) != (attempt, epoch):
+            return None
+        return request, present
+
+    def _end_attempt(
+        self,
+        trajectory: str,
+        attempt: int,
+        epoch: int,
+        outcome: Outcome,
+        at_ns: int,
+        why: str = "",
+    ) -> None:
+        found = self._present(trajectory, attempt, epoch)
+        if found is not None:
+            found[1].outcome, found[1].ended_ns, found[1].why = outcome, at_ns, why
+
+    def _repeated(self, fact: TrajectoriesLogged) -> bool:
+        """A writer that was not told whether an append landed appends the same bytes again."""
+        reports = self._reports.setdefault(fact.epoch, deque(maxlen=REPORTS_KEPT))
+        if fact in reports:
+            return True
+        reports.append(fact)
+        return False
+
+    def _logged(self, fact: TrajectoryLogged, offset: int) -> RecordLogged:
+        gone = self._gone.get(fact.epoch)
+        if gone is not None:
+            standing: Standing = "fenced" if gone.how == "fenced" else "superseded"
+            return RecordLogged(fact=fact, standing=standing, offset=offset)
+        found = self._present(fact.trajectory, fact.attempt, fact.epoch)
+        if found is None:
+            return RecordLogged(fact=fact, standing="superseded", offset=offset)
+        request, attempt = found
+        request.logged, attempt.outcome, attempt.ended_ns = fact, "logged", fact.at_ns
+        return RecordLogged(fact=fact, standing="bound", offset=offset)
+
+    def _asked_to_move(self, decision: Move, now_ns: int) -> None:
+        found = self._present(decision.trajectory, decision.attempt, decision.epoch)
+        if found is not None:
+            _, attempt = found
+            attempt.move_ns = now_ns
+            attempt.move_to = decision.to
+            attempt.move_why = decision.reason
+
+    def _depart(
+        self, epoch: int, how: Literal["left", "fenced"], at_ns: int, why: str
+    ) -> list[Event]:
+        if epoch in self._gone:
+            return []
+        gone = self._gone[epoch] = WorkerGone(epoch=epoch, how=how, why=why, at_ns=at_ns)
+        if epoch in self.workers:
+            self.workers[epoch].gone = gone
+        self._reports.pop(epoch, None)
+        for group in self.open.values():
+            for request in group.requests.values():
+                attempt = request.attempts[-1]
+                if attempt.epoch == epoch and not attempt.outcome:
+                    attempt.outcome, attempt.ended_ns, attempt.why = how, at_ns, why
+        return [gone]
+
+    def _refused(self, fact: BatchRefused) -> list[Event]:
+        take = None if self.batch is None else self.batch.take
+        if take is None or (take.step, take.attempt) != (fact.step, fact.attempt):
+            return []
+        why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
+        return self._end_batch("refused", why, fact.at_ns)
+
+    def _end_batch(
+        self, outcome: Literal["refused", "overtaken", "failed"], why: str, at_ns: int
+    ) -> list[Event]:
+        batch, self.batch = self.batch, None
+        if batch is None:
+            return []
+        return [BatchEnded(batch=batch, outcome=outcome, why=why, ended_ns=at_ns)]
+
+    def _committed(self, offset: int, fact: StepCommitted) -> list[Event]:
+        batch = self.batch
+        if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
+            return []  # it does not count: its batch was ended meanwhile
+        self.batch, self.free_ns = None, fact.at_ns
+        popped = (self.open.pop(one.group, None) for one in fact.groups)
+        groups = tuple(one for one in popped if one is not None)
+        events: list[Event] = [
+            GroupEnded(
+                group=one,
+                fate="trained",
+                why=f"batch of step {fact.step}, attempt {fact.attempt}",
+                ended_ns=fact.at_ns,
+                batch=batch,
+                batch_last=batch.last,
+            )
+            for one in groups
+        ]
+        return [*events, StepEnded(fact=fact, offset=offset, batch=batch, groups=groups)]

@@ -1,0 +1,490 @@
+"""Makes rows of a log, record by record; only values. It decides what stands in which column.
+
+Rows of what has ended are made once and let go of; those of what is open when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import quantiles
+from typing import Final
+
+from dora_pipe.catalogue.account import (
+    Attempt,
+    Batch,
+    BatchEnded,
+    EvaluationEnded,
+    Event,
+    GroupEnded,
+    GroupHistory,
+    RecordLogged,
+    RequestHistory,
+    RunAccount,
+    StepEnded,
+    WorkerGone,
+    WorkerHistory,
+    mean,
+    rewards_of,
+)
+from dora_pipe.catalogue.tables import (
+    AttemptRow,
+    BatchRow,
+    EventRow,
+    FailureRow,
+    GroupRow,
+    HostingRow,
+    RecordRow,
+    RoleRow,
+    RoundRow,
+    Row,
+    RunRow,
+    StepRow,
+    TrajectoryRow,
+    VersionRow,
+    WorkerRow,
+)
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RoleStarted,
+    RunStarted,
+    TrajectoryLogged,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerReady,
+)
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Dispatch,
+    End,
+    Place,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+from dora_pipe.schemas.wire import canonical, kebab
+
+MESSAGE_MAX: Final = 2000
+"""Characters of an error's message that are kept."""
+
+
+class CatalogueBuilder:
+    """One run. Example: ``builder.fact(offset, record)``, ``builder.round(round_, offset)``; then
+    `drain` for what has ended, and `live` for what is open."""
+
+    def __init__(self) -> None:
+        self.account = RunAccount()
+        self.first_ns = 0
+        self.last_ns = 0
+        """The first and the latest moment that a record names; 0 before there is one."""
+        self.rounds = 0
+        self._rows: list[Row] = []
+
+    @property
+    def made(self) -> int:
+        """Rows that wait to be drained."""
+        return len(self._rows)
+
+    def drain(self) -> list[Row]:
+        """The rows of what has ended since the last call."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def fact(self, offset: int, fact: AnyControl) -> None:
+        """A control record, which a round folds."""
+        self._seen(fact.at_ns)
+        match fact:
+            case RunStarted() if self.account.started is None:
+                self._published(0, fact.policy.digest, fact.at_ns)
+            case WorkerJoined():
+                self._told(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
+            case WorkerReady():
+                worker = self.account.workers.get(fact.epoch)
+                assigned_ns = None if worker is None else worker.assigned.get(fact.version)
+                self._rows.append(_hosting_row(fact, assigned_ns))
+            case RequestFailed():
+                self._rows.append(_failure_row(fact))
+            case RoleStarted():
+                self._rows.append(_role_row(fact))
+                self._told(fact.at_ns, "role-started", fact.role, f"incarnation {fact.role_epoch}")
+            case BatchRefused():
+                why = "; ".join(f"{one.group}: {one.why}" for one in fact.offenders)
+                self._told(fact.at_ns, "batch-refused", f"step {fact.step}", why)
+            case Command():
+                said = f"by {fact.user}: {canonical(fact.args).decode()}"
+                self._told(fact.at_ns, "command", fact.verb, said)
+            case WeightsAdopted():
+                self._told(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.why)
+            case _:
+                pass
+        self._happened(self.account.fact(offset, fact))
+
+    def round(self, round_: Round, offset: int) -> None:
+        """A round, after the facts that it folds."""
+        self.rounds += 1
+        self._seen(round_.now_ns)
+        self._rows.append(_round_row(round_, offset))
+        for seen in round_.observations:
+            who = getattr(seen, "worker", "") or getattr(seen, "trajectory", "")
+            if who:
+                self._event(round_.now_ns, round_.ordinal, kebab(type(seen).__name__), who, "")
+        for decision in round_.decisions:
+            if not isinstance(decision, Dispatch | Place):
+                self._decided(decision, round_)
+        self._happened(self.account.round(round_, offset))
+
+    def live(self) -> Iterator[Row]:
+        """The rows of what is open: the run, its workers, its batch, groups without a fate."""
+        if self.account.started is not None:
+            yield self._run_row(self.account.started)
+        if self.account.batch is not None:
+            yield _batch_row(self.account.batch)
+        for worker in self.account.workers.values():
+            if worker.gone is None:
+                yield _worker_row(worker)
+        for name in self.account.open:
+            now = self.account.now(name, self.last_ns)
+            assert now is not None, name
+            yield from _rows_of_group(now)
+
+    def _seen(self, at_ns: int) -> None:
+        if not at_ns:
+            return  # a record that names no moment
+        self.first_ns = min(self.first_ns, at_ns) if self.first_ns else at_ns
+        self.last_ns = max(self.last_ns, at_ns)
+
+    def _event(self, at_ns: int, round_: int | None, kind: str, subject: str, reason: str) -> None:
+        row = EventRow(at_ns=at_ns, round=round_, kind=kind, subject=subject, reason=reason)
+        self._rows.append(row)
+
+    def _told(self, at_ns: int, kind: str, subject: str, reason: str) -> None:
+        self._event(at_ns, None, kind, subject, reason)
+
+    def _decided(self, decision: AnyDecision, round_: Round) -> None:
+        match decision:
+            case TakeBatch():
+                subject = f"step {decision.step}"
+            case End():
+                subject = decision.group
+            case StopRun():
+                subject = "" if self.account.started is None else self.account.started.run
+            case _:
+                subject = getattr(decision, "trajectory", "") or getattr(decision, "worker", "")
+        kind = kebab(type(decision).__name__)
+        self._event(round_.now_ns, round_.ordinal, kind, subject, decision.reason)
+
+    def _published(self, version: int, digest: str, at_ns: int) -> None:
+        self._rows.append(VersionRow(version=version, digest=digest, published_ns=at_ns))
+
+    def _happened(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case RecordLogged():
+                    self._rows.append(_record_row(event))
+                case GroupEnded():
+                    self._rows += _rows_of_group(event)
+                case StepEnded():
+                    self._step_ended(event)
+                case BatchEnded(ended_ns=ended_ns, outcome=outcome, why=why):
+                    row = _batch_row(event.batch, ended_ns=ended_ns, outcome=outcome, why=why)
+                    self._rows.append(row)
+                case WorkerGone():
+                    self._gone(event)
+                case EvaluationEnded():
+                    pass  # the view `evaluations` has it
+
+    def _step_ended(self, event: StepEnded) -> None:
+        fact = event.fact
+        self._rows.append(_step_row(event))
+        self._rows.append(_batch_row(event.batch, ended_ns=fact.at_ns, outcome="committed"))
+        self._published(fact.step + 1, fact.policy.digest, fact.at_ns)
+
+    def _gone(self, event: WorkerGone) -> None:
+        worker = self.account.workers.get(event.epoch)
+        if worker is None:
+            return
+        self._rows.append(_worker_row(worker))
+        if event.how == "left":
+            self._told(event.at_ns, "worker-left", worker.name, event.why)
+
+    def _run_row(self, fact: RunStarted) -> RunRow:
+        lineage = fact.lineage
+        return RunRow(
+            run=fact.run,
+            first_ns=self.first_ns,
+            started_ns=fact.at_ns,
+            last_ns=self.last_ns,
+            stopped=self.account.over,
+            rounds=self.rounds,
+            seed=fact.seed,
+            planner=fact.planner,
+            package=fact.package,
+            schema_version=fact.schema_version,
+            config=canonical(fact.config).decode(),
+            config_digest=fact.config_digest,
+            dataset_digest=fact.dataset_digest,
+            dataset_rows=fact.dataset_rows,
+            eval_digest=fact.eval_digest,
+            eval_rows=fact.eval_rows,
+            assets_digest=fact.assets_digest,
+            lineage_run=None if lineage is None else lineage.run,
+            lineage_step=None if lineage is None else lineage.step,
+        )
+
+
+def _role_row(fact: RoleStarted) -> RoleRow:
+    return RoleRow(
+        role=fact.role,
+        incarnation=fact.role_epoch,
+        started_ns=fact.at_ns,
+        host=fact.host,
+        pid=fact.pid,
+        package=fact.package,
+    )
+
+
+def _worker_row(worker: WorkerHistory) -> WorkerRow:
+    fact, gone = worker.joined, worker.gone
+    return WorkerRow(
+        worker=fact.worker,
+        incarnation=worker.epoch,
+        joined_ns=fact.at_ns,
+        gone_ns=None if gone is None else gone.at_ns,
+        departure=None if gone is None else gone.how,
+        why=None if gone is None else gone.why,
+        slots=fact.slots,
+        prefetch=fact.prefetch,
+        kv_tokens=fact.kv_tokens,
+        engine=fact.engine,
+        engine_version=fact.engine_version,
+        device=fact.device,
+        dtype=fact.dtype,
+        reward_digest=fact.reward_digest,
+        host=fact.host,
+        pid=fact.pid,
+    )
+
+
+def _hosting_row(fact: WorkerReady, assigned_ns: int | None) -> HostingRow:
+    return HostingRow(
+        worker=fact.worker,
+        incarnation=fact.epoch,
+        version=fact.version,
+        assigned_ns=assigned_ns,
+        ready_ns=fact.at_ns,
+        load_ms=fact.load_ms,
+    )
+
+
+def _round_row(round_: Round, offset: int) -> RoundRow:
+    return RoundRow(
+        round=round_.ordinal,
+        incarnation=round_.role_epoch,
+        at_ns=round_.now_ns,
+        control_next=round_.control_next,
+        decisions_offset=offset,
+        observed=len(round_.observations),
+        decided=len(round_.decisions),
+    )
+
+
+def _failure_row(fact: RequestFailed) -> FailureRow:
+    return FailureRow(
+        trajectory_id=fact.trajectory,
+        attempt=fact.attempt,
+        worker=fact.worker,
+        at_ns=fact.at_ns,
+        error=fact.error,
+        message=fact.message[:MESSAGE_MAX],
+        retryable=fact.retryable,
+    )
+
+
+def _record_row(event: RecordLogged) -> RecordRow:
+    fact = event.fact
+    return RecordRow(
+        trajectory_id=fact.trajectory,
+        attempt=fact.attempt,
+        incarnation=fact.epoch,
+        standing=event.standing,
+        logged_ns=fact.at_ns,
+        control_offset=event.offset,
+        partition=fact.partition,
+        record_offset=fact.offset,
+        size_bytes=fact.bytes,
+        tokens=fact.tokens,
+        reward=fact.reward,
+        finish=fact.finish,
+        sha256=fact.sha256,
+    )
+
+
+def _batch_row(
+    batch: Batch, *, ended_ns: int | None = None, outcome: str | None = None, why: str = ""
+) -> BatchRow:
+    return BatchRow(
+        step=batch.take.step,
+        attempt=batch.take.attempt,
+        round=batch.round,
+        free_ns=batch.free_ns or None,
+        taken_ns=batch.taken_ns,
+        ended_ns=ended_ns,
+        groups=len(batch.take.groups),
+        last=None if batch.last is None else batch.last.trajectory,
+        reason=batch.take.reason,
+        outcome=outcome,
+        why=why,
+    )
+
+
+def _step_row(event: StepEnded) -> StepRow:
+    fact, batch = event.fact, event.batch
+    results = event.results
+    rewards = rewards_of(results)
+    means = [found for group in event.groups if (found := mean(group.rewards)) is not None]
+    low, high = _quartiles(means)
+    lengths = sorted(one.tokens for one in results)
+    staleness = event.staleness
+    waited_for = event.waited_for
+    return StepRow(
+        step=fact.step,
+        attempt=fact.attempt,
+        control_offset=event.offset,
+        free_ns=batch.free_ns or None,
+        taken_ns=batch.taken_ns,
+        committed_ns=fact.at_ns,
+        seconds=event.seconds,
+        waited_s=event.waited_s,
+        compute_s=fact.compute_s,
+        waited_for=None if waited_for is None else waited_for.trajectory,
+        waited_worker=None if waited_for is None else waited_for.worker,
+        waited_version=None if waited_for is None else waited_for.version,
+        reason=batch.take.reason,
+        groups=len(fact.groups),
+        trajectories=len(results),
+        valid=len(rewards),
+        reward=mean(rewards),
+        reward_raw=sum(rewards) / len(results) if results else None,
+        reward_low=low,
+        reward_high=high,
+        tokens=sum(lengths),
+        tokens_p10=_decile(lengths, 1),
+        tokens_p50=_decile(lengths, 5),
+        tokens_p90=_decile(lengths, 9),
+        tokens_max=_decile(lengths, 10),
+        staleness_min=min(staleness, default=0),
+        staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
+        staleness_max=max(staleness, default=0),
+        bound=max((one.deadline - one.version for one in fact.groups), default=0),
+        late=event.late,
+        loss=fact.figures.get("loss"),
+        grad_norm=fact.figures.get("grad_norm"),
+        figures=canonical(fact.figures).decode(),
+        settings=canonical(fact.settings).decode(),
+        digest_before=fact.digest_before,
+        digest_after=fact.digest_after,
+        contributions=fact.contributions.sha256,
+        adopted=fact.adopted,
+    )
+
+
+def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
+    """A group with its siblings and their attempts, ended or open."""
+    group, spec = ended.group, ended.group.spec
+    results, rewards = group.results, group.rewards
+    whole = len(results) == spec.size
+    trained = ended.fate == "trained"
+    yield GroupRow(
+        group_id=spec.group,
+        purpose=spec.purpose,
+        ordinal=spec.ordinal,
+        version=spec.version,
+        deadline=spec.deadline,
+        row=spec.index,
+        data_epoch=spec.data_epoch,
+        size=spec.size,
+        round=group.round,
+        reason=group.reason,
+        dispatched_ns=group.dispatched_ns,
+        complete_ns=max(one.at_ns for one in results) if whole else None,
+        taken_ns=None if ended.batch is None else ended.batch.taken_ns,
+        ended_ns=None if ended.fate == "open" else ended.ended_ns,
+        fate=ended.fate,
+        why=ended.why,
+        step=ended.step,
+        staleness=staleness_of(ended.step, spec.version)
+        if trained and ended.step is not None
+        else None,
+        results=len(results),
+        valid=len(rewards),
+        reward=mean(rewards),
+        tokens=sum(one.tokens for one in results),
+    )
+    for sibling in range(spec.size):
+        name = trajectory_id(spec.group, sibling)
+        request = group.requests.get(name)
+        yield _trajectory_row(group, name, sibling, request)
+        if request is not None:
+            for attempt in request.attempts:
+                yield _attempt_row(name, attempt)
+
+
+def _trajectory_row(
+    group: GroupHistory, name: str, sibling: int, request: RequestHistory | None
+) -> TrajectoryRow:
+    logged: TrajectoryLogged | None = None if request is None else request.logged
+    attempts = [] if request is None else request.attempts
+    present = attempts[-1] if attempts else None
+    return TrajectoryRow(
+        trajectory_id=name,
+        group_id=group.spec.group,
+        sibling=sibling,
+        attempts=len(attempts),
+        placed_ns=attempts[0].placed_ns if attempts else None,
+        worker=None if present is None else present.worker,
+        incarnation=None if present is None else present.epoch,
+        attempt=None if present is None else present.attempt,
+        logged_ns=None if logged is None else logged.at_ns,
+        partition=None if logged is None else logged.partition,
+        record_offset=None if logged is None else logged.offset,
+        tokens=None if logged is None else logged.tokens,
+        reward=None if logged is None else logged.reward,
+        finish=None if logged is None else logged.finish,
+    )
+
+
+def _attempt_row(name: str, one: Attempt) -> AttemptRow:
+    return AttemptRow(
+        trajectory_id=name,
+        attempt=one.attempt,
+        worker=one.worker,
+        incarnation=one.epoch,
+        placed_ns=one.placed_ns,
+        ended_ns=one.ended_ns or None,
+        outcome=one.outcome or None,
+        resumed=one.resumed,
+        reason=one.reason or None,
+        why=one.why or None,
+        move_ns=one.move_ns or None,
+        move_to=one.move_to or None,
+        move_why=one.move_why or None,
+    )
+
+
+def _decile(ordered: list[int], tenths: int) -> int | None:
+    """The value that so many tenths do not exceed, by nearest rank."""
+    return ordered[-(-tenths * len(ordered) // 10) - 1] if ordered else None
+
+
+def _quartiles(values: list[float]) -> tuple[float | None, float | None]:
+    """First and third, interpolated between the values themselves."""
+    if not values:
+        return None, None
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -1,0 +1,361 @@
+"""The catalogue as a database: tables that grow, and the rows of what is open beside them.
+
+A table whose rows may still change is two tables and a view over both: what has ended is only ever
+appended, and what is open is written anew when somebody asks. DuckDB is imported when a catalogue
+is opened, and fetches nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dora_pipe.catalogue.tables import FORM, TABLE_OF, TABLES, Column, Row, Table, columns_of
+from dora_pipe.core.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+MEMORY_MAX: Final = "4GB"
+"""Of one catalogue in memory; a query that needs more says so."""
+
+COMPRESSED_ROWS: Final = 100_000
+"""Rows that are appended before they are compressed: a sixth of the memory, .1 s of work."""
+
+SIBLINGS: Final = ("attempts", "records", "failures", "trajectories")
+"""Tables by trajectory."""
+
+ByKey = dict[tuple[str, str, str], dict[Any, list[tuple[Any, ...]]]]
+"""Rows by columns, source and key, then by the key's value."""
+
+QUIET: Final = "set enable_progress_bar = false"
+"""It would draw on stdout, between what a command prints."""
+
+VIEWS: Final = {
+    "evaluations": """
+        select version, count(*) as groups, sum(results) as trajectories, sum(valid) as valid,
+               sum(reward * valid) / nullif(sum(valid), 0) as reward, max(ended_ns) as ended_ns
+        from groups where fate = 'evaluated' group by version order by version""",
+    "waits": """
+        with waited as (
+            select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns,
+                   trajectory_id, group_id, version, dispatched_ns, logged_ns, worker
+            from batches b join trajectories on trajectory_id = b.last join groups using (group_id)
+            where b.attempt = 1
+        ), placed as (
+            select step, a.attempt as place, a.placed_ns,
+                   lag(a.worker) over (partition by step order by a.attempt) as held_by
+            from waited join attempts a using (trajectory_id)
+        ), marks as (
+            select step, 0 as place, dispatched_ns as until_ns, 'admission' as kind, null as worker
+            from waited
+            union all select step, place, placed_ns,
+                             case when held_by is null then 'queue' else 'lost' end, held_by
+            from placed
+            union all select step, 1000000, logged_ns, 'sampling', worker from waited
+            union all select step, 1000001, taken_ns, 'decision', null from waited
+        ), pieces as (
+            select step, place, kind, marks.worker, version,
+                   least(until_ns, taken_ns) - greatest(free_ns, max(until_ns) over (
+                       partition by step order by place
+                       rows between unbounded preceding and 1 preceding)) as lasted_ns
+            from marks join waited using (step)
+        )
+        select step, kind, worker, version, lasted_ns / 1e9 as seconds
+        from pieces where lasted_ns > 0 order by step, place""",
+}
+"""What is asked often, by name."""
+
+_PLACE = "catalogue_source"
+"""The table that says of which log a catalogue is, and how far it goes."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """How far into which log a catalogue goes."""
+
+    form: int
+    run: str
+    control_next: int
+    decisions_next: int
+    chain: str
+    """Of the last round."""
+
+
+class Catalogue:
+    """The tables of one run. Example: ``catalogue.query("select count(*) from groups")``.
+
+    One thread uses it. Raises ResourceError where a query needs too much, UsageError for one that
+    cannot be understood.
+    """
+
+    def __init__(self, path: Path | None = None, *, threads: int = 1) -> None:
+        """A new one in memory, or one that was saved, to be read only."""
+        import duckdb
+
+        self._errors = duckdb.Error
+        self._memory = duckdb.OutOfMemoryException
+        self._by_key: ByKey | None = None
+        """What was read by `keyed`, while the tables are narrowed."""
+        config: dict[str, str | bool | int | float | list[str]] = {
+            "threads": threads,
+            "memory_limit": MEMORY_MAX,
+            "temp_directory": "",
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
+        if path is not None:
+            self._db: DuckDBPyConnection = duckdb.connect(str(path), read_only=True, config=config)
+            self._db.execute(QUIET)
+            return
+        self._db = duckdb.connect(":memory:", config=config)
+        self._db.execute(QUIET)
+        self._db.execute("attach ':memory:' as log (compress)")
+        self._db.execute("use log")
+        self._appended = 0
+        self._inserts = {table.row: _insertion(table) for table in TABLES}
+        for table in TABLES:
+            self._create(table)
+        for name, body in VIEWS.items():
+            self._db.execute(f"create view {name} as {body}")
+        fields = ", ".join(_definition(one) for one in _source_columns())
+        self._db.execute(f"create table {_PLACE} ({fields})")
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Add rows of what has ended."""
+        self._forget()
+        for kind, found in _by_kind(rows).items():
+            self._insert(kind, found, open_=False)
+            self._appended += len(found)
+        if self._appended >= COMPRESSED_ROWS:
+            self._db.execute("checkpoint log")
+            self._appended = 0
+
+    def refresh(self, rows: Iterable[Row]) -> None:
+        """Write the rows of what is open in place of those that were there."""
+        self._forget()
+        found = _by_kind(rows)
+        for table in TABLES:
+            if table.live:
+                self._db.execute(f"truncate log.{table.name}_open")
+                self._insert(table.row, found.get(table.row, []), open_=True)
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a query."""
+        return self.ask(sql, parameters)[1]
+
+    def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:
+        """The first row of a query; None where there is none."""
+        found = self.query(sql, parameters)
+        return found[0] if found else None
+
+    def records(self, sql: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """The rows of a query by the names of their columns."""
+        names, rows = self.ask(sql, parameters)
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def ask(
+        self, sql: str, parameters: Sequence[Any] = ()
+    ) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Names of the columns, and the rows, of one statement."""
+        try:
+            found = self._db.execute(sql, list(parameters))
+            names = [one[0] for one in found.description or ()]
+            return names, [tuple(map(_plain, row)) for row in found.fetchall()]
+        except self._memory as error:
+            raise ResourceError(
+                f"the query needs more memory than {MEMORY_MAX}: {_first_line(error)}",
+                hint="ask for fewer columns, or for aggregates",
+            ) from None
+        except self._errors as error:
+            raise UsageError(
+                f"the query cannot be answered: {_first_line(error)}",
+                hint="docs/reference/catalogue.md lists the tables and their columns",
+            ) from None
+
+    def keyed(
+        self, columns: str, source: str, key: str, value: Any, *, order: str
+    ) -> list[tuple[Any, ...]]:
+        """The rows of a table in which a key has a value. While the tables are narrowed, those of
+        every value are read at once: who asks for one will ask for the others."""
+        if self._by_key is None:
+            sql = f"select {columns} from {source} where {key} = ? order by {order}"
+            return self.query(sql, [value])
+        known = self._by_key.get((columns, source, key))
+        if known is None:
+            known = self._by_key[columns, source, key] = {}
+            for one, *row in self.query(f"select {key}, {columns} from {source} order by {order}"):
+                known.setdefault(one, []).append(tuple(row))
+        return known.get(value, [])
+
+    @contextmanager
+    def narrowed(self, groups: Sequence[str]) -> Iterator[None]:
+        """While the block lasts, tables of siblings have those of these groups alone, for who asks
+        for thousands of them one by one. Temporary tables hide those behind them."""
+        siblings = """(select trajectory_id from trajectories
+                       where group_id in (select unnest(?::varchar[])))"""
+        made: list[str] = []
+        try:
+            for name in SIBLINGS:
+                self._db.execute(
+                    f"create temp table {name} as select * from {name} "
+                    f"where trajectory_id in {siblings}",
+                    [list(groups)],
+                )
+                made.append(name)
+            self._by_key = {}
+            yield
+        finally:
+            self._by_key = None
+            for name in made:
+                self._db.execute(f"drop table temp.{name}")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all tables in memory."""
+        found = self.one("select sum(memory_usage_bytes) from duckdb_memory()")
+        return int(found[0]) if found and found[0] else 0
+
+    @property
+    def source(self) -> Source | None:
+        """How far it goes; None where nobody has said so."""
+        found = self.records(f"select * from {_PLACE}")
+        return msgspec.convert(found[0], Source) if found else None
+
+    def save(self, path: Path, source: Source) -> None:
+        """Write it to a file that `Catalogue(path)` opens, all or nothing.
+
+        Raises ResourceError where it cannot be written.
+        """
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.unlink(missing_ok=True)
+            self._db.execute(f"truncate {_PLACE}")
+            marks = ", ".join("?" * len(Source.__struct_fields__))
+            values = list(msgspec.structs.astuple(source))
+            self._db.execute(f"insert into {_PLACE} values ({marks})", values)
+            name = str(unfinished).replace("'", "''")
+            self._db.execute(f"attach '{name}' as saved")
+            try:
+                self._db.execute("copy from database log to saved")
+            finally:
+                self._db.execute("detach saved")
+            unfinished.replace(path)
+        except (OSError, self._errors) as error:
+            raise ResourceError(f"cannot write {path}: {_first_line(error)}") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+            unfinished.with_name(f"{unfinished.name}.wal").unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """What was read by keys is not what is there any more."""
+        if self._by_key:
+            self._by_key = {}
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._db.close()
+
+    def _create(self, table: Table) -> None:
+        fields = ", ".join(_definition(one) for one in columns_of(table.row))
+        if not table.live:
+            self._db.execute(f"create table {table.name} ({fields})")
+            return
+        self._db.execute(f"create table {table.name}_ended ({fields})")
+        self._db.execute(f"create table {table.name}_open ({fields})")
+        both = f"from {table.name}_ended union all from {table.name}_open"
+        self._db.execute(f"create view {table.name} as {both}")
+
+    def _insert(self, kind: type[Row], rows: list[Row], *, open_: bool) -> None:
+        if not rows:
+            return
+        import pyarrow as pa
+
+        table, schema = TABLE_OF[kind], self._inserts[kind]
+        columns = zip(*map(msgspec.structs.astuple, rows), strict=True)
+        arrays = [pa.array(one, field.type) for one, field in zip(columns, schema, strict=True)]
+        name = f"{table.name}{'_open' if open_ else '_ended'}" if table.live else table.name
+        self._db.register("incoming", pa.Table.from_arrays(arrays, schema=schema))
+        try:
+            self._db.execute(f"insert into log.{name} from incoming")
+        finally:
+            self._db.unregister("incoming")
+
+
+def fresh_catalogue(path: Path, source: Source) -> Catalogue | None:
+    """A catalogue that was saved, if it is of this form and goes exactly so far into that log."""
+    if not path.is_file():
+        return None
+    import duckdb
+
+    try:
+        found = Catalogue(path)
+    except duckdb.Error:
+        return None  # of another version of DuckDB, or damaged: it is made again from the log
+    try:
+        if found.source == source:
+            return found
+    except (UsageError, msgspec.ValidationError):
+        pass  # its tables are of another form
+    found.close()
+    return None
+
+
+def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> Source:
+    """How far a catalogue of today's form goes."""
+    return Source(
+        form=FORM,
+        run=run,
+        control_next=control_next,
+        decisions_next=decisions_next,
+        chain=chain,
+    )
+
+
+def _by_kind(rows: Iterable[Row]) -> dict[type[Row], list[Row]]:
+    found: dict[type[Row], list[Row]] = {}
+    for row in rows:
+        found.setdefault(type(row), []).append(row)
+    return found
+
+
+def _definition(column: Column) -> str:
+    return f'"{column.name}" {column.sql}' + ("" if column.null else " not null")
+
+
+def _source_columns() -> list[Column]:
+    kinds = {"run": "VARCHAR", "chain": "VARCHAR"}
+    return [
+        Column(name=name, sql=kinds.get(name, "BIGINT"), null=False, words="")
+        for name in Source.__struct_fields__
+    ]
+
+
+def _insertion(table: Table) -> Any:
+    """The Arrow schema that rows of a table are handed over in."""
+    import pyarrow as pa
+
+    kinds = {
+        "BIGINT": pa.int64(),
+        "INTEGER": pa.int32(),
+        "SMALLINT": pa.int16(),
+        "DOUBLE": pa.float64(),
+        "BOOLEAN": pa.bool_(),
+    }
+    return pa.schema(
+        [pa.field(one.name, kinds.get(one.sql, pa.string())) for one in columns_of(table.row)]
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Numbers as Python counts and JSON writes them."""
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,172 @@
+"""What every role said last; it decides which incarnation is believed.
+
+Statuses are claims of their roles and lossy: no table is made of them. Those of an earlier
+incarnation than the newest that was heard are history.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.schemas.metrics import (
+    AnyMetrics,
+    Cost,
+    OrchestratorStatus,
+    TrainerStatus,
+    WorkerStatus,
+    decode_metrics,
+    merged,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown
+
+ORCHESTRATOR: Final = "orchestrator"
+TRAINER: Final = "trainer"
+
+RATE_NS: Final = 10_000_000_000
+"""Tokens per second are those of about so long a time."""
+
+POINTS_MAX: Final = 64
+"""Statuses that a rate is made of."""
+
+POLL_S: Final = 1.0
+"""A log on a broker gives nothing to a reader that does not wait."""
+
+EMPTY_POLLS_MAX: Final = 30
+"""So many waits in vain, one after the other, and the log counts as unreachable."""
+
+
+def role_of(status: AnyMetrics) -> str:
+    """The role that a status is of: `orchestrator`, `trainer`, a worker's name."""
+    match status:
+        case WorkerStatus():
+            return status.worker
+        case TrainerStatus():
+            return TRAINER
+        case OrchestratorStatus():
+            return ORCHESTRATOR
+
+
+def epoch_of(status: AnyMetrics) -> int:
+    """The incarnation that a status is of."""
+    return status.epoch if isinstance(status, WorkerStatus) else status.role_epoch
+
+
+@dataclass(slots=True, kw_only=True)
+class Heard:
+    """What the newest incarnation of a role has said."""
+
+    status: AnyMetrics
+    """The newest; a worker's with its progress whole."""
+    before: AnyMetrics | None = None
+    """The one before it of the same incarnation."""
+    sampled_before: int = 0
+    """Tokens that earlier incarnations had sampled when they were heard last."""
+    _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
+    """(moment, tokens sampled) of this incarnation."""
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation."""
+        return epoch_of(self.status)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled by all incarnations of a worker."""
+        return self.sampled_before + _tokens(self.status)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of about the last `RATE_NS` that its statuses tell of."""
+        if len(self._points) < 2:
+            return 0.0
+        (first_ns, first), (last_ns, last) = self._points[0], self._points[-1]
+        return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0
+
+    def note(self) -> None:
+        """Remember where the newest status stands."""
+        self._points.append((self.status.at_ns, _tokens(self.status)))
+        while len(self._points) > 2 and self.status.at_ns - self._points[1][0] > RATE_NS:
+            self._points.popleft()
+
+
+class Statuses:
+    """Every role as it was heard last. Example: ``statuses.hear(status)``, then
+    ``statuses.heard["w0"].status``."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, Heard] = {}
+        """By role."""
+
+    def hear(self, status: AnyMetrics) -> Heard | None:
+        """A status, in the order of its partition; None for one of an earlier incarnation."""
+        role, epoch = role_of(status), epoch_of(status)
+        known = self.heard.get(role)
+        if known is None or known.epoch < epoch:
+            sampled = 0 if known is None else known.sampled
+            known = self.heard[role] = Heard(status=_whole(None, status), sampled_before=sampled)
+        elif known.epoch == epoch:
+            known.before, known.status = known.status, _whole(known.status, status)
+        else:
+            return None
+        known.note()
+        return known
+
+
+def read_statuses(
+    bus: Bus, topics: Topics, *, tail: int | None = None, until_ns: int | None = None
+) -> list[AnyMetrics]:
+    """Statuses up to a moment, in order per partition. Raises BusError.
+
+    With `tail`, only that many at the end of each partition, and more of them as long as none is
+    old enough for the moment.
+    """
+    partitions = [
+        TopicPartition(topics.metrics, one) for one in range(bus.partitions(topics.metrics))
+    ]
+    ends, begins = ({at: end(at) for at in partitions} for end in (bus.end, bus.begin))
+    while True:
+        starts = dict(begins)
+        if tail is not None:
+            starts = {at: max(begin, ends[at] - tail) for at, begin in begins.items()}
+        statuses = (one for at in partitions for one in _read(bus, at, starts[at], ends[at]))
+        found = [one for one in statuses if until_ns is None or one.at_ns <= until_ns]
+        if found or tail is None or starts == begins:
+            return found
+        tail *= 4
+
+
+def role_costs(bus: Bus, topics: Topics) -> list[tuple[str, int, Cost]]:
+    """(role, incarnation, where its CPU time went as it was heard last), sorted."""
+    found = {(role_of(one), epoch_of(one)): one.cost for one in read_statuses(bus, topics)}
+    return [(*key, cost) for key, cost in sorted(found.items(), key=lambda item: item[0])]
+
+
+def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
+    empty = 0
+    with closing(bus.reader({at: start})) as reader:
+        while (before := reader.position(at)) < end:
+            for record in reader.poll(timeout_s=POLL_S if empty else 0.0):
+                with suppress(SchemaError):  # lossy by design; audit looks at dead letters
+                    status = decode_metrics(record.value)
+                    if record.offset < end and not isinstance(status, Unknown):
+                        yield status
+            empty = 0 if reader.position(at) > before else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{at.topic} has records that do not come")
+
+
+def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:
+    if not isinstance(status, WorkerStatus):
+        return status
+    return merged(before if isinstance(before, WorkerStatus) else None, status)
+
+
+def _tokens(status: AnyMetrics) -> int:
+    return status.tokens_total if isinstance(status, WorkerStatus) else 0

@@ -1,0 +1,357 @@
+"""The tables of the catalogue: every column with its type and what it says; nothing else.
+
+A table is a Struct whose fields are its columns, in order. What did not happen is null. Times are
+ns since 1970: `dispatched_ns`, `placed_ns`, `taken_ns` and what ended by a decision by the
+orchestrator's clock, everything else by the clock of who wrote the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Final, get_args, get_type_hints
+
+import msgspec
+
+FORM: Final = 1
+"""Of the tables: a catalogue of another form is made again from the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sql:
+    """A column's type where it is not that of `SQL_TYPES`."""
+
+    name: str
+
+
+SQL_TYPES: Final[dict[type, str]] = {
+    int: "BIGINT",
+    float: "DOUBLE",
+    str: "VARCHAR",
+    bool: "BOOLEAN",
+}
+
+Small = Annotated[int, Sql("INTEGER")]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of the tables."""
+
+
+class RunRow(Row, frozen=True, kw_only=True, gc=False):
+    """The run: one row."""
+
+    run: Annotated[str, "its name"]
+    first_ns: Annotated[int, "the first moment that control or decisions name"]
+    started_ns: Annotated[int, "`run started`"]
+    last_ns: Annotated[int, "the latest moment that control or decisions name"]
+    stopped: Annotated[bool, "whether a decision has stopped it"]
+    rounds: Annotated[int, "rounds that were read"]
+    seed: Annotated[int, "of the run"]
+    planner: Annotated[str, "name and form of the planner"]
+    package: Annotated[str, "version of dora-pipe that started it"]
+    schema_version: Annotated[Small, "of the records"]
+    config: Annotated[str, Sql("JSON"), "the resolved configuration as `run started` has it"]
+    config_digest: Annotated[str, "sha256 of it"]
+    dataset_digest: Annotated[str, "of the training rows"]
+    dataset_rows: Annotated[int, "how many"]
+    eval_digest: Annotated[str, "of the evaluation rows"]
+    eval_rows: Annotated[int, "how many"]
+    assets_digest: Annotated[str, "of the model's configuration and tokenizer"]
+    lineage_run: Annotated[str | None, "the run its weights came from (`run --from`)"]
+    lineage_step: Annotated[int | None, "and the step"]
+
+
+class RoleRow(Row, frozen=True, kw_only=True, gc=False):
+    """An incarnation of the orchestrator or of the trainer."""
+
+    role: Annotated[str, "`orchestrator` or `trainer`"]
+    incarnation: Annotated[int, "its number, from 0: records call it `role_epoch`"]
+    started_ns: Annotated[int, "`role started`"]
+    host: Annotated[str, "machine"]
+    pid: Annotated[Small, "process there"]
+    package: Annotated[str, "version of dora-pipe"]
+
+
+class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
+    """An incarnation of a worker."""
+
+    worker: Annotated[str, "its name"]
+    incarnation: Annotated[int, "the offset of its `worker joined`: records call it `epoch`"]
+    joined_ns: Annotated[int, "`worker joined`"]
+    gone_ns: Annotated[int | None, "when it left or was fenced"]
+    departure: Annotated[str | None, "`left` or `fenced`"]
+    why: Annotated[str | None, "why it is gone"]
+    slots: Annotated[Small, "requests that it runs at the same time"]
+    prefetch: Annotated[Small, "requests that it holds ahead"]
+    kv_tokens: Annotated[int, "tokens that its KV cache holds"]
+    engine: Annotated[str, "kind of the engine"]
+    engine_version: Annotated[str, "of the engine"]
+    device: Annotated[str, "what it computes on"]
+    dtype: Annotated[str, "and in which numbers"]
+    reward_digest: Annotated[str, "sha256 of the code of its reward; empty: not known"]
+    host: Annotated[str, "machine"]
+    pid: Annotated[Small, "process there"]
+
+
+class HostingRow(Row, frozen=True, kw_only=True, gc=False):
+    """A worker has loaded a version: it hosts it until it loads the next, or drops it."""
+
+    worker: Annotated[str, "its name"]
+    incarnation: Annotated[int, "of the worker"]
+    version: Annotated[Small, "the policy version"]
+    assigned_ns: Annotated[int | None, "when it was decided that it shall"]
+    ready_ns: Annotated[int, "`worker ready`"]
+    load_ms: Annotated[float, "how long loading took"]
+
+
+class VersionRow(Row, frozen=True, kw_only=True, gc=False):
+    """A published policy version."""
+
+    version: Annotated[Small, "number of committed steps; 0: the initial weights"]
+    digest: Annotated[str, "weights digest, hex"]
+    published_ns: Annotated[int, "`run started` or the commit"]
+
+
+class BatchRow(Row, frozen=True, kw_only=True, gc=False):
+    """A batch decision."""
+
+    step: Annotated[Small, "the step it is for"]
+    attempt: Annotated[Small, "which attempt at its batch"]
+    round: Annotated[int, "of the decision"]
+    free_ns: Annotated[int | None, "when the trainer was free for it; null: not known"]
+    taken_ns: Annotated[int, "when it was decided"]
+    ended_ns: Annotated[int | None, "when it was committed or came to nothing"]
+    groups: Annotated[Small, "how many it has"]
+    last: Annotated[str | None, "the trajectory of it that was logged last"]
+    reason: Annotated[str, "why it was taken then"]
+    outcome: Annotated[
+        str | None, "`committed`, `refused`, `overtaken` by a newer one, `failed`; null: in force"
+    ]
+    why: Annotated[str, "why it came to nothing"]
+
+
+class StepRow(Row, frozen=True, kw_only=True, gc=False):
+    """A committed training step."""
+
+    step: Annotated[Small, "it takes version `step` to `step + 1`"]
+    attempt: Annotated[Small, "of the batch that was trained"]
+    control_offset: Annotated[int, "where the commit lies in control"]
+    free_ns: Annotated[int | None, "when the trainer was free for it; null: not known"]
+    taken_ns: Annotated[int, "when its batch was decided"]
+    committed_ns: Annotated[int, "the commit"]
+    seconds: Annotated[float | None, "from `free_ns` to the commit"]
+    waited_s: Annotated[float, "of these, the trainer was free and had no batch"]
+    compute_s: Annotated[float, "of these, it computed"]
+    waited_for: Annotated[str | None, "the trajectory that came last, where it waited"]
+    waited_worker: Annotated[str | None, "who logged that one"]
+    waited_version: Annotated[int | None, Sql("INTEGER"), "and under which version"]
+    reason: Annotated[str, "why its batch was taken then"]
+    groups: Annotated[Small, "in its batch"]
+    trajectories: Annotated[Small, "in its batch"]
+    valid: Annotated[Small, "of these, with a reward"]
+    reward: Annotated[float | None, "mean reward of the valid ones"]
+    reward_raw: Annotated[float | None, "the same, where one without a reward counts as 0"]
+    reward_low: Annotated[float | None, "first quartile of the groups' mean rewards"]
+    reward_high: Annotated[float | None, "third quartile of them"]
+    tokens: Annotated[int, "sampled ones of the batch"]
+    tokens_p10: Annotated[
+        int | None, Sql("INTEGER"), "a tenth of its trajectories have at most so many"
+    ]
+    tokens_p50: Annotated[int | None, Sql("INTEGER"), "half of them"]
+    tokens_p90: Annotated[int | None, Sql("INTEGER"), "nine tenths of them"]
+    tokens_max: Annotated[int | None, Sql("INTEGER"), "the longest"]
+    staleness_min: Annotated[Small, "of its groups"]
+    staleness_mean: Annotated[float, "of its groups"]
+    staleness_max: Annotated[Small, "of its groups"]
+    bound: Annotated[Small, "the largest staleness that one of its groups was allowed"]
+    late: Annotated[Small, "groups behind their deadline: C3 is broken where there is one"]
+    loss: Annotated[float | None, "of the step"]
+    grad_norm: Annotated[float | None, "of the step"]
+    figures: Annotated[str, Sql("JSON"), "all figures of the commit"]
+    settings: Annotated[str, Sql("JSON"), "logged configuration keys that were in force"]
+    digest_before: Annotated[str, "weights digest before it"]
+    digest_after: Annotated[str, "and after it"]
+    contributions: Annotated[str, "sha256 of the file that says what each trajectory contributed"]
+    adopted: Annotated[bool, "the weights before it were adopted, not replayed"]
+
+
+class GroupRow(Row, frozen=True, kw_only=True, gc=False):
+    """A dispatched group of siblings."""
+
+    group_id: Annotated[str, "`g...` for training, `e...` for evaluation"]
+    purpose: Annotated[str, "`train` or `eval`"]
+    ordinal: Annotated[int, "place among the dispatches of its purpose"]
+    version: Annotated[Small, "the policy version that samples it"]
+    deadline: Annotated[Small, "the last step that may train it; -1 for evaluation"]
+    row: Annotated[int, "of the data set"]
+    data_epoch: Annotated[Small, "pass over the data"]
+    size: Annotated[Small, "siblings"]
+    round: Annotated[int, "that dispatched it"]
+    reason: Annotated[str, "why it was dispatched then"]
+    dispatched_ns: Annotated[int, "when"]
+    complete_ns: Annotated[int | None, "when its last sibling was logged"]
+    taken_ns: Annotated[int | None, "when a batch took it"]
+    ended_ns: Annotated[int | None, "when it had its fate"]
+    fate: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`"]
+    why: Annotated[str, "of its fate"]
+    step: Annotated[int | None, Sql("INTEGER"), "that trains it: its batch, or its commit"]
+    staleness: Annotated[int | None, Sql("INTEGER"), "step less version, where it was trained"]
+    results: Annotated[Small, "siblings whose record counts"]
+    valid: Annotated[Small, "of these, with a reward"]
+    reward: Annotated[float | None, "mean of these rewards"]
+    tokens: Annotated[int, "sampled ones of the records that count"]
+
+
+class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
+    """One sibling of a dispatched group, with the record that counts for it."""
+
+    trajectory_id: Annotated[str, "its group's id and its place among the siblings"]
+    group_id: Annotated[str, "its group"]
+    sibling: Annotated[int, Sql("SMALLINT"), "0 to size - 1"]
+    attempts: Annotated[int, Sql("SMALLINT"), "how often it was placed"]
+    placed_ns: Annotated[int | None, "first placement"]
+    worker: Annotated[str | None, "who logged the record that counts, or has it now"]
+    incarnation: Annotated[int | None, "of that worker"]
+    attempt: Annotated[int | None, Sql("SMALLINT"), "of that record, or the present one"]
+    logged_ns: Annotated[int | None, "when its record was logged"]
+    partition: Annotated[int | None, Sql("INTEGER"), "where its record lies"]
+    record_offset: Annotated[int | None, "where in the partition"]
+    tokens: Annotated[int | None, Sql("INTEGER"), "sampled ones"]
+    reward: Annotated[float | None, "null where there is no record, or no valid reward"]
+    finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
+
+
+class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
+    """One attempt at a trajectory: from its placement on a worker until that lets go of it."""
+
+    trajectory_id: Annotated[str, "what is sampled"]
+    attempt: Annotated[int, Sql("SMALLINT"), "counted from 1"]
+    worker: Annotated[str, "where"]
+    incarnation: Annotated[int, "of that worker"]
+    placed_ns: Annotated[int, "the decision"]
+    ended_ns: Annotated[int | None, "null while it goes on"]
+    outcome: Annotated[
+        str | None, "`logged`, `moved`, `failed`, `cancelled`; `left` or `fenced` as its worker"
+    ]
+    resumed: Annotated[Small, "sampled tokens that it went on from; 0: from the prompt"]
+    reason: Annotated[str | None, "why it was placed there"]
+    why: Annotated[str | None, "why it ended, where it did not end with a record"]
+    move_ns: Annotated[int | None, "when the worker was asked to let go of it"]
+    move_to: Annotated[str | None, "so that this worker goes on with it"]
+    move_why: Annotated[str | None, "and why"]
+
+
+class RecordRow(Row, frozen=True, kw_only=True, gc=False):
+    """A record of the trajectories topic that control has named, whether it counts or not."""
+
+    trajectory_id: Annotated[str, "of which trajectory"]
+    attempt: Annotated[int, Sql("SMALLINT"), "of which attempt"]
+    incarnation: Annotated[int, "of the worker that wrote it"]
+    standing: Annotated[str, "`bound`: it counts; `superseded`; `fenced`"]
+    logged_ns: Annotated[int, "when its worker said that it lies in the log"]
+    control_offset: Annotated[int, "where in control it said so"]
+    partition: Annotated[Small, "where it lies"]
+    record_offset: Annotated[int, "where in the partition"]
+    size_bytes: Annotated[Small, "of its value"]
+    tokens: Annotated[Small, "sampled ones"]
+    reward: Annotated[float | None, "null where it is not valid"]
+    finish: Annotated[str, "why it ended"]
+    sha256: Annotated[str, "of its value, hex"]
+
+
+class RoundRow(Row, frozen=True, kw_only=True, gc=False):
+    """A round of the orchestrator."""
+
+    round: Annotated[int, "counted from 0"]
+    incarnation: Annotated[int, "of the orchestrator"]
+    at_ns: Annotated[int, "when"]
+    control_next: Annotated[int, "it folds control up to here"]
+    decisions_offset: Annotated[int, "where it lies in decisions"]
+    observed: Annotated[Small, "observations in it"]
+    decided: Annotated[Small, "decisions in it"]
+
+
+class EventRow(Row, frozen=True, kw_only=True, gc=False):
+    """What was decided, observed or told, except dispatches, placements and logged trajectories,
+    which have tables of their own."""
+
+    at_ns: Annotated[int, "when"]
+    round: Annotated[int | None, "of decisions and observations; null for facts"]
+    kind: Annotated[str, "tag of the decision, observation or fact"]
+    subject: Annotated[str, "the worker, group, trajectory, step or role it is about"]
+    reason: Annotated[str, "why, or what it says"]
+
+
+class FailureRow(Row, frozen=True, kw_only=True, gc=False):
+    """A `request failed`: an attempt that ended in an error."""
+
+    trajectory_id: Annotated[str, "of which trajectory"]
+    attempt: Annotated[int, Sql("SMALLINT"), "of which attempt"]
+    worker: Annotated[str, "where"]
+    at_ns: Annotated[int, "when"]
+    error: Annotated[str, "class of the error"]
+    message: Annotated[str, "its first lines"]
+    retryable: Annotated[bool, "whether it may be placed again"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column as SQL and documents want it."""
+
+    name: str
+    sql: str
+    null: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table. Rows of `live` ones may still change while what they speak of is open."""
+
+    name: str
+    row: type[Row]
+    live: bool = False
+
+    @property
+    def words(self) -> str:
+        """What a row of it is."""
+        return " ".join((self.row.__doc__ or "").split())
+
+
+TABLES: Final = (
+    Table(name="runs", row=RunRow, live=True),
+    Table(name="steps", row=StepRow),
+    Table(name="groups", row=GroupRow, live=True),
+    Table(name="trajectories", row=TrajectoryRow, live=True),
+    Table(name="attempts", row=AttemptRow, live=True),
+    Table(name="records", row=RecordRow),
+    Table(name="versions", row=VersionRow),
+    Table(name="workers", row=WorkerRow, live=True),
+    Table(name="hostings", row=HostingRow),
+    Table(name="roles", row=RoleRow),
+    Table(name="batches", row=BatchRow, live=True),
+    Table(name="rounds", row=RoundRow),
+    Table(name="events", row=EventRow),
+    Table(name="failures", row=FailureRow),
+)
+
+TABLE_OF: Final = {table.row: table for table in TABLES}
+
+
+def columns_of(row: type[Row]) -> list[Column]:
+    """The columns of a table, from the annotations of its fields."""
+    hints = get_type_hints(row, include_extras=True)
+    return [_column(name, hints[name]) for name in row.__struct_fields__]
+
+
+def _column(name: str, hint: Any) -> Column:
+    kind, *notes = get_args(hint)
+    plain = [one for one in (get_args(kind) or (kind,)) if one is not NoneType]
+    sql = next((one.name for one in notes if isinstance(one, Sql)), None)
+    return Column(
+        name=name,
+        sql=sql or SQL_TYPES[plain[0]],
+        null=len(plain) < len(get_args(kind) or (kind,)),
+        words=next(one for one in notes if isinstance(one, str)),
+    )

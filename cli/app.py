@@ -1,0 +1,80 @@
+"""The commands of `dora-pipe`, where each is defined, and what it does in a line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dora_pipe.cli.lazy import Panels, lazy_app
+
+COMMANDS: Final[Panels] = {
+    "Start": {
+        "demo": ("cli.commands.start:demo", "Train a small model, kill a worker, audit, replay."),
+        "init": ("cli.commands.start:init", "Make a folder with a configuration and a model."),
+        "sft": ("cli.commands.start:sft", "Warm a model up on (prompt, answer) pairs."),
+        "run": ("cli.commands.start:run", "Start every role on this machine, or go on."),
+        "orchestrator": ("cli.commands.start:orchestrator", "Start a run's orchestrator."),
+        "worker": ("cli.commands.start:worker", "Start one rollout worker of a run."),
+        "trainer": ("cli.commands.start:trainer", "Start a run's trainer."),
+        "create-topics": ("cli.commands.start:create_topics", "Create or check a run's topics."),
+        "up": ("cli.commands.machine:up", "Start a broker and dashboards in containers."),
+        "down": ("cli.commands.machine:down", "Stop what `up` started."),
+        "tell": ("cli.commands.start:tell", "Ask a run to change a setting, pause or stop."),
+        "doctor": ("cli.commands.machine:doctor", "Check this machine, and a log."),
+        "config": ("cli.app:config", "Print a configuration as it will be used."),
+    },
+    "Observe": {
+        "runs": ("cli.commands.observe:runs", "List the runs on this machine."),
+        "show": ("cli.commands.observe:show", "What a run, a step, a group or a trajectory is."),
+        "why": ("cli.commands.observe:why", "Who waits for what, and what to do about it."),
+        "top": ("cli.commands.observe:top", "Watch a run in the terminal."),
+        "sql": ("cli.commands.observe:sql", "Ask the tables of a run's log in SQL."),
+        "ui": ("cli.commands.observe:ui", "Look at a run in a browser, or write the pages."),
+        "metrics": ("cli.commands.observe:metrics", "Serve a run's metrics to Prometheus."),
+        "topics": ("cli.commands.observe:topics", "List a run's topics: records and bytes."),
+        "cat": ("cli.commands.observe:cat", "Print the records of a topic."),
+    },
+    "Audit and replay": {
+        "audit": ("cli.commands.audit:audit", "Prove a run from its log."),
+        "replay": ("cli.commands.audit:replay", "Train or generate again, and compare bits."),
+        "export": ("cli.commands.audit:export", "Hand a run to other tools."),
+        "archive": ("cli.commands.audit:archive", "Seal a run's log, or check an archive."),
+        "prune": ("cli.commands.audit:prune", "Name or delete files that nobody needs."),
+    },
+    "Simulate and measure": {
+        "whatif": ("cli.commands.sim:whatif", "How long other settings would have taken."),
+        "mismatch": ("cli.commands.sim:mismatch", "Where a batch's ratios come from."),
+        "sim": ("cli.commands.sim:sim_app", "Play runs under faults; published tables."),
+        "bench": ("cli.app:bench", "Measure this machine."),
+    },
+}
+
+BENCHES: Final[Panels] = {
+    "Commands": {
+        "engine": ("bench.commands:engine", "Tokens per second of an engine."),
+        "bus": ("bench.commands:bus", "Records and bytes per second of every bus."),
+        "archive": ("bench.commands:archive", "How fast a log is archived and read."),
+        "audit": ("bench.commands:audit", "Time and memory of audits."),
+        "codec": ("bench.commands:codec", "Time and size of an encoded trajectory."),
+        "dataplane": ("bench.commands:dataplane", "Trajectories from worker to batch."),
+        "moves": ("bench.commands:moves", "How soon a moved request goes on."),
+        "plan": ("bench.commands:plan", "Cost of a round of the planner."),
+        "catalogue": ("bench.commands:catalogue", "What a log as tables costs."),
+        "restart": ("bench.commands:restart", "Time of an orchestrator's restart."),
+        "paradigms": ("bench.study_commands:paradigms", "The demo's task in every paradigm."),
+        "offpolicy": ("bench.study_commands:offpolicy", "Objectives by staleness."),
+        "traces": ("bench.study_commands:traces", "What traces cost a run."),
+        "faults": ("bench.study_commands:faults", "Kill roles; exit code 5 unless all is clean."),
+    },
+}
+
+config = lazy_app(
+    {"Commands": {"show": ("cli.commands.machine:show", "Every key with its meaning.")}},
+    name="config",
+    help="The configuration.",
+)
+bench = lazy_app(BENCHES, name="bench", help="Measure this machine.")
+app = lazy_app(
+    COMMANDS,
+    name="dora-pipe",
+    help="Asynchronous RL post-training over a log: run it, look at it, prove it, replay it.",
+)

@@ -1,0 +1,305 @@
+"""Commands that prove a run, make it again, or hand it on."""
+
+from __future__ import annotations
+
+import gc
+import getpass
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.defaults import CLAIM_HOURS
+from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json, emit_rows
+from dora_pipe.cli.progress import watched
+from dora_pipe.cli.writing import ForceOption, may_write_folder
+from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import UsageError
+
+EXPORTS = (
+    "--parquet FILE",
+    "--policy N DIR",
+    "--traces FILE|URL",
+    "--tensorboard DIR",
+    "--wandb PROJECT",
+)
+"""What can be exported: one of them at a time."""
+
+FollowExportOption = Annotated[
+    bool,
+    typer.Option(
+        "--follow", help="With --traces URL, --tensorboard, --wandb: go on until the run is over."
+    ),
+]
+
+
+def audit(
+    run: RunArgument,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Also look at policy files.")
+    ] = True,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on while the run does; say what is found at once.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Digest values, but do not open them; plan nothing."),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Look at everything again, whatever is remembered.")
+    ] = False,
+    index: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to remember how far this was.")
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
+    if follow and as_json:
+        raise UsageError("--follow talks line by line: it gives no JSON")
+    from dora_pipe.audit.archive_verify import raise_if_damaged, verify
+    from dora_pipe.audit.audit import raise_if_broken
+    from dora_pipe.audit.report import plain
+    from dora_pipe.cli.audit import COLLECT_AFTER, Look
+    from dora_pipe.cli.audit_helper import help_audit
+    from dora_pipe.cli.audit_index import index_path
+    from dora_pipe.cli.audit_tables import print_report
+    from dora_pipe.launch.fork_server import ForkedHelpers
+    from dora_pipe.launch.run_dir import opened
+
+    gc.set_threshold(COLLECT_AFTER, 20, 20)
+    with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as open_run:
+        path = index_path(open_run) if index is None else index
+        look = Look(open_run, forks, path, archive, store=store, quick=quick, fresh=fresh)
+        found = look.follow() if follow else look.once()
+        sealed = open_run.directory.path if open_run.directory.is_archive else archive
+    if as_json:
+        emit_json(plain(found))
+    else:
+        print_report(found)
+    raise_if_broken(found)
+    if sealed is not None:
+        raise_if_damaged(verify(sealed))
+
+
+def replay(
+    run: RunArgument,
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="A", help="The first step; default 0.")
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--to", metavar="B", help="The first step left out; default the end."),
+    ] = None,
+    trajectory: Annotated[
+        list[str] | None,
+        typer.Option("--trajectory", metavar="ID", help="Generate this one again instead."),
+    ] = None,
+    random: Annotated[
+        int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
+    ] = 0,
+    rewards: Annotated[
+        bool,
+        typer.Option(
+            "--rewards",
+            help="Ask the task for rewards again: all, or --random N, or those of --trajectory.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Train with another setting."),
+    ] = None,
+    as_json: JsonOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Train steps A to B-1 again, generate trajectories again, or ask for their rewards again;
+    exit code 6 if anything comes out otherwise."""
+    if first is not None or last is not None or changes:
+        if rewards:
+            raise UsageError("--rewards asks the task again; --from, --to and --set train")
+        if trajectory or random:
+            raise UsageError("--trajectory and --random generate again; --from trains again")
+    from dora_pipe.cli.replay_lines import replay_steps, replay_trajectories
+    from dora_pipe.cli.replay_rewards import replay_rewards
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as found, watched(found) as (open_run, told):
+        if rewards:
+            replay_rewards(open_run, trajectory or (), random, seed, as_json=as_json)
+        elif trajectory or random:
+            replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
+        else:
+            replay_steps(open_run, first, last, changes or (), as_json=as_json, told=told)
+
+
+def export(
+    run: RunArgument,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where --policy goes.")
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
+    ] = None,
+    policy: Annotated[
+        int | None, typer.Option(metavar="N", help="Version N as a model directory.")
+    ] = None,
+    traces: Annotated[
+        str,
+        typer.Option(metavar="FILE|URL", help="OpenTelemetry traces: OTLP, JSON lines or HTTP."),
+    ] = "",
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Figures per step as TensorBoard's files.")
+    ] = None,
+    wandb: Annotated[
+        str, typer.Option(metavar="PROJECT", help="Figures per step for W&B, offline by default.")
+    ] = "",
+    follow: FollowExportOption = False,
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --traces: a share of the groups.")
+    ] = 1.0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also records that do not count for their group.")
+    ] = False,
+    force: ForceOption = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Hand a run to other tools: `--parquet FILE`, `--policy N DIR` for `from_pretrained`,
+    `--traces FILE|URL`, `--tensorboard DIR` or `--wandb PROJECT`."""
+    wanted = (parquet is not None, policy is not None, traces, tensorboard is not None, wandb)
+    if sum(map(bool, wanted)) != 1:
+        raise UsageError(f"say what to export: {', '.join(EXPORTS[:-1])}, or {EXPORTS[-1]}")
+    from dora_pipe.cli.export import export_parquet_file, export_policy_dir
+    from dora_pipe.cli.traces import export_traces
+    from dora_pipe.cli.trackers import export_tensorboard, export_wandb
+    from dora_pipe.launch.run_dir import opened
+
+    with (
+        opened(run, root, archive) as found,
+        nullcontext((found, _untold)) if follow else watched(found) as (open_run, told),
+    ):
+        if traces:
+            export_traces(open_run, traces, follow=follow, ratio=ratio, force=force, told=told)
+        elif tensorboard is not None:
+            export_tensorboard(open_run, tensorboard, follow=follow)
+        elif wandb:
+            export_wandb(open_run, wandb, follow=follow)
+        elif parquet is not None:
+            export_parquet_file(open_run, parquet, everything=everything, force=force)
+        elif policy is not None:
+            export_policy_dir(open_run, policy, directory, force=force)
+
+
+def _untold(phase: str) -> None:
+    """Who follows a run says of its waits itself."""
+
+
+def archive(
+    run: Annotated[
+        str, typer.Argument(help="A run's name or directory; an archive's with --verify.")
+    ],
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="Where the archive is, or will be.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until the run has ended, or Ctrl-C.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="Between two passes of --follow.")
+    ] = 600.0,
+    with_policies: Annotated[
+        bool,
+        typer.Option("--with-policies", help="Also what replay needs: policies, checkpoints."),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--verify", help="Look at every byte of an archive instead.")
+    ] = False,
+    force: ForceOption = False,
+    head: Annotated[
+        str, typer.Option(metavar="HEX", help="With --verify: this head must be in its chain.")
+    ] = "",
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Seal a run's log into segments with a hash chain; go on where the archive ends."""
+    if check and (to is not None or follow or with_policies):
+        raise UsageError("--verify looks at an archive: dora-pipe archive --verify DIR")
+    if not check and to is None:
+        raise UsageError("say where to: dora-pipe archive RUN --to DIR")
+    from dora_pipe.cli.archive import passes_of, tell_pass, verify_archive
+    from dora_pipe.launch.run_dir import RunDir, opened
+
+    if to is None:
+        verify_archive(Path(run), head, as_json=as_json)
+        return
+    with opened(run, root, alone=True) as open_run:
+        if open_run.directory.is_archive:
+            raise UsageError(f"{open_run.directory.path} is an archive itself")
+        if (to / "config.toml").is_file() and not RunDir(to).is_archive:
+            raise UsageError(
+                f"{to} holds a run, not an archive", hint="an archive wants a folder of its own"
+            )
+        if not RunDir(to).is_archive:  # One that is there is gone on with.
+            may_write_folder(to, force=force)
+        for done, copied in passes_of(open_run, to, every if follow else None, with_policies):
+            tell_pass(to, done, copied, as_json=as_json)
+
+
+def prune(
+    run: RunArgument,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; else only say what.")] = False,
+    stopped: Annotated[
+        bool, typer.Option("--stopped", help="No role of this unfinished run is running.")
+    ] = False,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the checkpoints; default: store.keep_every of the run."),
+    ] = None,
+    claim_hours: Annotated[
+        float,
+        typer.Option(min=0.0, help="Values that no record claims: only those that are older."),
+    ] = CLAIM_HOURS,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Name files that nobody needs: orphans, and in a finished run what retention drops.
+
+    Nothing is deleted without --delete. A version that is needed again is made again by replay.
+    """
+    from dora_pipe.audit import prune as history
+    from dora_pipe.audit.prune_claims import prune_claims
+    from dora_pipe.cli.prune import claims_of, rows_of
+    from dora_pipe.core.clock import SystemClock
+    from dora_pipe.launch.run_dir import opened
+
+    clock = SystemClock()
+    with opened(run, root, archive) as open_run:
+        store = open_run.policies
+        plan = history.plan_prune(
+            open_run.bus,
+            open_run.topics,
+            store,
+            keep_every=open_run.config.store.keep_every if keep_every is None else keep_every,
+            stopped=stopped,
+            clock=clock,
+        )
+        claims = claims_of(open_run, archive, claim_hours, clock)
+        candidates = (*plan.candidates, *claims.candidates)
+        emit_rows(("file", "bytes", "why", "version"), rows_of(candidates), as_json=as_json)
+        files, size = plan.files + claims.files, plan.bytes + claims.bytes
+        freed = f"{(plan.freed_bytes + claims.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
+        if claims.note:
+            say(claims.note)
+        if not delete:
+            say(f"{len(candidates)} of {files} files, {freed}; --delete deletes them")
+            return
+        user = getpass.getuser()
+        count = history.prune(open_run.bus, open_run.topics, store, plan, user=user, clock=clock)
+        count += prune_claims(store, claims)
+        say(f"{count} of {files} files deleted, {freed}")

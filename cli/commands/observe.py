@@ -1,0 +1,289 @@
+"""Commands that look at runs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, emit_text
+from dora_pipe.cli.writing import ForceOption, may_write_file
+from dora_pipe.core.console import RUNS, say
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.local_http import LOOPBACK
+
+FRAMES_EVERY_S: Final = 1.0
+FRAMES_EVERY_MIN_S: Final = 0.1
+
+UI_PORT: Final = 8765
+
+METRICS_PORT: Final = 9464
+"""What OpenTelemetry's exporters for Prometheus use."""
+
+
+def runs(as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
+    """List the runs on this machine."""
+    from dora_pipe.cli.records import run_rows
+
+    columns = ("run", "steps", "of", "task", "log", "state")
+    emit_rows(columns, run_rows(root), as_json=as_json, drop=("log", "task"))
+
+
+def show(
+    run: RunArgument,
+    wanted: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ID]", help="g0000000042-003, g0000000042, or 7 (a step); else the whole run."
+        ),
+    ] = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Of a step: every trajectory, settings and trace, too.")
+    ] = False,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Show how a run goes or went; or where a step, group or trajectory came from and went."""
+    from dora_pipe.audit.config_drift import config_drift
+    from dora_pipe.cli.show import tell_of_id, tell_of_run
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as open_run:
+        if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
+            say(f"not what the run has: {drift.line}")
+        if wanted:
+            tell_of_id(open_run, wanted, everything=everything, as_json=as_json)
+        else:
+            tell_of_run(open_run, as_json=as_json)
+
+
+def why(
+    run: RunArgument,
+    at: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="At a moment: seconds after the start, or ISO 8601."),
+    ] = "",
+    step: Annotated[
+        int | None, typer.Option(help="Before this step's batch was taken; how long it took.")
+    ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Who waited how long for what in total.")
+    ] = False,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Also each wait, role by role, down to who does not move."),
+    ] = False,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Say what every role waits for, since when, who blocks it in the end, and what to do about it.
+
+    Of a run that is over: who waited how long for what in total.
+    """
+    if sum((bool(at), step is not None, summary)) > 1:
+        raise UsageError("--at, --step and --summary are three different questions")
+    from dora_pipe.cli.why_tables import Asked, answer
+    from dora_pipe.launch.run_dir import opened
+
+    asked = Asked(at=at, step=step, summary=summary, tree=tree, as_json=as_json)
+    with opened(run, root, archive) as open_run:
+        answer(open_run, asked)
+
+
+def top(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame, and end.")] = False,
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", help="Between two frames.")
+    ] = FRAMES_EVERY_S,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Show a run while it goes on: workers, queue, staleness, step, reward, decisions, waits.
+
+    In a pipe: plain lines, one per step. It ends with the run, or with Ctrl-C.
+    """
+    if every < FRAMES_EVERY_MIN_S:
+        raise UsageError(f"--every {every:g} is too short", hint=f"at least {FRAMES_EVERY_MIN_S:g}")
+    from dora_pipe.cli.top import watch
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as found:
+        watch(found, every, once=once)
+
+
+def ui(
+    run: RunArgument,
+    beside: Annotated[
+        str, typer.Option(metavar="RUN", help="A second run, to be compared with the first.")
+    ] = "",
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `replay RUN --json` printed, to be compared."),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the pages into one HTML file instead."),
+    ] = None,
+    force: ForceOption = False,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Hide texts and token ids, and what tasks said.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Look at a run in a browser, while it goes on or afterwards: http://127.0.0.1:8765."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port} is none", hint="0 to 65535")
+    if export is not None:
+        may_write_file(export, force=force)
+    from dora_pipe.cli.ui import opener_of
+    from dora_pipe.launch.run_dir import find_run
+    from dora_pipe.observe.web.export import export_file
+    from dora_pipe.observe.web.query_worker import QueryWorker
+    from dora_pipe.observe.web.replayed import read_replay
+    from dora_pipe.observe.web.server import Server
+
+    replayed = None if replay is None else read_replay(replay)
+    with ExitStack() as stack:
+        workers = []
+        for place, name in enumerate(filter(None, (run, beside))):
+            find_run(name, root)
+            opener = opener_of(name, root, None if place else archive, redact=redact)
+            workers.append(QueryWorker(opener, None if place else replayed))
+            stack.callback(workers[-1].close)
+        if export is not None:
+            for worker in workers:
+                worker.read_all()
+            done = export_file(workers, export)
+            say(f"{export}: {done.bytes / 1e6:.1f} MB, {done.pages} pages")
+            return
+        server = Server(workers, port=port)
+        stack.callback(server.server_close)
+        for worker in workers:
+            worker.start()
+        emit_line(server.address)
+        say("open it in a browser; Ctrl-C ends this")
+        server.serve_forever()
+
+
+def metrics(
+    run: RunArgument,
+    port: Annotated[
+        int, typer.Option(help="Where /metrics is served; 0 takes a free one.")
+    ] = METRICS_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; another one than localhost is for all.")
+    ] = LOOPBACK,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the metrics instead, and end.")
+    ] = False,
+    archive: ArchiveOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port} is none", hint="0 to 65535")
+    from dora_pipe.cli.metrics import contributions_of
+    from dora_pipe.core.clock import SystemClock
+    from dora_pipe.launch.run_dir import opened
+    from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
+    from dora_pipe.observe.run_stats import RunStats
+
+    with opened(run, root, archive) as found:
+        exporter = Exporter(found.topics.run, contributions_of(found))
+        if once:
+            stats = RunStats(found.topics.run)
+            exporter.read(stats.follow(found.bus, found.topics), stats)
+            assert exporter.page is not None
+            emit_text(exporter.page.decode())
+            return
+        with MetricsServer(exporter, port=port, host=host) as server:
+            server.start()
+            emit_line(server.address)
+            say("Prometheus may scrape it; Ctrl-C ends this")
+            exporter.follow(found.bus, found.topics, SystemClock())
+
+
+def topics(
+    run: RunArgument,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """List a run's topics: partitions, positions, records and bytes."""
+    from dora_pipe.cli.records import topic_rows
+    from dora_pipe.launch.run_dir import opened
+
+    with opened(run, root, archive) as open_run:
+        rows = topic_rows(open_run)
+    emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
+
+
+def sql(
+    run: RunArgument,
+    query: Annotated[
+        str | None,
+        typer.Argument(help="One statement of DuckDB's SQL; without it the tables are listed."),
+    ] = None,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Ask the tables of a run's log in SQL: reference/catalogue.md has them, and ten questions.
+
+    Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
+    """
+    from dora_pipe.cli.sql import answer, table_rows
+    from dora_pipe.launch.run_dir import opened
+
+    if query is None:
+        emit_rows(("table", "columns", "what a row is"), table_rows(), as_json=as_json)
+        say("docs/reference/catalogue.md says what is in each column")
+        return
+    with opened(run, root, archive) as open_run:
+        names, rows = answer(open_run, query)
+    if as_json:
+        for row in rows:
+            emit_json(dict(zip(names, row, strict=True)))
+    else:
+        emit_table(names, rows)
+
+
+def cat(
+    run: RunArgument,
+    topic: Annotated[
+        str,
+        typer.Argument(help="control, metrics, decisions, trajectories, progress or dead-letters."),
+    ] = "control",
+    kind: Annotated[str, typer.Option(help="Only records of this kind.")] = "",
+    key: Annotated[str, typer.Option(help="Only records with this key.")] = "",
+    partition: Annotated[int, typer.Option(help="-1 is all.")] = -1,
+    offset: Annotated[int, typer.Option("--from", help="From this offset on.")] = 0,
+    limit: Annotated[int, typer.Option(help="Stop after so many; 0 does not.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more, until Ctrl-C.")] = False,
+    archive: ArchiveOption = None,
+    as_json: JsonOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Print the records of a topic, a line each; `--json` has them whole."""
+    from dora_pipe.cli.records import Wanted, print_records
+    from dora_pipe.launch.run_dir import opened
+
+    wanted = Wanted(
+        topic=topic,
+        kind=kind,
+        key=key,
+        partition=partition,
+        offset=offset,
+        limit=limit,
+        follow=follow,
+    )
+    with opened(run, root, archive) as open_run:
+        print_records(open_run, wanted, as_json=as_json)

@@ -1,0 +1,277 @@
+"""Commands that start roles, make what they start from, and ask a run for something."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora_pipe.cli.defaults import (
+    EXAMPLES,
+    SFT_BATCH,
+    SFT_LEARNING_RATE,
+    SFT_SEED,
+    SFT_STEPS,
+    SFT_STEPS_OF,
+    TORCH,
+)
+from dora_pipe.cli.lazy import EXIT_INTERRUPTED
+from dora_pipe.cli.options import OverrideOption, ParadigmOption, RunArgument, RunsOption
+from dora_pipe.cli.writing import ForceOption, may_write_folder
+from dora_pipe.core.console import RUNS, say, typed
+from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
+
+AdoptOption = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        help="Take the committed weights where this machine cannot reproduce them bit for bit.",
+    ),
+]
+
+ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
+
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists.")]
+
+
+def demo(
+    root: RunsOption = RUNS,
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
+    ] = None,
+) -> None:
+    """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
+    from dora_pipe.cli.demo import run_demo
+
+    run_demo(root, engine, override or ())
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
+    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
+) -> None:
+    """Make a folder with a configuration and a small random model for a built-in task."""
+    if task not in EXAMPLES:
+        raise UsageError(
+            f"no example for task {task!r}",
+            hint=f"{' or '.join(EXAMPLES)}; for own data see examples/jsonl-llama",
+        )
+    if directory.exists():
+        raise UsageError(f"{directory} exists", hint="name a folder that does not")
+    from dora_pipe.launch.examples import example_config, make_model
+    from dora_pipe.producers.engines.registry import engine_kind
+
+    engine_kind(engine)
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(example_config(task, engine))
+    parameters = make_model(directory / "model", task)
+    say(f"{directory}/config.toml and {directory}/model ({parameters:,} parameters)")
+    steps = SFT_STEPS_OF[task]
+    say(f"next: dora-pipe sft {directory}/config.toml {directory}/warm --steps {steps}")
+    say(f"then: dora-pipe run {directory}/config.toml -o model.path={directory}/warm")
+
+
+def sft(
+    config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
+    out: Annotated[Path, typer.Argument(help="The folder of the warmed-up model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="JSONL with columns prompt and answer; default: the task's own."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1)] = SFT_STEPS,
+    batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
+    learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
+    seed: Annotated[int, typer.Option(min=0)] = SFT_SEED,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Of the computation; other bits with another number.")
+    ] = 1,
+    force: ForceOption = False,
+    override: OverrideOption = None,
+) -> None:
+    """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
+    from dora_pipe.cli.init import demonstrations, warm_up
+    from dora_pipe.config.load import load_config
+    from dora_pipe.launch.children import share_cores
+
+    resolved = load_config(config, override or ())
+    if not Path(resolved.model.path).is_dir():
+        raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
+    may_write_folder(out, force=force)
+    rows = data or demonstrations(resolved, seed=seed, count=steps * batch)
+    share_cores()
+    warm_up(
+        Path(resolved.model.path),
+        rows,
+        out,
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        threads=threads,
+        special_tokens=resolved.task.special_tokens,
+    )
+    say(f"wrote {out}")
+
+
+def run(
+    config: ConfigArgument,
+    override: OverrideOption = None,
+    resume: ResumeOption = False,
+    from_: Annotated[
+        str,
+        typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run."),
+    ] = "",
+    adopt: AdoptOption = False,
+    paradigm: ParadigmOption = "",
+    root: RunsOption = RUNS,
+) -> None:
+    """Start orchestrator, workers and trainer on this machine and watch over them."""
+    if resume and from_:
+        raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
+    from dora_pipe.launch.plan import plan_new, plan_resume
+    from dora_pipe.launch.run import RESUMABLE_CODES, load_again, load_wanted, need_parts, supervise
+    from dora_pipe.launch.supervisor import RunFailed
+
+    load = partial(load_again, root=root) if resume else load_wanted
+    wanted = load(config, override or (), paradigm)
+    need_parts(wanted)
+    if resume:
+        plan = plan_resume(wanted, root, here=True)
+        if plan.over:
+            name = plan.config.run.name
+            say(f"run {name!r} is over: there is nothing to go on with; {plan.over}")
+            return
+    else:
+        plan = plan_new(wanted, root, parent=from_, here=True)
+    resuming = f"go on with: {typed('run', plan.directory.path, '--resume', runs=root)}"
+    try:
+        finished = supervise(replace(plan, adopt=adopt, resumed=resume))
+    except (RunFailed, ResourceError) as failed:
+        if failed.exit_code in RESUMABLE_CODES:
+            say(f"once that is mended, {resuming}")
+        raise
+    if not finished:
+        say(resuming)
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def orchestrator(
+    config: ConfigArgument, override: OverrideOption = None, root: RunsOption = RUNS
+) -> None:
+    """Start the orchestrator of a run, on any machine; a second one fences the first."""
+    from dora_pipe.launch import local_roles, roles
+    from dora_pipe.launch.plan import plan_elsewhere, plan_new, plan_resume
+    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.launch.run_dir import run_dir
+    from dora_pipe.launch.run_lock import locked
+
+    roles.talk(local_roles.ORCHESTRATOR)
+    wanted = load_wanted(config, override or ())
+    with locked(run_dir(wanted, root), shared=True):
+        if run_dir(wanted, root).exists():
+            plan = plan_resume(wanted, root)
+        else:
+            plan = plan_elsewhere(wanted, root) or plan_new(wanted, root)
+    with locked(plan.directory, shared=True):
+        roles.orchestrator(plan.directory, plan.config, plan.first)
+
+
+def worker(
+    config: ConfigArgument,
+    name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
+    engine: Annotated[
+        str, typer.Option(help="torch, vllm or vllm-server; else the run's workers.engine.")
+    ] = "",
+    override: OverrideOption = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Start one rollout worker of a run; its engine may be another than that of the others."""
+    from dora_pipe.launch import local_roles, roles
+    from dora_pipe.launch.local_roles import show_gpus
+    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.launch.run_dir import run_dir
+    from dora_pipe.producers.engines.registry import check_engines, need_engines
+    from dora_pipe.schemas.names import check_worker_name
+
+    check_worker_name(name)
+    roles.talk(name)
+    wanted = load_wanted(config, override or ())
+    engine = engine or local_roles.worker_engine(wanted, name)
+    need_engines([engine])
+    check_engines(wanted, [engine, *local_roles.worker_engines(wanted).values()])
+    wanted = local_roles.with_engine(
+        wanted, engine, address=local_roles.worker_address(wanted, name)
+    )
+    show_gpus(wanted, name)
+    roles.worker(run_dir(wanted, root), wanted, name)
+
+
+def trainer(
+    config: ConfigArgument,
+    override: OverrideOption = None,
+    adopt: AdoptOption = False,
+    root: RunsOption = RUNS,
+) -> None:
+    """Start the trainer of a run; a second one of the same run fences the first."""
+    from dora_pipe.launch import local_roles, roles
+    from dora_pipe.launch.local_roles import show_gpus
+    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.launch.run_dir import run_dir
+    from dora_pipe.launch.run_lock import locked
+
+    roles.talk(local_roles.TRAINER)
+    wanted = load_wanted(config, override or ())
+    show_gpus(wanted, local_roles.TRAINER)
+    with locked(run_dir(wanted, root), shared=True):
+        roles.trainer(run_dir(wanted, root), wanted, adopt=adopt)
+
+
+def create_topics(config: ConfigArgument, override: OverrideOption = None) -> None:
+    """Create a run's topics, or check those that exist: what its user of the log needs to be
+    allowed only once. `run` and `orchestrator` do it by themselves where they may."""
+    from dora_pipe.launch import plan as prepare
+    from dora_pipe.launch.plan import opened_bus
+    from dora_pipe.launch.run import load_wanted
+    from dora_pipe.launch.run_dir import run_dir
+
+    wanted = load_wanted(config, override or ())
+    if not wanted.bus.url:
+        raise ConfigError(
+            "the log of this run is made with its directory", hint="topics are of kafka:// logs"
+        )
+    with opened_bus(run_dir(wanted), wanted) as bus:
+        topics = prepare.create_topics(bus, wanted)
+        for name in topics.all():
+            say(f"{name}: {bus.partitions(name)} partitions")
+
+
+def tell(
+    run: RunArgument,
+    verb: Annotated[str, typer.Argument(help="set, pause, resume, drain, stop or fail-batch.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="What the verb takes.")
+    ] = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """Ask something of a run, living or stopped; it is obeyed where it stands in the log."""
+    from dora_pipe.cli.command import parse
+
+    args = parse(verb, arguments or ())
+    from dora_pipe.bus.port import Append
+    from dora_pipe.launch.run_dir import opened
+    from dora_pipe.schemas.control import Command
+    from dora_pipe.schemas.wire import encode
+
+    command = Command(at_ns=time.time_ns(), user=getpass.getuser(), verb=verb, args=args)
+    with opened(run, root) as open_run, closing(open_run.bus.writer()) as writer:
+        topic = open_run.topics.control
+        (offset,) = writer.append([Append(topic=topic, key=b"user", value=encode(command))])
+    say(f"{verb} written to {topic} at {offset}")

@@ -1,0 +1,117 @@
+"""Groups of commands that are imported when they are called: `--help` and a mistyped word need
+none of them, and the parts that they join take a second to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Final
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
+
+Panels = Mapping[str, Mapping[str, tuple[str, str]]]
+"""By panel and command: where in the package it is defined, ``module:name``, and what it does."""
+
+EXIT_INTERRUPTED: Final = 130
+
+SETTINGS: Final[Mapping[str, Any]] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Commands by name, each made when somebody asks for it."""
+
+    def __init__(self, panels: Panels) -> None:
+        self._places = {
+            name: place for commands in panels.values() for name, (place, _) in commands.items()
+        }
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _command(name, self._places[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._places[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _command(name: str, place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    try:
+        found = getattr(import_module(f"dora_pipe.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != "dora_pipe.bench":
+            raise
+        hint = "they run in a checkout of the project, after `make setup`"
+        raise UsageError("benches are not installed", hint=hint) from None
+    if isinstance(found, typer.Typer):
+        return get_command(found)
+    single = typer.Typer(**SETTINGS)
+    single.command(name)(found)
+    return get_command(single)
+
+
+@contextmanager
+def _ctrl_c_is_a_line() -> Iterator[None]:
+    """Typer alone would end without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def lazy_app(panels: Panels, *, name: str, help: str) -> typer.Typer:
+    """An application, or a group of one, with these commands."""
+
+    class Group(TyperGroup):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+            self.commands = _Commands(panels)
+
+        def make_context(self, *args: Any, **extra: Any) -> Any:
+            """The words are parsed, for which typer imports pydantic where it is installed."""
+            with _ctrl_c_is_a_line():
+                return super().make_context(*args, **extra)
+
+        def invoke(self, ctx: Any) -> Any:
+            """The command is imported and called."""
+            with _ctrl_c_is_a_line():
+                return super().invoke(ctx)
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            """What each does, from `panels`."""
+            width = max(len(command) for commands in panels.values() for command in commands)
+            for panel, commands in panels.items():
+                with formatter.section(panel):
+                    lines = [(one.ljust(width), what) for one, (_, what) in commands.items()]
+                    formatter.write_dl(lines)
+
+    def begin() -> None:
+        pass
+
+    return typer.Typer(
+        name=name, cls=Group, callback=begin, help=help, no_args_is_help=True, **SETTINGS
+    )

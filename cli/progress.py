@@ -1,0 +1,118 @@
+"""How far a long command is, on stderr: a bar on a terminal, a line now and then elsewhere.
+
+What a command prints is on stdout and is never mixed with this. Of what is done within `QUIET_S`
+nothing is said.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from dora_pipe.core.console import covered, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+    from dora_pipe.launch.run_dir import OpenRun
+
+QUIET_S: Final = 2.0
+"""A command that is done within this says nothing of how far it is."""
+
+LINE_S: Final = 10.0
+"""Between two lines where stderr is no terminal."""
+
+DRAW_S: Final = 0.2
+"""Between two drawings on a terminal."""
+
+
+class Progress:
+    """How far one command is. Example: ``told("reading control", 300, 1000)``."""
+
+    def __init__(self) -> None:
+        self._now: tuple[str, float, float | None] = ("", 0, None)
+        self._lock = threading.Lock()
+        self._bars: Bars | None = None
+
+    def __call__(self, phase: str, done: float = 0, total: float | None = None) -> None:
+        """So far this phase is; without a total nobody knows how long it takes."""
+        self._now = (phase, done, total)
+
+    def line(self, seconds: float) -> str:
+        """As one line, after so long."""
+        phase, done, total = self._now
+        far = f", {min(1.0, done / total):.0%}" if total else ""
+        return f"{phase}{far} ({seconds:.0f} s)"
+
+    def draw(self) -> None:
+        """Draw the bar, or what it is now."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        phase, done, total = self._now
+        with self._lock:
+            if self._bars is None:
+                columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+                self._bars = Progress(
+                    *columns,
+                    TimeElapsedColumn(),
+                    console=Console(stderr=True),
+                    transient=True,
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._bars.add_task(phase, total=total)
+                self._bars.start()
+            self._bars.update(
+                self._bars.task_ids[0], description=phase, completed=done, total=total, refresh=True
+            )
+
+    def clear(self) -> None:
+        """Take the bar away; the next drawing brings it back."""
+        with self._lock:
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+
+
+@contextmanager
+def watched(run: OpenRun) -> Iterator[tuple[OpenRun, Progress]]:
+    """A run whose log tells how far it is read, and where to tell the rest."""
+    from dora_pipe.cli.watched_bus import WatchedBus
+
+    with progress("opening the log") as told:
+        yield replace(run, bus=WatchedBus(run.bus, told)), told
+
+
+@contextmanager
+def progress(phase: str) -> Iterator[Progress]:
+    """Says how far the block is, from another thread: it may compute for long without a word."""
+    told, over = Progress(), threading.Event()
+    told(phase)
+    teller = threading.Thread(target=_tell, args=(told, over), name="progress", daemon=True)
+    teller.start()
+    try:
+        with covered(told.clear):
+            yield told
+    finally:
+        over.set()
+        teller.join()
+        told.clear()
+
+
+def _tell(told: Progress, over: threading.Event) -> None:
+    began_s = time.monotonic()
+    terminal = sys.stderr.isatty()
+    pause_s = QUIET_S
+    while not over.wait(pause_s):
+        if terminal:
+            told.draw()
+        else:
+            say(told.line(time.monotonic() - began_s))
+        pause_s = DRAW_S if terminal else LINE_S

@@ -1,0 +1,296 @@
+"""What `runs`, `topics` and `cat` read and print: rows of runs and topics, a line per record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.cells import cell_len
+
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.claim_check import claimed_bytes, lost_claim
+from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.cli.damage import raise_if_damaged
+from dora_pipe.cli.output import emit_json, emit_line, terminal_columns
+from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
+from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
+from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.metrics import decode_metrics
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.rounds import decode_round
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
+
+POLL_S: Final = 1.0
+
+MORE: Final = len("  +99")
+"""Room for how many fields a line of `cat` leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which records `cat` prints: empty, 0 and -1 leave it open."""
+
+    topic: str
+    kind: str = ""
+    key: str = ""
+    partition: int = -1
+    offset: int = 0
+    limit: int = 0
+    follow: bool = False
+
+
+def run_rows(root: Path) -> list[dict[str, Any]]:
+    """One per run; one that cannot be read says why."""
+    rows = []
+    for path in sorted(root.glob("*/config.toml")):
+        try:
+            with opened(RunDir(path.parent).words) as run:
+                rows.append(_run_row(run))
+        except DoraError as error:
+            rows.append({"run": path.parent.name, "state": f"unreadable: {error.message}"})
+    return rows
+
+
+def _run_row(run: OpenRun) -> dict[str, Any]:
+    steps = 0
+    for record in _from(run, run.topics.control, 0, None):
+        if record.value.startswith(b'{"kind":"step-committed"'):
+            steps += 1
+    return {
+        "run": run.config.run.name,
+        "steps": steps,
+        "of": run.config.run.steps,
+        "task": run.config.task.kind,
+        "log": run.directory.bus_url(run.config),
+        "state": run_state(run.bus, run.topics),
+    }
+
+
+def run_state(bus: Bus, topics: Topics) -> str:
+    """Whether a run is over, goes on, or was halted and nobody has resumed it."""
+    halted_from = -1
+    for record in records_of(bus, ends_of(bus, topics.decisions)):
+        if b'"kind":"stop-run"' in record.value:
+            return "finished"
+        if b'"kind":"halt"' in record.value:
+            halted_from = decode_round(record.value).control_next
+    if halted_from < 0:
+        return "open"
+    behind = records_of(bus, ends_of(bus, topics.control), start=halted_from)
+    resumed = any(b'"verb":"resume"' in record.value for record in behind)
+    return "open" if resumed else "halted: most groups fail, see `why`"
+
+
+def topic_rows(run: OpenRun) -> list[dict[str, Any]]:
+    """One per partition."""
+    return [
+        _topic_row(run, TopicPartition(topic, partition))
+        for topic in run.topics.all()
+        for partition in range(run.bus.partitions(topic))
+    ]
+
+
+def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
+    """`begin` is 0 until retention deletes; what lies before it is not counted."""
+    begin = run.bus.begin(tp)
+    sizes = [len(record.value) for record in _from(run, tp.topic, begin, tp.partition)]
+    return {
+        "topic": tp.topic,
+        "partition": tp.partition,
+        "begin": begin,
+        "end": run.bus.end(tp),
+        "records": len(sizes),
+        "bytes": sum(sizes),
+    }
+
+
+def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
+    """A line each. Raises UsageError for a topic that there is not, and InvariantBroken behind the
+    last line where trajectories are not those that control names.
+    """
+    name = f"{run.config.run.name}.{wanted.topic}"
+    if name not in run.topics.all():
+        known = ", ".join(one.partition(".")[2] for one in run.topics.all())
+        raise UsageError(f"no topic {wanted.topic!r}", hint=f"there are: {known}")
+    partition = None if wanted.partition < 0 else wanted.partition
+    held = _Held(run, wanted)
+    shown = 0
+    for record in _from(run, name, wanted.offset, partition, follow=wanted.follow):
+        if wanted.key and _text(record.key) != wanted.key:
+            continue
+        held.hold(record)
+        content = readable(wanted.topic, record)
+        if wanted.kind and content.get("kind") != wanted.kind:
+            continue
+        if as_json:
+            emit_json({**_place(record), "key": _text(record.key), "record": content})
+        else:
+            emit_line(record_line(record, content, terminal_columns()))
+        shown += 1
+        if shown == wanted.limit:
+            break
+    else:
+        held.all_was_read()
+    raise_if_damaged(held.damage, "")
+
+
+class _Held:
+    """Holds the trajectories that `cat` prints against control; other topics' records pass.
+
+    With `--follow` nothing is held: control does not name yet what comes next.
+    """
+
+    def __init__(self, run: OpenRun, wanted: Wanted) -> None:
+        self.damage = Damage()
+        self._left: dict[tuple[int, int], LoggedEntry] = {}
+        if wanted.topic == "trajectories" and not wanted.follow:
+            self._left = {
+                (one.partition, one.offset): one
+                for one in _named(run)
+                if wanted.partition in (-1, one.partition)
+                and one.offset >= wanted.offset
+                and wanted.key in ("", group_of(one.trajectory))
+            }
+
+    def hold(self, record: Record) -> None:
+        """A record that is about to be printed."""
+        named = self._left.pop((record.partition, record.offset), None)
+        if named is not None:
+            self.damage.is_sound(record, named)
+
+    def all_was_read(self) -> None:
+        """What has not come is gone."""
+        self.damage.look_for_the_rest(self._left)
+
+
+def _named(run: OpenRun) -> Iterator[LoggedEntry]:
+    """Every trajectory that control names."""
+    for record in _from(run, run.topics.control, 0, None):
+        with suppress(SchemaError):
+            fact = decode_control(record.value)
+            if isinstance(fact, TrajectoriesLogged):
+                yield from fact.trajectories
+
+
+def _place(record: Record) -> dict[str, int]:
+    return {"partition": record.partition, "offset": record.offset}
+
+
+def _text(key: bytes) -> str:
+    """A key may be anybody's; what is no text in it is written as escapes."""
+    return key.decode(errors="backslashreplace")
+
+
+def record_line(record: Record, content: Mapping[str, Any], width: int | None) -> str:
+    """A record on one line that fits: where it lies, its kind and key, then as much of what it says
+    as there is room for, every value whole. What is left out is counted.
+
+    Example: ``0:7  step-committed  trainer  step=3 attempt=1 +12``
+    """
+    head = [f"{record.partition}:{record.offset}", str(content.get("kind", ""))]
+    line = printable("  ".join(one for one in [*head, _text(record.key)] if one))
+    left = 0
+    for name, value in sorted(content.items(), key=lambda item: item[0].endswith("_ns")):
+        said = printable(f"{name}={_brief(value)}")
+        if name == "kind":
+            continue
+        if width is not None and cell_len(line) + cell_len(said) + len("  ") + MORE > width:
+            left += 1
+        else:
+            line += f"  {said}"
+    return f"{line}  +{left}" if left else line
+
+
+def _brief(value: Any) -> str:
+    """A value that is large in itself as what it is made of."""
+    if isinstance(value, Mapping):
+        return f"{{{len(value)}}}" if value else "{}"
+    if isinstance(value, str):
+        return value or '""'
+    if not isinstance(value, Sequence):
+        return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    kinds = Counter(one["kind"] for one in value if isinstance(one, Mapping) and "kind" in one)
+    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"[{told or len(value)}]" if value else "[]"
+
+
+def readable(topic: str, record: Record) -> dict[str, Any]:
+    """A record's content as plain values; one that cannot be read says why."""
+    if lost := lost_claim(record):
+        return {"kind": "unreadable", "why": lost, "bytes": claimed_bytes(record)}
+    try:
+        plain = msgspec.to_builtins(_decoded(topic, record))
+    except SchemaError as error:
+        return {"kind": "unreadable", "why": error.message, "bytes": len(record.value)}
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _decoded(topic: str, record: Record) -> Any:
+    match topic:
+        case "control":
+            return decode_control(record.value)
+        case "metrics":
+            return decode_metrics(record.value)
+        case "decisions":
+            return decode_round(record.value)
+        case "trajectories":
+            return _summary(decode_trajectory(record.value))
+        case "progress":
+            return _chunk(decode_progress(record.value))
+        case _:
+            return {
+                "kind": "dead-letter",
+                "headers": {name: value.decode(errors="replace") for name, value in record.headers},
+                "bytes": len(record.value),
+            }
+
+
+def _summary(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "kind": "trajectory",
+        "trajectory": trajectory.trajectory,
+        "version": trajectory.version,
+        "digest": trajectory.digest,
+        "reward": trajectory.reward,
+        "tokens": len(trajectory.token_ids),
+        "sampled": trajectory.sampled,
+        "meta": msgspec.to_builtins(trajectory.meta),
+    }
+
+
+def _chunk(progress: Progress) -> dict[str, Any]:
+    return {
+        "kind": "progress",
+        "trajectory": progress.trajectory,
+        "attempt": progress.attempt,
+        "version": progress.version,
+        "worker": progress.worker,
+        "start": progress.start,
+        "tokens": len(progress.token_ids),
+        "previous": progress.previous,
+    }
+
+
+def _from(
+    run: OpenRun, topic: str, offset: int, partition: int | None, *, follow: bool = False
+) -> Iterator[Record]:
+    """Records of a topic from an offset to the present end, or for ever."""
+    wanted = range(run.bus.partitions(topic)) if partition is None else [partition]
+    partitions = [TopicPartition(topic, one) for one in wanted]
+    ends = {tp: run.bus.end(tp) for tp in partitions}
+    reader = run.bus.reader(dict.fromkeys(partitions, offset))
+    try:
+        while follow or any(reader.position(tp) < end for tp, end in ends.items()):
+            yield from reader.poll(timeout_s=POLL_S)
+    finally:
+        reader.close()

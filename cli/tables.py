@@ -1,0 +1,87 @@
+"""Fits a table to a terminal: which columns stay, how wide each is; rich draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
+
+GAP: Final = 2
+"""Blanks between two columns."""
+
+WORDS_MIN: Final = 16
+"""A column of words is not made narrower, as long as there are columns that may go."""
+
+COLUMNS_MIN: Final = 2
+"""So many columns are always shown: what a row is about, and the first thing said of it."""
+
+
+class Table:
+    """Cells as text, under their columns; without columns it has no head.
+
+    Example: ``table = Table(("id", "why"), [["g0000000001", "it was too late"]])``
+    """
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._head = list(columns)
+        self._rows = [list(row) for row in rows]
+        count = max([len(self._head), *(len(row) for row in self._rows)], default=0)
+        self._kept = list(range(count))
+        lines = [self._head, *self._rows] if self._head else self._rows
+        cells = [[line[at] for line in lines if at < len(line)] for at in range(count)]
+        self._widths = [max(map(cell_len, of), default=0) for of in cells]
+        words = [[word for cell in of for word in cell.split(" ")] for of in cells]
+        longest = [max(map(cell_len, of), default=0) for of in words]
+        # What is one word in every cell cannot be narrower; sentences can, down to their words.
+        self._least = [
+            min(width, max(word, WORDS_MIN))
+            for width, word in zip(self._widths, longest, strict=True)
+        ]
+
+    def fit(self, width: int | None, drop: Sequence[str]) -> list[str]:
+        """Make it so narrow, if that can be; the columns that had to go, as they are called.
+
+        Those of `drop` go first, then the last ones. With the first `COLUMNS_MIN` left, or without
+        a head, it is wider than asked, and every word whole.
+        """
+        gone: list[str] = []
+        if width is None:
+            return gone
+        named = [self._head.index(name) for name in drop if name in self._head]
+        others = reversed(range(COLUMNS_MIN, len(self._head)))
+        for at in (*named, *(at for at in others if at not in named)):
+            if self._room(self._least) <= width:
+                break
+            self._kept.remove(at)
+            gone.append(self._head[at])
+        while self._room(self._widths) > width:
+            slack = {at: self._widths[at] - self._least[at] for at in self._kept}
+            widest = max(slack, key=lambda at: (slack[at] > 0, self._widths[at]))
+            if slack[widest] <= 0:
+                break
+            self._widths[widest] -= 1
+        return gone
+
+    def _room(self, widths: Sequence[int]) -> int:
+        return sum(widths[at] for at in self._kept) + GAP * (len(self._kept) - 1)
+
+    def print(self, stream: TextIO, *, styled: bool) -> None:
+        """Draw it there."""
+        drawn = Drawn(
+            box=None,
+            pad_edge=False,
+            padding=(0, GAP, 0, 0),
+            header_style="bold",
+            show_header=bool(self._head),
+        )
+        for at in self._kept:
+            drawn.add_column(Text(self._head[at]) if self._head else "", width=self._widths[at])
+        for row in self._rows:
+            drawn.add_row(*(Text(row[at]) if at < len(row) else "" for at in self._kept))
+        width = max(1, self._room(self._widths))
+        color: Literal["auto"] | None = "auto" if styled else None
+        Console(file=stream, highlight=False, width=width, color_system=color).print(drawn)

@@ -1,0 +1,310 @@
+"""What one section of a configuration asks of another: decides which ones do not fit together.
+
+Every problem is one line that names the key; what a single key may be stands in its section.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Config, Sampling, in_flight_batches
+from dora_pipe.config.rollout_sections import TEMPERATURE_MAX, TEMPERATURE_MIN
+from dora_pipe.config.training_sections import LEARNING_RATE_MAX, LINEAR_LAYERS
+from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
+from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
+from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
+
+ROUND_DECISIONS_MAX: Final = 1000
+"""A planner leaves the rest to the next round (`orchestrator.planner_cuts.DECISIONS_MAX_2`, a floor
+above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
+all the same."""
+
+WEIGHT_MAX: Final = 1e6
+"""Of the objective's weights: as much as a reward may be (`schemas.finite.REWARD_MAX`)."""
+
+_ROUND_BYTES: Final = 4096
+"""Of a round around its decisions: observations, settings, pins, digest and chain."""
+
+
+def _item_bytes(record: msgspec.Struct) -> int:
+    """Of one record in a list, with its comma."""
+    return len(encode(record)) + 1
+
+
+_NUMBER: Final = 10**10 - 1
+"""As long as an offset or a role epoch becomes; names of groups have ten digits too."""
+_DIGEST: Final = "f" * 64
+_WHY: Final = "x" * 60
+
+_TAKEN_GROUP_BYTES: Final = _item_bytes(
+    TakenGroup(group=f"g{_NUMBER}", version=99_999, deadline=99_999, trajectories=())
+)
+_TAKEN_BYTES: Final = _item_bytes(
+    TakenTrajectory(
+        trajectory=f"g{_NUMBER}-999",
+        attempt=99,
+        epoch=_NUMBER,
+        partition=999,
+        offset=_NUMBER,
+        sha256=_DIGEST,
+    )
+)
+_SPEC: Final = GroupSpec(
+    group=f"g{_NUMBER}",
+    ordinal=_NUMBER,
+    purpose="train",
+    version=99_999,
+    digest=_DIGEST,
+    deadline=99_999,
+    partition=999,
+    dataset_digest=_DIGEST,
+    index=_NUMBER,
+    data_epoch=999,
+    seed=2**64 - 1,
+    size=999,
+)
+_DISPATCH_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
+_PLACE_BYTES: Final = _item_bytes(
+    Place(spec=_SPEC, worker="worker-999", epoch=_NUMBER, siblings=(), reason=_WHY)
+)
+_PLACED_BYTES: Final = _item_bytes(PlacedSibling(sibling=999, attempt=99))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What does not fit together, on one line that begins with its key; and what to do."""
+
+    text: str
+    hint: str | None = None
+
+
+def problems_of(config: Config) -> Iterator[Problem]:
+    """Everything that does not fit together."""
+    for check in _CHECKS:
+        for found in check(config):
+            yield Problem(text=found) if isinstance(found, str) else found
+
+
+def round_bytes(config: Config) -> int:
+    """Bytes of the largest round that a run decides, about, and no less than that.
+
+    A round may take a batch, dispatch the groups of an evaluation, which are never cut, and admit
+    as many as the budget leaves room for. A commit names the same groups as its batch.
+    """
+    groups, evaluation = config.groups, config.evaluation
+    budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
+    admitted = min(budget, ROUND_DECISIONS_MAX // (groups.size + 1) + 1)
+    placed = min(evaluation.prompts, ROUND_DECISIONS_MAX // (evaluation.siblings + 1) + 1)
+    return (
+        _ROUND_BYTES
+        + groups.per_step * _taken_bytes(groups.size)
+        + admitted * (_DISPATCH_BYTES + _place_bytes(groups.size))
+        + evaluation.prompts * _DISPATCH_BYTES
+        + placed * _place_bytes(evaluation.siblings)
+    )
+
+
+def _taken_bytes(size: int) -> int:
+    """Of one group of a batch, as `take batch` and the commit write it."""
+    return _TAKEN_GROUP_BYTES + size * _TAKEN_BYTES
+
+
+def _place_bytes(size: int) -> int:
+    """Of a group's siblings, placed on one worker together."""
+    return _PLACE_BYTES + size * _PLACED_BYTES
+
+
+def _check_records(config: Config) -> Iterator[Problem]:
+    """Decisions and commits are never claimed: the largest must fit into a record."""
+    need, limit = round_bytes(config), config.bus.record_bytes_max
+    groups = config.groups
+    what = (
+        f"a round of {groups.per_step} groups of {groups.size} (groups.per_step, groups.size) and"
+        f" {config.evaluation.prompts} evaluation.prompts has up to {need} bytes"
+    )
+    if need > RECORD_BYTES_MAX:
+        yield Problem(
+            text=f"groups.per_step: {what}, and a decision may have {RECORD_BYTES_MAX}",
+            hint="fewer groups per step, or smaller ones, or fewer evaluation.prompts",
+        )
+    elif need > limit:
+        yield Problem(
+            text=f"bus.record_bytes_max: {what}, and a record may have {limit}",
+            hint=f"bus.record_bytes_max = {need} or more, or smaller batches",
+        )
+
+
+def _check_staleness(config: Config) -> Iterator[str]:
+    budget = config.staleness.max_staleness + 1
+    chosen = in_flight_batches(config.staleness)
+    if not 1 <= chosen <= budget:
+        yield (
+            f"staleness.in_flight_batches: {chosen:g} is not between 1 and {budget}"
+            " (max_staleness + 1)"
+        )
+
+
+def _check_groups(config: Config) -> Iterator[str]:
+    groups, minibatches = config.groups, config.trainer.minibatches
+    if groups.min_valid_siblings > groups.size:
+        yield (
+            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
+            f" groups.size, {groups.size}: every group would fail"
+        )
+    if minibatches > groups.size * groups.per_step:
+        yield (
+            f"trainer.minibatches: {minibatches} is more than the"
+            f" {groups.size * groups.per_step} trajectories of a batch"
+        )
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    context = config.workers.context_tokens
+    for key, sampling in _samplings(config):
+        if sampling.max_tokens >= context:
+            yield (
+                f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
+                f" workers.context_tokens, {context}"
+            )
+        hot = sampling.temperature
+        if hot and not TEMPERATURE_MIN <= hot <= TEMPERATURE_MAX:
+            yield (
+                f"{key}.temperature: {hot:g} is neither 0 (greedy) nor between {TEMPERATURE_MIN:g}"
+                f" and {TEMPERATURE_MAX:g}"
+            )
+        if "" in sampling.stop:
+            yield f"{key}.stop: an empty string would end every turn at once"
+    if config.trainer.micro_batch_tokens < context:
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than"
+            f" workers.context_tokens, {context}: the longest trajectory would not fit"
+        )
+
+
+def _check_numbers(config: Config) -> Iterator[str]:
+    """Beyond these a step overflows, or a record cannot carry the number."""
+    objective, trainer = config.objective, config.trainer
+    for name in ("kl", "positive_weight", "negative_weight"):
+        value = getattr(objective, name)
+        if value is not None and value > WEIGHT_MAX:
+            yield f"objective.{name}: {value:g} is more than {WEIGHT_MAX:g}: losses overflow"
+    if trainer.learning_rate > LEARNING_RATE_MAX:
+        yield f"trainer.learning_rate: {trainer.learning_rate:g} is more than {LEARNING_RATE_MAX:g}"
+
+
+def _check_timing(config: Config) -> Iterator[str]:
+    timing = config.timing
+    if timing.lease_s <= 2 * timing.heartbeat_s:
+        yield (
+            f"timing.lease_s: {timing.lease_s:g} is not more than two heartbeats of"
+            f" {timing.heartbeat_s:g} s: one late heartbeat would fence a role"
+        )
+
+
+def _check_advantages(config: Config) -> Iterator[str]:
+    baseline = config.objective.advantage
+    if config.groups.filter_zero_advantage and baseline == "version-baseline":
+        yield (
+            "groups.filter_zero_advantage: with objective.advantage = version-baseline equal"
+            " rewards have an advantage, and would be lost"
+        )
+
+
+def _check_trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not all(beta < 1 for beta in trainer.betas):
+        yield "trainer.betas: they must be below 1"
+    given = {name: getattr(trainer, name) for name in _DEEPSPEED}
+    odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
+    if trainer.kind != "deepspeed" and odd:
+        yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
+    elif trainer.offload == "all" and trainer.zero_stage < 3:
+        yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
+    elif trainer.zero_stage == 0 and trainer.offload != "none":
+        yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
+    elif trainer.zero_stage == 0 and trainer.dtype == "bfloat16":
+        yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
+
+
+def _check_gpus(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not trainer.gpus:
+        return
+    if trainer.device == "cpu" or (trainer.kind, trainer.device) == ("torch", "auto"):
+        yield "trainer.gpus: the trainer computes on the CPU unless trainer.device = 'cuda'"
+    elif trainer.kind == "torch" and len(trainer.gpus) > 1:
+        yield "trainer.gpus: the torch trainer has one GPU; trainer.kind = 'deepspeed' has ranks"
+    elif len(set(trainer.gpus)) < len(trainer.gpus):
+        yield "trainer.gpus: every rank has a GPU of its own"
+
+
+def _check_lora(config: Config) -> Iterator[str]:
+    lora = config.lora
+    odd = [one for one in lora.targets if one not in LINEAR_LAYERS]
+    if odd or not lora.targets:
+        found = f"`{odd[0]}` is none" if odd else "there are none"
+        yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
+    if not lora.rank:
+        return
+    if config.staleness.interruptible:
+        yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
+
+
+def _check_bus(config: Config) -> Iterator[str]:
+    bus = config.bus
+    if "@" in bus.url and bus.url.startswith("kafka:"):
+        # The address is printed and logged, so this line must not repeat it.
+        yield "bus.url: no names and passwords in an address; see bus.username"
+        return
+    if bus.url and not re.match(r"sqlite:.|kafka://.", bus.url):
+        yield f"bus.url: `{bus.url}` is neither sqlite:PATH nor kafka://host:port,..."
+    if bus.protocol != "PLAINTEXT" and not bus.url.startswith("kafka:"):
+        yield f"bus.protocol: {bus.protocol} needs a bus.url of kafka://host:port,..."
+    if bus.protocol.startswith("SASL_") != bool(bus.username):
+        need = "needs a" if not bus.username else "takes no"
+        yield f"bus.username: protocol {bus.protocol} {need} user name"
+    if bus.key_file and not bus.cert_file:
+        yield "bus.key_file: a key without its certificate, bus.cert_file"
+
+
+def _check_telemetry(config: Config) -> Iterator[str]:
+    traces = config.telemetry.traces
+    if "@" in traces:
+        # The address is stored and printed, so this line must not repeat it.
+        yield "telemetry.traces: no names and passwords in an address; see docs/reference/traces.md"
+    elif traces != "off" and not re.match(r"https?://[^/]", traces):
+        yield f"telemetry.traces: `{traces}` is neither off nor http://host:4318"
+
+
+def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
+    return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
+
+
+_DEEPSPEED: Final = {
+    "ranks": 1,
+    "offload": "none",
+    "gradient_accumulation": 1,
+    "dtype": "float32",
+}
+"""Keys of [trainer] that another kind takes only as they are by default."""
+
+_CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
+    _check_staleness,
+    _check_groups,
+    _check_lengths,
+    _check_numbers,
+    _check_timing,
+    _check_advantages,
+    _check_trainer,
+    _check_gpus,
+    _check_lora,
+    _check_bus,
+    _check_records,
+    _check_telemetry,
+)

@@ -1,0 +1,288 @@
+"""How a configuration is shown: as TOML with what each key means, and as the reference page.
+
+Both come from the docstrings of the sections. ``python -m dora_pipe.config.describe`` writes
+docs/reference/configuration.md to stdout; a test compares them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dora_pipe.config import (
+    machine_sections,
+    model,
+    objectives,
+    rollout_sections,
+    telemetry_section,
+    training_sections,
+)
+from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
+from dora_pipe.config.paradigms import paradigm_of
+
+_WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections, telemetry_section)
+
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+_TYPES: Mapping[str, str] = {
+    "Positive": "integer >= 1",
+    "NonNegative": "integer >= 0",
+    "Siblings": "integer, 1 to 1000",
+    "PositiveFloat": "number > 0",
+    "NonNegativeFloat": "number >= 0",
+    "Share": "number, 0 to 1",
+    "Annotated[float, Meta(gt=0, le=1)]": "number > 0, <= 1",
+    "Annotated[int, Meta(ge=0, le=3)]": "integer, 0 to 3",
+    "RunName": "name",
+    "Port": "integer, 0 to 65535",
+    "RecordBytes": "integer, 65536 to 32505856",
+    "str": "string",
+    "bool": "true or false",
+    "tuple[str, ...]": "list of strings",
+    "tuple[NonNegative, ...]": "list of integers >= 0",
+    "tuple[Share, Share]": "two numbers, 0 to 1",
+    "dict[str, Any]": "table",
+}
+
+_KINDS: Mapping[str, str] = {
+    "frozen": "a resumed run must have the same",
+    "logged": "may change between steps; a change is recorded in the log",
+    "free": "may change whenever the run is resumed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key as the reference shows it.
+
+    Example: ``Key(section="groups", name="size", type="integer, 1 to 1000", default="8",
+    kind="frozen", doc="Siblings per group.")``.
+    """
+
+    section: str
+    name: str
+    type: str
+    default: str | None
+    """As TOML; None where the key must be given."""
+    kind: str
+    doc: str
+
+
+def kind_of(key: str) -> str:
+    """`frozen`, `logged` or `free`, of a dotted key."""
+    if key in LOGGED:
+        return "logged"
+    if key in FROZEN or key.split(".")[0] in FROZEN:
+        return "frozen"
+    return "free"
+
+
+def dump_toml(config: Config) -> str:
+    """The configuration as TOML that `load_config` reads back, each key under what it means."""
+    lines = ["# The resolved configuration of a run."]
+    lines.append(f"# paradigm: {paradigm_of(config)} (docs/scheduling.md)")
+    lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
+    for name, section, doc in _sections(config, ""):
+        lines += ["", f"# {doc}", f"[{name}]"]
+        for key in keys_of(type(section), name):
+            value = getattr(section, key.name)
+            if not isinstance(value, dict):
+                lines += _shown(key, value)
+        for field in section.__struct_fields__:
+            if isinstance(options := getattr(section, field), dict) and options:
+                lines += ["", f"[{name}.{field}]"]
+                lines += [f"{_key(k)} = {toml(v)}" for k, v in options.items()]
+    return "\n".join(lines) + "\n"
+
+
+def reference() -> str:
+    """docs/reference/configuration.md."""
+    lines = [_HEAD]
+    for name, section, doc in _section_types(Config, ""):
+        lines += [f"\n## [{name}]\n", doc, ""]
+        lines += ["| key | value | default | | meaning |", "| --- | --- | --- | --- | --- |"]
+        for key in keys_of(section, name):
+            default = "required" if key.default is None else f"`{key.default}`"
+            kind = "" if key.kind == "free" else key.kind
+            cells = (f"`{key.name}`", key.type, default, kind, key.doc)
+            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def keys_of(section: type[Section], name: str) -> list[Key]:
+    """The keys of a section that are no sections themselves."""
+    docs = _docs()[section.__name__]
+    keys = []
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            continue
+        written = docs.types[field.name]
+        keys.append(
+            Key(
+                section=name,
+                name=field.name,
+                type=_type(written),
+                default=_default(field),
+                kind=kind_of(f"{name}.{field.name}"),
+                doc=docs.keys.get(field.name, ""),
+            )
+        )
+    return keys
+
+
+def toml(value: Any) -> str:
+    """A plain value as TOML."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return _quoted(value)
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(toml(item) for item in value)}]"
+        case dict():
+            inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
+            return f"{{{inner}}}"
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SectionDoc:
+    doc: str
+    keys: Mapping[str, str]
+    types: Mapping[str, str]
+
+
+@functools.cache
+def _docs() -> dict[str, _SectionDoc]:
+    """What stands in the source of the sections: docstrings do not outlive it."""
+    trees = [ast.parse(inspect.getsource(module)) for module in _WRITTEN_IN]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {node.name: _section_doc(node) for node in classes}
+
+
+def _section_doc(node: ast.ClassDef) -> _SectionDoc:
+    keys: dict[str, str] = {}
+    types: dict[str, str] = {}
+    last = ""
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            last = item.target.id
+            types[last] = ast.unparse(item.annotation)
+        elif last and isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+            keys[last] = inspect.cleandoc(str(item.value.value)).replace("\n", " ")
+    doc = (ast.get_docstring(node) or "").replace("\n", " ")
+    return _SectionDoc(doc=doc, keys=keys, types=types)
+
+
+def _sections(section: Section, prefix: str) -> Iterator[tuple[str, Section, str]]:
+    """Name, section and meaning of every section inside."""
+    for name, kind, doc in _section_types(type(section), prefix):
+        inner = section
+        for part in name.removeprefix(prefix).split("."):
+            inner = getattr(inner, part)
+        assert isinstance(inner, kind)
+        yield name, inner, doc
+
+
+def _section_types(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section], str]]:
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            own = _docs()[section.__name__].keys.get(field.name, "")
+            doc = f"{_docs()[field.type.__name__].doc} {own}".strip()
+            yield f"{prefix}{field.name}", field.type, doc
+            yield from _section_types(field.type, f"{prefix}{field.name}.")
+
+
+def _shown(key: Key, value: Any) -> list[str]:
+    kind = "" if key.kind == "free" else f" ({key.kind})"
+    comment = f"# {key.doc}{kind}"
+    if value is None:
+        return [comment, f"# {key.name} ="]
+    return [comment, f"{key.name} = {toml(value)}"]
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str | None:
+    if field.required:
+        return None
+    value = field.default
+    if value is msgspec.NODEFAULT:
+        value = field.default_factory()
+    return "" if value is None else toml(value)
+
+
+def _type(written: str) -> str:
+    """A type as the reference shows it; that a key may be left out goes without saying."""
+    plain = written.removesuffix(" | None")
+    if plain.startswith("objectives."):
+        return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
+    return _TYPES.get(plain) or _literal(plain)
+
+
+def _literal(written: str) -> str:
+    """``Literal['a', 'b']`` as ``"a"`` or ``"b"``."""
+    node = ast.parse(written, mode="eval").body
+    assert isinstance(node, ast.Subscript), written
+    values = ast.literal_eval(node.slice)
+    return _choice(values if isinstance(values, tuple) else [values])
+
+
+def _choice(values: Sequence[Any]) -> str:
+    return " or ".join(json.dumps(value) for value in values)
+
+
+def _key(name: str) -> str:
+    return name if _BARE_KEY.match(name) else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML in which nothing is raw that a terminal would obey."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(one if one.isprintable() else toml_escape(one) for one in quoted)
+
+
+def toml_escape(one: str) -> str:
+    """A character as TOML writes it: JSON's pairs of surrogates are none there."""
+    return f"\\u{ord(one):04x}" if ord(one) <= 0xFFFF else f"\\U{ord(one):08x}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("``", "")
+
+
+_HEAD = """# Configuration
+
+<!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
+config/*_sections.py instead. -->
+
+One TOML file is the configuration of a run. `dora-pipe config show FILE` prints it resolved, and
+`-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:
+
+```console
+$ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rate=1e-4
+```
+
+An unknown key is an error that names the nearest one. Relative paths (`model.path`, `task.data`,
+`task.eval_data`, `task.directory`, `store.path`, the files of `[bus]` and `[transfers]`, and that
+of `bus.url`) are seen from the folder of the file; those in an override from where the command is
+started. The resolved configuration is stored with the run. No key holds a secret: see
+docs/kafka.md.
+
+The fourth column says what a resumed run may change. *frozen*: nothing; resuming with another
+value is an error. *logged*: it may change between steps; the change stands in the log and is in
+force from the next step. Empty: it may change whenever the run is resumed."""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,288 @@
+"""How a TOML file and overrides become a `Config`: strictly, with paths resolved, and checked.
+
+It decides which keys differ between two configurations; what one section asks of another is in
+`checks`. Everything wrong is a ConfigError of one line that names the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config import objectives, paradigms
+from dora_pipe.config.checks import problems_of
+from dora_pipe.config.describe import dump_toml
+from dora_pipe.config.logged import with_older
+from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.names import PATTERN, RULE
+
+__all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config", "read_table"]
+
+PATH_KEYS: Final = (
+    "model.path",
+    "task.data",
+    "task.eval_data",
+    "task.directory",
+    "store.path",
+    "bus.password_file",
+    "bus.ca_file",
+    "bus.cert_file",
+    "bus.key_file",
+    "transfers.token_file",
+    "transfers.ca_file",
+    "transfers.cert_file",
+    "transfers.key_file",
+)
+"""Relative to the configuration file; in an override, to where the command is started."""
+
+INTEGER_MAX: Final = 2**63 - 1
+"""A larger one comes back from a record as a float, which is another number."""
+
+_SQLITE = "sqlite:"
+_NOT_TOML: Final = (ValueError, RecursionError)
+"""How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
+
+_AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
+
+Table = dict[str, Any]
+
+
+def load_config(
+    path: Path, overrides: Sequence[str], *, paradigm: str = "", stored: bool = False
+) -> Config:
+    """Read a configuration file, lay a paradigm's keys and then `key=value` overrides over it.
+
+    Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``). Keys
+    that a `stored` configuration, that of a run, lacks are what they were when there was no such
+    key (`logged`). Raises ConfigError.
+    """
+    if paradigm:
+        overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
+    table = read_table(path)
+    if stored:
+        table = with_older(table)
+    folder = path.resolve().parent
+    _resolve_paths(table, folder)
+    for text in overrides:
+        override = _parse_override(text)
+        _resolve_paths(override, Path.cwd())
+        _merge(table, override, "")
+    _fill_in(table, folder)
+    return from_plain(table)
+
+
+def read_table(path: Path) -> Table:
+    """What a TOML file says, unchecked. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except _NOT_TOML as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def from_plain(table: Mapping[str, Any]) -> Config:
+    """A checked Config from plain values, as they stand in TOML or in `run started`.
+
+    Raises ConfigError.
+    """
+    _check_keys(table, Config, "")
+    _check_objective(table.get("objective"))
+    try:
+        config = msgspec.convert(table, Config)
+        plain = {key: _is_plain(value) for key, value in leaves(config).items()}
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except RecursionError:
+        raise ConfigError("a value is nested too deeply") from None
+    for key, is_plain in plain.items():
+        if not is_plain:
+            raise ConfigError(
+                f"{key}: a number is not finite or too large, a text no UTF-8, or no plain value"
+            )
+    for problem in problems_of(config):
+        raise ConfigError(problem.text, hint=problem.hint)
+    return config
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Every key under its dotted name, in the order of the file; `task.options` is one key."""
+    return dict(_leaves(config, ""))
+
+
+def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The keys that differ: (frozen, logged, free)."""
+    before, after = leaves(old), leaves(new)
+    changed = {key for key in before if before[key] != after[key]}
+    frozen = frozenset(key for key in changed if key in FROZEN or key.split(".")[0] in FROZEN)
+    logged = frozenset(changed & LOGGED)
+    return frozen, logged, frozenset(changed - frozen - logged)
+
+
+def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# Overrides, paths and defaults that depend on other keys.
+
+
+def _parse_override(text: str) -> Table:
+    key, sign, value = text.partition("=")
+    if not sign or "\n" in text:
+        raise ConfigError(f"-o {text!r}: not of the form key=value")
+    try:
+        return tomllib.loads(f"{key} = {value}")
+    except _NOT_TOML as error:
+        bare = value.strip()
+        if bare[:1] in ("'", '"', "[", "{"):
+            raise ConfigError(f"-o {text}: {error}") from error
+    try:
+        return tomllib.loads(f"{key} = {json.dumps(bare)}")
+    except _NOT_TOML as error:
+        raise ConfigError(f"-o {text}: {error}") from error
+
+
+def _merge(table: Table, override: Table, prefix: str) -> None:
+    for key, value in override.items():
+        there = table.get(key)
+        if isinstance(value, dict) and isinstance(there, dict):
+            _merge(there, value, f"{prefix}{key}.")
+        elif isinstance(there, dict):
+            raise ConfigError(f"{prefix}{key}: is a section, not a key")
+        else:
+            table[key] = value
+
+
+def _resolve_paths(table: Table, folder: Path) -> None:
+    for dotted in PATH_KEYS:
+        section, name = dotted.split(".")
+        values = table.get(section)
+        if isinstance(values, dict) and isinstance(values.get(name), str) and values[name]:
+            values[name] = _resolved(values[name], folder)
+    bus = table.get("bus")
+    url = bus.get("url") if isinstance(bus, dict) else None
+    if isinstance(bus, dict) and isinstance(url, str) and url.startswith(_SQLITE):
+        path = url.removeprefix(_SQLITE)
+        bus["url"] = _SQLITE + (_resolved(path, folder) if path else "")
+
+
+def _resolved(path: str, folder: Path) -> str:
+    try:
+        return str((folder / Path(path).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a NUL, somebody without a home
+        raise ConfigError(f"{path!r} is no path: {error}") from error
+
+
+def _fill_in(table: Table, folder: Path) -> None:
+    """What is not given: the folder of users' modules, and how evaluation samples."""
+    task = table.get("task")
+    if isinstance(task, dict):
+        task["directory"] = task.get("directory") or str(folder)
+    sampling = table.get("sampling", {})
+    evaluation = table.setdefault("evaluation", {})
+    if isinstance(sampling, dict) and isinstance(evaluation, dict):
+        own = evaluation.get("sampling", {})
+        if isinstance(own, dict):
+            evaluation["sampling"] = {**sampling, **own}
+
+
+# What is wrong with it.
+
+
+def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
+    """Raise ConfigError for a key that does not exist, naming the nearest one."""
+    fields = _fields(section)
+    for key, value in table.items():
+        if key not in fields:
+            what = "section" if isinstance(value, dict) and not prefix else "key"
+            raise ConfigError(f"unknown {what} `{prefix}{key}`", hint=_hint(key, prefix, fields))
+        kind = fields[key]
+        if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
+            _check_keys(value, kind, f"{prefix}{key}.")
+
+
+@functools.cache
+def _fields(section: type[Section]) -> Mapping[str, Any]:
+    """Keys and types of a section: asking for them is nine tenths of reading a configuration."""
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+def _check_objective(given: Any) -> None:
+    """Raise ConfigError for a key that this kind of objective does not use."""
+    if isinstance(given, Mapping) and isinstance(given.get("kind", ""), str):
+        for key in objectives.unused(given):
+            raise ConfigError(
+                objectives.why_unused(given, key), hint=objectives.hint_for(given, key)
+            )
+
+
+def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
+    elsewhere = [name for name in _ALL_KEYS if name.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"did you mean `{elsewhere[0]}`?"
+    near = difflib.get_close_matches(key, fields, n=1)
+    if near:
+        return f"did you mean `{prefix}{near[0]}`?"
+    partly = [name for name in fields if key in name or name in key]
+    names = ", ".join(f"`{name}`" for name in partly or fields)
+    return f"there is {names}" if len(partly or fields) == 1 else f"there are {names}"
+
+
+def _all_keys(section: type[Section], prefix: str) -> Iterator[str]:
+    for field in msgspec.structs.fields(section):
+        yield f"{prefix}{field.name}"
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from _all_keys(field.type, f"{prefix}{field.name}.")
+
+
+_ALL_KEYS: Final = tuple(_all_keys(Config, ""))
+
+
+def _refusal(message: str) -> ConfigError:
+    """msgspec's message with the key in front; what names may be in words, not as an expression."""
+    found = _AT.match(message)
+    what, path = (found["what"], found["path"]) if found else (message, "")
+    missing = _MISSING.match(what)
+    if missing:
+        return ConfigError(f"`{path}.{missing['key']}` is missing".replace("`.", "`"))
+    if what.endswith(repr(PATTERN)):
+        return ConfigError(f"{path}: not a name", hint=RULE)
+    return ConfigError(f"{path}: {what[0].lower()}{what[1:]}" if path else what)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON carries it: TOML also has dates, nan and inf."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(inner) for inner in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -INTEGER_MAX <= value <= INTEGER_MAX
+    return value is None or (isinstance(value, str) and _is_text(value))
+
+
+def _is_text(value: str) -> bool:
+    """Not where a file's name has bytes that are no UTF-8: nothing that is written holds them."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

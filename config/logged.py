@@ -1,0 +1,56 @@
+"""A configuration as a log or a run's directory has it: decides what keys mean that it is older
+than.
+
+`run started` and the run's config.toml hold every key. One that lacks a key was written before
+there was such a key, and its run goes on, and is replayed, in the way that there was then. A new
+TOML file without the key gets the key's default, which may be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+
+OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
+    "groups": {"failed_share_max": None},
+    "sampling": {"logprobs": "raw"},
+    "task": {"special_tokens": "parse"},
+}
+"""By section, keys that are younger than the first logs and whose default is not the older way."""
+
+
+def logged_config(plain: Mapping[str, Any]) -> Config:
+    """The configuration of `run started`, whatever version of this package wrote it.
+
+    What one section asks of another is not checked: rules may be younger than the run. Raises
+    msgspec.ValidationError.
+
+    Example: ``logged_config(run_started.config).sampling.logprobs``
+    """
+    return msgspec.convert(with_older(plain), Config)
+
+
+def with_older(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """These plain values with the older way for every key of `OLDER` that they lack."""
+    found = dict(plain)
+    for section, keys in OLDER.items():
+        own = found.get(section, {})
+        if isinstance(own, Mapping):
+            found[section] = {**keys, **own}
+    evaluation = found.get("evaluation", {})
+    sampling = found["sampling"]
+    if isinstance(evaluation, Mapping) and isinstance(sampling, Mapping):
+        own = evaluation.get("sampling", {})
+        if isinstance(own, Mapping):
+            older = {key: sampling[key] for key in OLDER["sampling"]}
+            found["evaluation"] = {**evaluation, "sampling": {**older, **own}}
+    return found
+
+
+def is_older(plain: Mapping[str, Any]) -> bool:
+    """Whether these plain values lack a key of `OLDER`."""
+    return with_older(plain) != dict(plain)

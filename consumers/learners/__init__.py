@@ -1,0 +1,1 @@
+"""Learners: what computes a training step (`trainer.kind`), behind one port."""

@@ -1,0 +1,341 @@
+"""A DeepSpeed engine around a causal LM: log-probs, gradients, updates; weights in and out.
+
+It decides where the shards of a tensor lie: ZeRO spreads float32 weights and AdamW's moments over
+the ranks, and a tensor leaves or enters them whole, one at a time. What is marked collective must
+be called by every rank in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dora_pipe.consumers.learners.deepspeed.package import package
+from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
+from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score, untied
+from dora_pipe.consumers.learners.torch.optimizer import MOMENTS
+
+Moment = Literal["exp_avg", "exp_avg_sq"]
+
+BUCKET_ELEMENTS: Final = {"cpu": 1_000_000, "cuda": 50_000_000}
+"""Elements that are reduced and gathered together, by device. DeepSpeed's own default fills 2 GB
+per bucket, which costs a CPU seconds in every step. Sums depend on it: it is a constant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is made of; see `dora_pipe.config.model.Trainer`."""
+
+    zero_stage: int = 2
+    offload: Literal["none", "optimizer", "all"] = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    device: str = "cpu"
+    """`cpu` or `cuda:N`."""
+    lora: LoraOptions | None = None
+    """What is trained, if not all weights."""
+    temperature: float = 1.0
+    """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """The part of a parameter's float32 state that this rank holds."""
+
+    flat: Tensor
+    """What the optimizer updates: the rank's part of everything, one after the other."""
+    at: int
+    """Where the shard begins in `flat`."""
+    start: int
+    """Where it begins in the whole parameter, in elements."""
+    elements: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The shard in something that lies as `flat` does."""
+        return tensor.narrow(0, self.at, self.elements)
+
+
+class _Scored(torch.nn.Module):
+    """The network with its log-probs inside, because ZeRO hooks itself into `forward`.
+
+    The adapter stands beside the network: ZeRO takes what it finds in modules.
+    """
+
+    def __init__(
+        self, network: Any, pairs: Pairs | None, *, lean: bool, temperature: float
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.network = network
+        self.pairs = pairs
+        self.lean = lean
+
+    def forward(self, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+        return score(
+            self.network, ids, places, targets, lean=self.lean, temperature=self.temperature
+        )
+
+
+class Engine:
+    """See the module. Example: ``Engine(assets, EngineOptions(zero_stage=2))``; collective."""
+
+    def __init__(self, assets: Path, options: EngineOptions) -> None:
+        self.options = options
+        network = build(assets)
+        buffers = {id(module): dict(module._buffers) for module in network.modules()}
+        lean = head_is_all(network, "cpu")
+        self.pairs = None if options.lora is None else Pairs(network, options.lora)
+        module = _Scored(network, self.pairs, lean=lean, temperature=options.temperature)
+        stored = _stored(network, self.pairs)
+        self.names: tuple[str, ...] = tuple(stored)
+        """Of what is stored, sorted: parameters and persistent buffers, or the adapter's."""
+        parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
+        self._adamw = torch.optim.AdamW(
+            parameters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay
+        )
+        self._engine: Any = package(options.device).initialize(
+            model=module, optimizer=self._adamw, config=_config(options), dist_init_required=False
+        )[0]
+        self._zero: Any = self._engine.optimizer
+        # A conversion to bfloat16 takes buffers along, and rotations must not be rounded.
+        for one in network.modules():
+            for name, buffer in buffers[id(one)].items():
+                if buffer is not None:
+                    one._buffers[name] = buffer.to(options.device)
+        self._stored = _stored(network, self.pairs)
+        self._base: dict[str, Any] = {} if self.pairs is None else untied(network)
+        """What the adapter stands on: it is loaded, and is neither trained nor read."""
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._shards = {name: self._shard(one) for name, one in self.parameters()}
+        self.forget()
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Of what the adapter stands on, sorted."""
+        return tuple(self._base)
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """Name and parameter, sorted; those that are trained."""
+        for name, tensor in self._stored.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                yield name, tensor
+
+    # A training step
+
+    def logprobs(self, passage: Passage) -> Tensor:
+        """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3."""
+        found: Tensor = self._engine(passage.ids, passage.places, passage.targets)
+        return found
+
+    def base_logprobs(self, passage: Passage) -> Tensor:
+        """As `logprobs`, without the adapter: those of version 0; likewise collective."""
+        assert self.pairs is not None, "whole weights have no base"
+        with torch.no_grad(), self.pairs.off():
+            return self.logprobs(passage)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a rank's part of the loss; collective. `last`: an update follows.
+
+        Gradients are averaged over the ranks, but losses add up: hence the factor.
+        """
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+
+    def update(self, learning_rate: float, norm_max: float) -> float:
+        """Clip and update; the norm of all gradients before. May not be finite. Collective."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        if self.options.zero_stage == 0:
+            own = [one for _, one in self.parameters()]
+            norm = float(torch.nn.utils.clip_grad_norm_(own, norm_max))
+            self._engine.step()
+            return norm
+        self._zero.clip_grad = norm_max
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if norm >= 0.0 else math.inf  # DeepSpeed says -1 where it is not finite
+
+    # Weights and moments, tensor by tensor
+
+    @property
+    def updates(self) -> int:
+        """Updates since the optimizer's state was empty."""
+        for state in self._adamw.state.values():
+            return int(state["step"])
+        return 0
+
+    def read(self, name: str, moment: Moment | None = None) -> Tensor:
+        """A whole tensor: weights, or one of AdamW's moments of them, float32; collective."""
+        tensor = self._stored[name]
+        shard = self._shards.get(name)
+        if shard is None:  # a buffer
+            return tensor.detach()
+        part = shard.of(self._within(shard, moment)).detach()
+        if self._ranks == 1 or self.options.zero_stage == 0:
+            return part[: _size(tensor)].reshape(_shape(tensor))
+        if self.options.zero_stage < 3:
+            if moment is None and self.options.dtype == "float32":
+                return tensor.detach()  # every rank has the whole of it beside its shard
+            return _added(part, shard, tensor).reshape(_shape(tensor))
+        pieces = torch.empty(self._ranks * len(part), dtype=part.dtype, device=self.options.device)
+        dist.all_gather_single(pieces, part.to(self.options.device).contiguous())
+        return pieces[: _size(tensor)].reshape(_shape(tensor))
+
+    def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
+        """Take a whole tensor; the rank keeps its shard of it. The shape must be right."""
+        tensor, shard = self._tensor(name), self._shards.get(name)
+        with torch.no_grad():
+            if shard is None:
+                self._write_whole(tensor, value)
+                return
+            part = _part(value, shard.start, shard.elements)
+            shard.of(self._within(shard, moment)).copy_(part)
+            if moment is not None:
+                return
+            if self.options.zero_stage < 3:
+                tensor.data.copy_(value)
+            else:
+                tensor.ds_tensor.data.copy_(part)
+
+    def _write_whole(self, tensor: Any, value: Tensor) -> None:
+        """What no optimizer changes: buffers, and all that is frozen."""
+        held = getattr(tensor, "ds_tensor", None)
+        if held is None:
+            tensor.copy_(value)
+        else:
+            held.data.copy_(_part(value, self._rank * held.numel(), held.numel()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return _shape(self._tensor(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it crosses: what is trained as float32, the rest as it is held."""
+        return torch.float32 if name in self._shards else self._tensor(name).dtype
+
+    def _tensor(self, name: str) -> Any:
+        return self._stored[name] if name in self._stored else self._base[name]
+
+    @property
+    def moments(self) -> list[tuple[Moment, str]]:
+        """Every moment of every parameter, in the order of their names in a checkpoint."""
+        found: list[tuple[Moment, str]] = []
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found += [(moment, name) for name in self._shards]
+        return sorted(found, key=lambda one: f"{one[0]}/{one[1]}")
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._engine.destroy()
+
+    def forget(self, updates: int = 0) -> None:
+        """Begin with empty moments, as if there had been so many updates."""
+        for flat in {id(one.flat): one.flat for one in self._shards.values()}.values():
+            state: dict[str, Tensor] = {"step": torch.tensor(float(updates))}
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format)
+            self._adamw.state[flat] = state
+
+    def _within(self, shard: _Shard, moment: Moment | None) -> Tensor:
+        if moment is None:
+            return shard.flat.data.reshape(-1)
+        found: Tensor = self._adamw.state[shard.flat][moment].reshape(-1)
+        return found
+
+    def _shard(self, parameter: Any) -> _Shard:
+        """Where this rank's part of a parameter lies; without elements where it has none."""
+        stage, zero = self.options.zero_stage, self._zero
+        if stage == 0:
+            return _Shard(flat=parameter, at=0, start=0, elements=parameter.numel())
+        if stage == 3:
+            group, at, elements = zero.grad_position[zero.get_param_id(parameter)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            return _Shard(flat=flat, at=at, start=elements * self._rank, elements=elements)
+        flats: Sequence[Tensor] = (
+            zero.single_partition_of_fp32_groups
+            if hasattr(zero, "single_partition_of_fp32_groups")
+            else zero.fp32_groups_flat_partition
+        )
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return _Shard(flat=flats[0], at=0, start=0, elements=0)
+        whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return _Shard(
+            flat=flats[mapping.param_group_index],
+            at=part.start,
+            start=whole.start,
+            elements=part.numel,
+        )
+
+
+def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:
+    """What is published, by its name in a file, sorted."""
+    return untied(network) if pairs is None else dict(sorted(pairs.named()))
+
+
+def _part(value: Tensor, start: int, elements: int) -> Tensor:
+    """A rank's shard of a whole tensor."""
+    flat = value.detach().reshape(-1)
+    missing = start + elements - len(flat)
+    if missing > 0:  # ZeRO 3 pads, so that every rank has as much
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat[start : start + elements]
+
+
+def _added(part: Tensor, shard: _Shard, tensor: Tensor) -> Tensor:
+    """A tensor from the shards of all ranks, bit for bit: bits are added, not numbers."""
+    whole = torch.zeros(tensor.numel(), dtype=torch.int32, device=tensor.device)
+    bits = part.to(tensor.device).contiguous().view(torch.int32)
+    whole[shard.start : shard.start + shard.elements] = bits
+    dist.all_reduce(whole)
+    return whole.view(torch.float32)
+
+
+def _size(tensor: Any) -> int:
+    return math.prod(_shape(tensor))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Of the whole tensor: under ZeRO 3 there is nothing where it was."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _config(options: EngineOptions) -> dict[str, Any]:
+    """DeepSpeed's configuration. How gradients add up is ours: see `Engine.backward`."""
+    device = options.device.partition(":")[0]
+    bucket = BUCKET_ELEMENTS[device]
+    zero: dict[str, Any] = {
+        "stage": options.zero_stage,
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        # A small parameter that stays whole would not notice that its shards were written.
+        "stage3_param_persistence_threshold": 0,
+        "stage3_model_persistence_threshold": 0,
+    }
+    there = {"device": "cpu", "pin_memory": device == "cuda"}
+    if options.offload != "none":
+        zero["offload_optimizer"] = there
+    if options.offload == "all":
+        zero["offload_param"] = there
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": options.dtype == "bfloat16"},
+    }
+    if options.dtype == "bfloat16":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

@@ -1,0 +1,147 @@
+"""A rank of a trainer that is not rank 0: it does what rank 0 commands until that ends.
+
+It decides nothing and takes no part in the run: it appends nothing to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from dora_pipe.consumers.learners.deepspeed.commands import (
+    AnyCommand,
+    End,
+    Load,
+    LoadBase,
+    Open,
+    Read,
+    Train,
+)
+from dora_pipe.consumers.learners.deepspeed.package import prepare
+from dora_pipe.core.errors import DoraError
+from dora_pipe.core.process_names import name_process
+from dora_pipe.store.log_location import LogLocation
+from dora_pipe.store.store import PolicyStore
+
+if TYPE_CHECKING:
+    from dora_pipe.consumers.learners.deepspeed.rank import Rank
+    from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
+
+ORPHAN_EVERY_S: Final = 0.5
+"""How often a rank looks whether rank 0 is still there."""
+
+
+def follow_torchrun(device: str, log: LogLocation, store: PolicyStore) -> bool:
+    """Be the rank that torchrun says, with this machine's way to the log and to the policies.
+
+    False where torchrun did not start this process. Raises ConfigError, ResourceError when the
+    other ranks are lost.
+    """
+    from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, torchrun_rank
+
+    prepare(device)
+    info = torchrun_rank()
+    if info is None:
+        return False
+    # Torchrun tells all ranks to stop at once, but rank 0 ends its step first, with everybody.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    group = RankGroup(info, device)
+    group.join()
+    Follower(group, log, store).run()
+    return True
+
+
+class Follower:
+    """Obeys rank 0. `log` and `store` are this machine's; None: rank 0's are here too."""
+
+    def __init__(
+        self, group: RankGroup, log: LogLocation | None = None, store: PolicyStore | None = None
+    ) -> None:
+        self._group = group
+        self._log = log
+        self._store = store
+        self._ranks: dict[int, Rank] = {}
+
+    def run(self) -> None:
+        """Until rank 0 says so. Raises ResourceError when it is lost."""
+        while True:
+            command = self._group.receive()
+            for number in command.retired:
+                self._ranks.pop(number).close()
+            if isinstance(command, End):
+                return
+            self._obey(command)
+
+    def _obey(self, command: AnyCommand) -> None:
+        if isinstance(command, Open):
+            from dora_pipe.consumers.learners.deepspeed.rank import Rank
+
+            if self._log is not None:
+                command = msgspec.structs.replace(command, log=self._log)
+            self._ranks[command.learner] = Rank(self._group, command, self._store)
+            return
+        rank = self._ranks[command.learner]
+        if isinstance(command, LoadBase):
+            rank.load_base()
+        elif isinstance(command, Load):
+            rank.load(command)
+        elif isinstance(command, Read):
+            for _ in rank.read(moments=command.moments):
+                pass
+        elif isinstance(command, Train):
+            self._train(rank, command)
+
+    def _train(self, rank: Rank, command: Train) -> None:
+        ready, trajectories = rank.fetch(command)
+        self._group.reply(ready)
+        if self._group.agree(good=False):
+            self._group.reply(rank.train(command, trajectories))
+
+
+def _watch(parent: int, folder: Path) -> None:
+    """Nobody else would end a rank whose rank 0 was killed while it computes."""
+    while os.getppid() == parent:
+        time.sleep(ORPHAN_EVERY_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def main(words: list[str]) -> int:
+    """``RANK RANKS RENDEZVOUS DEVICE PARENT``: as rank 0 of this machine starts it."""
+    rank, ranks, rendezvous, device, parent = words
+    name_process("trainer rank", rank)
+    threading.Thread(
+        target=_watch, args=(int(parent), Path(rendezvous).parent), name="orphan", daemon=True
+    ).start()
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s trainer rank {rank} %(levelname)s %(message)s",
+    )
+    prepare(device)
+    from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, RankInfo
+
+    info = RankInfo(rank=int(rank), ranks=int(ranks), local_rank=int(rank), rendezvous=rendezvous)
+    try:
+        group = RankGroup(info, device)
+        group.join()
+        Follower(group).run()
+    except DoraError as error:
+        sys.stderr.write(f"trainer rank {rank}: {error.message}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main(sys.argv[1:]))  # no teardown of groups that rank 0 has left

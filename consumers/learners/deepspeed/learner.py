@@ -1,0 +1,390 @@
+"""The learner on DeepSpeed, as rank 0: the port's methods as commands to all ranks.
+
+It decides who does what of a batch: what a step computes is `rank`'s, alike on every
+rank. Equal bits are promised under the same number of ranks and the same ZeRO stage: both say in
+which order gradients are added up, and both are in the numerics fingerprint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import transformers
+from torch import Tensor
+
+from dora_pipe.consumers.learners.deepspeed.commands import (
+    Load,
+    LoadBase,
+    Open,
+    Read,
+    Ready,
+    StepReply,
+    Train,
+)
+from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
+from dora_pipe.consumers.learners.deepspeed.rank import Rank, engine_options
+from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
+from dora_pipe.consumers.learners.deepspeed.share import pass_command, places_of, shares
+from dora_pipe.consumers.learners.packing import minibatches
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, step_settings
+from dora_pipe.consumers.learners.step import (
+    Pass,
+    Sums,
+    contribution,
+    figures_of,
+    items_of,
+    passes_of,
+)
+from dora_pipe.consumers.learners.torch.device import capability, compute_clock, device_class
+from dora_pipe.consumers.learners.torch.lora import Standing
+from dora_pipe.consumers.learners.torch.micro_pass import temperature_numerics
+from dora_pipe.consumers.learners.torch.model import DTYPES, NAMES, read_tensor, tensor_source
+from dora_pipe.consumers.learners.torch.optimizer import STEPS
+from dora_pipe.core.errors import InvariantBroken, NonFinite, PolicyError, ResourceError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.log_location import LogLocation
+from dora_pipe.store.safetensors_file import (
+    Entry,
+    Source,
+    file_sources,
+    manifest_in_memory,
+    mapped,
+    read_entries,
+    read_manifest,
+    write_tensors,
+)
+
+VERSION: Final = "1"
+"""Of the arithmetic; part of the numerics fingerprint."""
+
+_NUMBERS = itertools.count(1)
+_RETIRED: list[int] = []
+"""Learners of this process that nobody holds any more; the next command says so."""
+
+_REPLY = msgspec.msgpack.Decoder(StepReply)
+_READY = msgspec.msgpack.Decoder(Ready)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepspeedOptions:
+    """What stays the same while a run lasts; see `dora_pipe.config.model.Trainer`."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    """Its device is taken from `device` and the rank."""
+    ranks: int = 1
+    rounds_min: int = 1
+    """Passes of every rank per update, at least (`trainer.gradient_accumulation`)."""
+    micro_batch_tokens: int = 16384
+    threads: int = 1
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class DeepspeedLearner:
+    """See the module. Several ranks need batches that are in a log (`TrainGroup.places`).
+
+    Example::
+
+        trainer = DeepspeedLearner(assets, reference=weights_0, log=None)
+        trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
+    """
+
+    name = "deepspeed"
+    version = VERSION
+
+    def __init__(
+        self,
+        assets: Path,
+        *,
+        reference: Path,
+        log: LogLocation | None = None,
+        options: DeepspeedOptions | None = None,
+    ) -> None:
+        """Raises PolicyError, ConfigError, ResourceError when ranks do not come."""
+        self._options = options or DeepspeedOptions()
+        self._group = rank_group(self._options.ranks, self._options.device)
+        self._number = next(_NUMBERS)
+        lora = self._options.engine.lora
+        self._standing = Standing(reference, lora) if lora else None
+        command = Open(
+            learner=self._number,
+            retired=_retired(),
+            assets=str(assets),
+            reference=str(reference),
+            log=log,
+            options=engine_options(self._options.engine),
+            threads=self._options.threads,
+        )
+        self._group.send(command)
+        self._rank = Rank(self._group, command)
+        weakref.finalize(self, _retire, self._number, self._rank).atexit = False
+
+    @property
+    def _engine(self) -> Engine:
+        return self._rank.engine
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        found = read_manifest(weights).digest
+        if found != digest:
+            raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
+        moments: dict[str, Entry] = {}
+        updates = 0
+        if optimizer is not None:
+            moments = self._state(optimizer)
+            with mapped(optimizer) as data:
+                updates = int(read_tensor(data, moments.pop(STEPS)))
+        with self._trained(weights) as trained, mapped(optimizer or weights) as state:
+            command = Load(
+                learner=self._number, retired=_retired(), moments=bool(moments), updates=updates
+            )
+            self._group.send(command)
+
+            def given(name: str) -> Tensor:
+                return read_tensor(state, moments[name]) if name in moments else trained(name)
+
+            self._rank.load(command, given)
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One step: several updates. Raises NonFinite (the state is then no longer valid)."""
+        options = self._options
+        clock = compute_clock(self._group.device, options.threads)
+        start_s = clock()
+        logged = {MICRO_BATCH_TOKENS: options.micro_batch_tokens, **settings}
+        step = step_settings(logged)
+        items = items_of(batch, step)
+        updates = [
+            passes_of([item for group in groups for item in group], number, step)
+            for number, groups in enumerate(minibatches(items, step.minibatches))
+        ]
+        shared = [
+            shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
+            for passes in updates
+            if passes
+        ]
+        places = places_of(batch) if options.ranks > 1 else {}
+        command = Train(
+            learner=self._number,
+            retired=_retired(),
+            settings=dict(logged),
+            updates=[
+                [[pass_command(one, places) for one in own] for own in by_rank]
+                for by_rank in shared
+            ],
+        )
+        replies = self._run_step(command, [one for by_rank in shared for one in by_rank[0]])
+        sums = _sums(shared, replies)
+        if self._standing is not None and sums.updates:
+            self._standing.updated = True
+        flat = [item for group in items for item in group]
+        return StepResult(
+            figures=figures_of(flat, sums),
+            contributions=[contribution(item) for item in flat],
+            compute_s=clock() - start_s,
+        )
+
+    def manifest(self) -> Manifest:
+        """The manifest of the present weights."""
+        return self._weights(manifest_in_memory)
+
+    def save_weights(self, path: Path) -> Manifest:
+        """Write the present weights, tensor by tensor: never is there a second copy of them.
+
+        Raises OSError.
+        """
+        return self._weights(lambda sources: write_tensors(path, sources))
+
+    def save_optimizer(self, path: Path) -> None:
+        """Write the optimizer state, whole and by name: any number of ranks can take it back.
+
+        Raises OSError.
+        """
+        updates = self._engine.updates
+        steps = tensor_source(STEPS, torch.tensor(updates, dtype=torch.int64))
+        if not updates:
+            write_tensors(path, [steps])
+            return
+        names = [(f"{moment}/{name}", name) for moment, name in self._engine.moments]
+        self._whole(lambda sources: write_tensors(path, [*sources, steps]), names, moments=True)
+
+    def numerics(self) -> dict[str, str]:
+        """What the bits of a step depend on beside its inputs."""
+        options, engine = self._options, self._options.engine
+        lora = engine.lora.numerics if engine.lora else {}
+        return (
+            lora
+            | temperature_numerics(engine.temperature)
+            | {
+                "trainer": f"{self.name} {self.version}",
+                "deepspeed": version("deepspeed"),
+                "torch": str(torch.__version__),
+                "transformers": str(transformers.__version__),
+                "python": platform.python_version(),
+                "device": device_class(self._group.device),
+                "capability": capability(self._group.device),
+                "world_size": str(options.ranks),
+                "backend": self._group.backend,
+                "zero_stage": str(engine.zero_stage),
+                "offload": engine.offload,
+                "dtype": engine.dtype,
+                "gradient_accumulation": str(options.rounds_min),
+                "threads": str(options.threads),
+                "micro_batch_tokens": str(options.micro_batch_tokens),
+            }
+        )
+
+    # Files
+
+    @contextmanager
+    def _trained(self, weights: Path) -> Iterator[Callable[[str], Tensor]]:
+        """What is trained of a file, by name; the ranks have the base then. Raises PolicyError."""
+        if self._standing is not None:
+            assert self._engine.pairs is not None
+            layers = self._engine.pairs.layers
+            yield self._standing.take(weights, layers=layers, have=self._have_base).__getitem__
+            return
+        entries = self._fitting(weights, self._engine.names)
+        with mapped(weights) as data:
+            yield lambda name: read_tensor(data, entries[name])
+
+    def _have_base(self, weights: Path) -> None:
+        """Give every rank what the adapter stands on. Raises PolicyError."""
+        entries = self._fitting(weights, self._engine.base_names)
+        self._group.send(LoadBase(learner=self._number, retired=_retired()))
+        with mapped(weights) as data:
+            self._rank.load_base(lambda name: read_tensor(data, entries[name]))
+
+    def _fitting(self, weights: Path, names: Sequence[str]) -> dict[str, Entry]:
+        """The tensors of a file that has what the model has. Raises PolicyError."""
+        engine = self._engine
+        entries = {entry.name: entry for entry in read_entries(weights)}
+        odd = sorted(entries.keys() ^ set(names))
+        if odd:
+            raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
+        for name, entry in entries.items():
+            if entry.shape != engine.shape(name) or entry.dtype not in DTYPES:
+                raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
+        return entries
+
+    def _state(self, path: Path) -> dict[str, Entry]:
+        """The tensors of an optimizer state of this model. Raises PolicyError."""
+        entries = {entry.name: entry for entry in read_entries(path)}
+        shapes = {f"{moment}/{name}": name for moment, name in self._engine.moments}
+        if entries.keys() not in ({STEPS}, {STEPS} | shapes.keys()):
+            raise PolicyError(f"{path} is not the optimizer state of this model")
+        for wanted, name in shapes.items():
+            entry = entries.get(wanted)
+            if entry is not None and entry.shape != self._engine.shape(name):
+                raise PolicyError(f"{path}: {wanted} has shape {entry.shape}")
+        return entries
+
+    def _weights(self, use: Callable[[list[Source]], Manifest]) -> Manifest:
+        names, standing = [(name, name) for name in self._engine.names], self._standing
+        if standing is None:
+            return self._whole(use, names, moments=False)
+        if standing.updated:
+            marks = standing.marks()
+            return self._whole(lambda sources: use([*sources, *marks]), names, moments=False)
+        with file_sources(standing.base) as sources:
+            return use(sources)
+
+    def _whole(
+        self,
+        use: Callable[[list[Source]], Manifest],
+        names: Sequence[tuple[str, str]],
+        *,
+        moments: bool,
+    ) -> Manifest:
+        """Let `use` have every tensor, (name in the file, name), whole, one after the other.
+
+        However it ends, all of them are read: the other ranks are in the middle of it.
+        """
+        self._group.send(Read(learner=self._number, retired=_retired(), moments=moments))
+        following = self._rank.read(moments=moments)
+        engine = self._engine
+        sources = [
+            Source(
+                name=stored,
+                dtype="F32" if moments else NAMES[engine.dtype(name)],
+                shape=engine.shape(name),
+                data=_next(following),
+            )
+            for stored, name in names
+        ]
+        try:
+            return use(sources)
+        finally:
+            for _ in following:
+                pass
+
+    # The other ranks
+
+    def _run_step(self, command: Train, own: Sequence[Pass]) -> list[StepReply]:
+        """What every rank made of its share. Raises InvariantBroken, ResourceError, NonFinite."""
+        group = self._group
+        group.send(command)
+        problem = ""
+        broken = False
+        for rank, data in enumerate(group.replies(), start=1):
+            ready = _READY.decode(data)
+            if ready.why and not problem:
+                problem, broken = f"rank {rank} could not read its share: {ready.why}", ready.broken
+        if not group.agree(good=not problem):
+            raise InvariantBroken(problem) if broken else ResourceError(problem)
+        trajectories = [item.trajectory for one in own for item in one.items]
+        replies = [self._rank.train(command, trajectories)]
+        replies += [_REPLY.decode(data) for data in group.replies()]
+        return replies
+
+
+def _retired() -> tuple[int, ...]:
+    found = tuple(_RETIRED)
+    _RETIRED.clear()
+    return found
+
+
+def _retire(number: int, rank: Rank) -> None:
+    rank.close()
+    _RETIRED.append(number)
+
+
+def _next(following: Iterator[Tensor]) -> Callable[[], memoryview]:
+    """The bytes of the next tensor, when they are wanted."""
+
+    def data() -> memoryview:
+        return memoryview(tensor_source("", next(following)).data())
+
+    return data
+
+
+def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepReply]) -> Sums:
+    """Add up what the ranks report, in the order of their numbers. Raises NonFinite."""
+    sums = Sums()
+    for number, by_rank in enumerate(shared):
+        of_ranks = [reply.updates[number] for reply in replies]
+        norm = of_ranks[0].norm
+        losses = [one.loss for one in of_ranks]
+        # `fsum` raises ValueError for infinities of both signs.
+        sums.loss += math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+        sums.padded_tokens += sum(one.padded_tokens for one in of_ranks)
+        if not math.isfinite(norm) or not math.isfinite(sums.loss):
+            raise NonFinite(f"a step gave gradient norm {norm} and loss {sums.loss}")
+        sums.updates += 1
+        sums.grad_norms.append(norm)
+        for passes, one in zip(by_rank, of_ranks, strict=True):
+            for done, figures in zip(passes, one.rows, strict=True):
+                for item, of_item in zip(done.items, figures, strict=True):
+                    item.figures, item.micro_batch = of_item, done.number
+    return sums

@@ -1,0 +1,286 @@
+"""What every rank of a trainer does with a command, rank 0 among them; it decides nothing.
+
+The arithmetic is the torch learner's; what differs is who does which pass, and that weights and
+gradients lie in pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.consumers.learners.deepspeed.commands import (
+    Load,
+    Open,
+    PassCommand,
+    Ready,
+    StepReply,
+    Train,
+    UpdateReply,
+)
+from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
+from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
+from dora_pipe.consumers.learners.deepspeed.share_reader import ShareReader
+from dora_pipe.consumers.learners.settings import StepSettings, step_settings
+from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token
+from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.objectives.table import needs
+from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.store.store import PolicyStore
+
+IDLE: Final = ([0, 0], [0, 1], [None, 0.0])
+"""The row of a rank that has no pass in a round: two tokens, one of which counts, for nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """A pass on its way: where it lies on the device, and what is known of it."""
+
+    passage: Passage
+    advantages: Tensor
+    weights: Tensor
+    idle: bool
+    padded_tokens: int
+    proximal: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    loss: float = 0.0
+    padded_tokens: int = 0
+    rows: list[list[RowFigures]] = field(default_factory=list)
+
+
+class Rank:
+    """One trainer's part in this process: an engine, and the way to the log.
+
+    Making one, `read` and `train` are collective; the log is opened when it is first needed.
+    """
+
+    def __init__(self, group: RankGroup, command: Open, store: PolicyStore | None = None) -> None:
+        self._group = group
+        self._threads = command.threads
+        self._assets = _assets(command.assets, store)
+        self._reference_path = _reference(command.reference, store)
+        self._place = command.log
+        self._bus: Bus | None = None
+        self._reader: ShareReader | None = None
+        self._reference: TorchModel | None = None
+        self._device = group.device
+        options = msgspec.convert({**command.options, "device": group.device}, EngineOptions)
+        with deterministic(self._threads), group.together():
+            self.engine = Engine(self._assets, options)
+
+    def close(self) -> None:
+        """Let go of engine and log."""
+        self.engine.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._bus is not None:
+            self._bus.close()
+
+    # Weights
+
+    def load_base(self, given: Callable[[str], Tensor] | None = None) -> None:
+        """Take what the adapter stands on; `given` as of `load`."""
+        engine = self.engine
+        for name in engine.base_names:
+            engine.write(name, self._shared(name, name, engine.dtype(name), given))
+
+    def load(self, command: Load, given: Callable[[str], Tensor] | None = None) -> None:
+        """Take what is trained, and moments.
+
+        `given` gives rank 0's tensors by their names in a file.
+        """
+        engine = self.engine
+        with torch.no_grad():
+            for name in engine.names:
+                engine.write(name, self._shared(name, name, engine.dtype(name), given))
+            engine.forget(command.updates)
+            if command.moments:
+                for moment, name in engine.moments:
+                    value = self._shared(f"{moment}/{name}", name, torch.float32, given)
+                    engine.write(name, value, moment)
+
+    def _shared(
+        self,
+        wanted: str,
+        name: str,
+        dtype: torch.dtype,
+        given: Callable[[str], Tensor] | None,
+    ) -> Tensor:
+        """Rank 0's tensor on every rank."""
+        if given is not None:
+            value = given(wanted).to(dtype).contiguous()
+        else:
+            value = torch.empty(self.engine.shape(name), dtype=dtype)
+        return self._group.share(value).to(self._device)
+
+    def read(self, *, moments: bool) -> Iterator[Tensor]:
+        """Every tensor of what is trained or of the moments, whole, one at a time; collective."""
+        with self._group.together():
+            if moments:
+                for moment, name in self.engine.moments:
+                    yield self.engine.read(name, moment)
+            else:
+                for name in self.engine.names:
+                    yield self.engine.read(name)
+
+    # A training step
+
+    def fetch(self, command: Train) -> tuple[Ready, list[Trajectory]]:
+        """Read this rank's share of the batch from the log, in the order of its passes."""
+        passes = _mine(command, self._group.info.rank)
+        places = [row.at for one in passes for row in one.rows]
+        if self._place is None:
+            return Ready(why="this rank was not told where the log is"), []
+        try:
+            if self._reader is None:
+                self._bus = self._place.open()
+                topic = Topics(self._place.run).trajectories
+                self._reader = ShareReader(self._bus, topic, SystemClock())
+            before = self._reader.records
+            found = self._reader.read(places)
+        except BusError as error:
+            return Ready(why=error.message), []
+        except InvariantBroken as error:
+            return Ready(why=error.message, broken=True), []
+        return Ready(records=self._reader.records - before), found
+
+    def train(self, command: Train, trajectories: Sequence[Trajectory]) -> StepReply:
+        """Compute the updates of a step; ends early where a norm is not finite.
+
+        `trajectories` are those of this rank's passes, one after the other.
+        """
+        step = step_settings(command.settings)
+        following = iter(trajectories)
+        with deterministic(self._threads), self._group.together():
+            updates = [self._passes(by_rank, following) for by_rank in command.updates]
+            if needs(step).proximal:
+                self._score_later(updates)
+            done: list[UpdateReply] = []
+            for passes in updates:
+                if not passes:
+                    continue
+                done.append(self._update(passes, step))
+                if not math.isfinite(done[-1].norm):
+                    break
+        return StepReply(updates=done)
+
+    def _passes(
+        self, by_rank: list[list[PassCommand]], following: Iterator[Trajectory]
+    ) -> list[_Pass]:
+        """This rank's passes of an update; as many as the rank with the most has."""
+        found = [self._pass(one, following) for one in by_rank[self._group.info.rank]]
+        while len(found) < max(map(len, by_rank)):
+            passage = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
+            nothing = torch.zeros(1, device=self._device)
+            found.append(
+                _Pass(
+                    passage=passage, advantages=nothing, weights=nothing, idle=True, padded_tokens=0
+                )
+            )
+        return found
+
+    def _pass(self, one: PassCommand, following: Iterator[Trajectory]) -> _Pass:
+        trajectories = [next(following) for _ in one.rows]
+        passage = passage_of(
+            [(row.token_ids, row.loss_mask, row.logprobs) for row in trajectories],
+            width=one.width,
+            device=self._device,
+        )
+        return _Pass(
+            passage=passage,
+            advantages=per_token([row.advantage for row in one.rows], passage),
+            weights=per_token([row.weight for row in one.rows], passage),
+            idle=False,
+            padded_tokens=len(one.rows) * one.width,
+        )
+
+    def _score_later(self, updates: Sequence[Sequence[_Pass]]) -> None:
+        """The proximal log-probs of every update but the first, which computes its own anyway."""
+        for passes in updates[1:]:
+            for one in passes:
+                with torch.no_grad():
+                    one.proximal = self.engine.logprobs(one.passage)
+
+    def _update(self, passes: Sequence[_Pass], step: StepSettings) -> UpdateReply:
+        update = _Update()
+        for number, one in enumerate(passes):
+            loss = self._loss(one, step, update)
+            self.engine.backward(loss, last=number == len(passes) - 1)
+        norm = self.engine.update(step.learning_rate, step.grad_norm_max)
+        return UpdateReply(
+            loss=update.loss, norm=norm, padded_tokens=update.padded_tokens, rows=update.rows
+        )
+
+    def _loss(self, one: _Pass, step: StepSettings, update: _Update) -> Tensor:
+        """The loss of one pass; what its rows did goes into `update`."""
+        base = self._base_logprobs(one, step)
+        logprobs = self.engine.logprobs(one.passage)
+        if one.idle:
+            return logprobs.sum() * 0.0
+        loss, figures = pass_loss(
+            one.passage,
+            logprobs,
+            advantages=one.advantages,
+            weights=one.weights,
+            proximal=one.proximal,
+            reference=self._reference_logprobs if base is None else lambda _: base,
+            step=step,
+        )
+        update.loss += float(loss.detach())
+        update.padded_tokens += one.padded_tokens
+        update.rows.append(figures)
+        return loss
+
+    def _base_logprobs(self, one: _Pass, step: StepSettings) -> Tensor | None:
+        """An adapter's reference is its base; idle or not, the ranks ask for it together."""
+        if self.engine.pairs is None or not needs(step).reference:
+            return None
+        return self.engine.base_logprobs(one.passage)
+
+    def _reference_logprobs(self, passage: Passage) -> Tensor:
+        if self._reference is None:
+            self._reference = TorchModel(
+                self._assets, device=self._device, temperature=self.engine.options.temperature
+            )
+            self._reference.load(self._reference_path)
+        with torch.no_grad():
+            return self._reference.logprobs(passage)
+
+
+def _mine(command: Train, rank: int) -> list[PassCommand]:
+    return [one for by_rank in command.updates for one in by_rank[rank]]
+
+
+def _assets(path: str, store: PolicyStore | None) -> Path:
+    """The model's config, here: as rank 0 sees it, or in this rank's own store."""
+    there = Path(path)
+    return there if store is None or there.is_dir() else store.assets(there.name)
+
+
+def _reference(path: str, store: PolicyStore | None) -> Path:
+    """The weights of version 0, likewise: the file is named by their digest."""
+    there = Path(path)
+    return there if store is None or there.is_file() else store.held_weights(there.stem)
+
+
+def engine_options(options: EngineOptions) -> dict[str, Any]:
+    """`Open.options` of these."""
+    plain: dict[str, Any] = msgspec.to_builtins(options)
+    del plain["device"]
+    return plain

@@ -1,0 +1,140 @@
+"""A trainer without torch for role tests and the simulator: its weights are a hash of their past.
+
+Weights after a step = sha256(weights before, batch, settings), written as a tiny but real
+safetensors file, so that everything around a trainer (digests, checkpoints, replay, divergence)
+runs as in production, in microseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, advantage_rule
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.core.errors import NonFinite, PolicyError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.wire import canonical
+from dora_pipe.store.safetensors_file import (
+    Source,
+    manifest_in_memory,
+    mapped,
+    read_entries,
+    read_manifest,
+    write_tensors,
+)
+
+WEIGHTS_BYTES: Final = 32
+INITIAL: Final = bytes(WEIGHTS_BYTES)
+
+
+class SimulatedLearner:
+    """See the module. `poison` names trajectories whose presence makes a step non-finite.
+
+    Example: ``SimulatedLearner().train(batch, {}).figures["tokens"]``
+    """
+
+    name = "simulated"
+    version = "1"
+
+    def __init__(self, *, flavour: str = "", poison: Sequence[str] = ()) -> None:
+        self._flavour = flavour
+        self._poison = frozenset(poison)
+        self._weights = INITIAL
+        self._steps = 0
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        if read_manifest(weights).digest != digest:
+            raise PolicyError(f"{weights} holds other weights")
+        self._weights = _read(weights, "weights")
+        self._steps = 0
+        if optimizer is not None:
+            self._steps = int.from_bytes(_read(optimizer, "steps"), "little")
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One training step. Raises NonFinite for a poisoned batch."""
+        trajectories = [one for group in batch.groups for one in group.trajectories]
+        poisoned = sorted(self._poison & {one.trajectory for one in trajectories})
+        if poisoned:
+            raise NonFinite(f"{poisoned[0]} makes the loss infinite")
+        past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
+        past.update(self._flavour.encode() + canonical(_logged(settings)))
+        for one in trajectories:
+            past.update(canonical([one.trajectory, one.version, one.reward, list(one.token_ids)]))
+            past.update(canonical(list(one.logprobs)))
+        self._weights = past.digest()
+        self._steps += 1
+        tokens = float(sum(one.sampled for one in trajectories))
+        return StepResult(
+            figures={"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))},
+            contributions=_contributions(batch, settings),
+            compute_s=0.0,
+        )
+
+    def manifest(self) -> Manifest:
+        """The manifest of the present weights."""
+        return manifest_in_memory([_source("weights", self._weights)])
+
+    def save_weights(self, path: Path) -> Manifest:
+        """Write the present weights and describe them."""
+        return write_tensors(path, [_source("weights", self._weights)])
+
+    def save_optimizer(self, path: Path) -> None:
+        """Write the number of steps: all the state there is."""
+        write_tensors(path, [_source("steps", self._steps.to_bytes(8, "little"))])
+
+    def numerics(self) -> dict[str, str]:
+        """What the weights depend on beside inputs."""
+        return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
+
+
+def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
+    """Without what a replay adds: here nothing depends on it."""
+    return {key: value for key, value in settings.items() if key != MICRO_BATCH_TOKENS}
+
+
+def initial_weights(path: Path) -> Manifest:
+    """Write version 0 of a simulated policy."""
+    return write_tensors(path, [_source("weights", INITIAL)])
+
+
+def _source(name: str, data: bytes) -> Source:
+    return Source(name=name, dtype="U8", shape=(len(data),), data=lambda: data)
+
+
+def _read(path: Path, name: str) -> bytes:
+    entries = {entry.name: entry for entry in read_entries(path)}
+    if name not in entries:
+        raise PolicyError(f"{path} is no file of a simulated trainer")
+    with mapped(path) as data:
+        return bytes(data[entries[name].start : entries[name].end])
+
+
+def _contributions(batch: TrainBatch, settings: Settings) -> list[dict[str, Any]]:
+    groups = [(group.version, [one.reward for one in group.trajectories]) for group in batch.groups]
+    advantages = batch_advantages(groups, *advantage_rule(settings))
+    return [
+        _contribution(one, group.group, batch.step, advantage)
+        for group, of_group in zip(batch.groups, advantages, strict=True)
+        for one, advantage in zip(group.trajectories, of_group, strict=True)
+    ]
+
+
+def _contribution(
+    trajectory: Trajectory, group: str, step: int, advantage: float | None
+) -> dict[str, Any]:
+    return {
+        "trajectory": trajectory.trajectory,
+        "group": group,
+        "version": trajectory.version,
+        "staleness": step - trajectory.version,
+        "reward": trajectory.reward,
+        "advantage": advantage,
+        "tokens": trajectory.sampled,
+        "minibatch": 0,
+    }

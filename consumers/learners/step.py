@@ -1,0 +1,205 @@
+"""A batch as items on their way through a step, and what a step says of itself; without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dora_pipe.consumers.learners.packing import MicroBatch, Row, pack
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.settings import StepSettings
+from dora_pipe.consumers.objectives.advantage import batch_advantages, token_weights
+from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.core.errors import NonFinite
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.identity import parse_trajectory_id
+from dora_pipe.schemas.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Item:
+    """A trajectory on its way through a step."""
+
+    trajectory: Trajectory
+    group: str
+    ordinal: int
+    sibling: int
+    staleness: int
+    advantage: float | None
+    counted: int
+    """Tokens that enter the loss."""
+    token_staleness: int
+    """Staleness of every sampled token by the version that sampled it, added up."""
+    minibatch: int = 0
+    micro_batch: int | None = None
+    figures: RowFigures | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """One forward and backward pass of an update."""
+
+    items: Sequence[Item]
+    """Longest first."""
+    weights: Sequence[float]
+    """Of each token of each of them, in the mean over the minibatch."""
+    micro: MicroBatch
+    number: int
+    """Among the passes of its update."""
+    proximal: Tensor | None = None
+    """Log-probs of the counted tokens under the step's first weights, where they are needed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What the updates of a step add up to."""
+
+    loss: float = 0.0
+    updates: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+    padded_tokens: int = 0
+
+
+def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
+    """The trajectories of every group of a batch, with their advantages."""
+    rewards = [
+        (group.version, [trajectory.reward for trajectory in group.trajectories])
+        for group in batch.groups
+    ]
+    advantages = batch_advantages(rewards, settings.advantage, settings.advantage_std)
+    return [
+        [
+            _item(batch.step, group, trajectory, advantage)
+            for trajectory, advantage in zip(group.trajectories, of_group, strict=True)
+        ]
+        for group, of_group in zip(batch.groups, advantages, strict=True)
+    ]
+
+
+def _item(step: int, group: TrainGroup, trajectory: Trajectory, advantage: float | None) -> Item:
+    _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
+    return Item(
+        trajectory=trajectory,
+        group=group.group,
+        ordinal=ordinal,
+        sibling=sibling,
+        staleness=step - group.version,
+        advantage=advantage,
+        counted=int(sum(trajectory.loss_mask[1:])),
+        token_staleness=sum(
+            staleness_of(step, one.version) * (one.end - one.start)
+            for one in trajectory.segments
+            if one.kind == "model"
+        ),
+    )
+
+
+def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> list[Pass]:
+    """The passes of one optimizer update; none if nothing in it has a gradient.
+
+    A zero advantage without a KL term has a gradient of exactly zero: it still counts in the
+    mean, but nothing is computed for it.
+    """
+    for item in items:
+        item.minibatch = minibatch
+    valid = [item for item in items if item.advantage is not None]
+    weights = token_weights(
+        [item.counted for item in valid], settings.loss, tokens=settings.loss_tokens
+    )
+    chosen = [
+        (item, weight)
+        for item, weight in zip(valid, weights, strict=True)
+        if item.counted and (item.advantage or settings.kl)
+    ]
+    rows = [
+        Row(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))
+        for item, _ in chosen
+    ]
+    micros = pack(rows, padded_tokens_max=settings.micro_batch_tokens)
+    return [
+        Pass(
+            items=[chosen[row][0] for row in micro.rows],
+            weights=[chosen[row][1] for row in micro.rows],
+            micro=micro,
+            number=number,
+        )
+        for number, micro in enumerate(micros)
+    ]
+
+
+def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
+    """The step's figures; all finite, and no figure where there is nothing to say."""
+    rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
+    rows = [(item.figures, item.counted) for item in items if item.figures is not None]
+    tokens = sum(count for _, count in rows)
+    sampled = sum(item.trajectory.sampled for item in items)
+    figures = {
+        "loss": sums.loss / max(1, sums.updates),
+        "updates": float(sums.updates),
+        "trajectories": float(len(items)),
+        "masked": float(sum(item.advantage is None for item in items)),
+        "without_gradient": float(len(items) - len(rows)),
+        "tokens": float(sum(item.counted for item in items)),
+        "padded_tokens": float(sums.padded_tokens),
+        "staleness_mean": _mean([item.staleness for item in items]),
+        "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
+        "staleness_max": float(max((item.staleness for item in items), default=0)),
+    }
+    if rewards:
+        figures["reward_mean"] = _mean(rewards)
+    if sums.grad_norms:
+        figures["grad_norm"] = _mean(sums.grad_norms)
+        figures["grad_norm_max"] = max(sums.grad_norms)
+    if rows:
+        figures |= {
+            "ratio_mean": sum(one.ratio_mean * count for one, count in rows) / tokens,
+            "ratio_min": min(one.ratio_min for one, _ in rows),
+            "ratio_max": max(one.ratio_max for one, _ in rows),
+            "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
+            "kl": sum(one.kl * count for one, count in rows) / tokens,
+        }
+    for name in ("weight_mean", "masked_share"):
+        known = [(getattr(one, name), count) for one, count in rows]
+        if known and known[0][0] is not None:
+            figures[name] = sum(value * count for value, count in known) / tokens
+    odd = sorted(name for name, value in figures.items() if not math.isfinite(value))
+    if odd:
+        raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
+    return figures
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values) if values else 0.0
+    except OverflowError:  # Finite ones, whose sum is not.
+        return math.inf
+
+
+def contribution(item: Item) -> dict[str, Any]:
+    """A row of the contributions file."""
+    figures = item.figures
+    trajectory = item.trajectory
+    return {
+        "trajectory": trajectory.trajectory,
+        "group": item.group,
+        "version": trajectory.version,
+        "staleness": item.staleness,
+        "reward": trajectory.reward,
+        "advantage": item.advantage,
+        "tokens": item.counted,
+        "ratio_mean": figures.ratio_mean if figures else None,
+        "ratio_min": figures.ratio_min if figures else None,
+        "ratio_max": figures.ratio_max if figures else None,
+        "clipped_share": figures.clipped_share if figures else None,
+        "kl": figures.kl if figures else None,
+        "loss_share": figures.loss_share if figures else None,
+        "weight_mean": figures.weight_mean if figures else None,
+        "masked_share": figures.masked_share if figures else None,
+        "minibatch": item.minibatch,
+        "micro_batch": item.micro_batch,
+    }

@@ -1,0 +1,1 @@
+"""The learner on plain PyTorch: one process, equal bits under equal numerics."""

@@ -1,0 +1,88 @@
+"""What computes: its class, its clock, and the settings under which it always gives equal bits."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora_pipe.core.errors import ResourceError
+
+
+def device_class(device: str) -> str:
+    """What kind of device computes, e.g. "cuda NVIDIA H100" or "cpu AMD EPYC 9654"."""
+    if device.startswith("cuda"):
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return f"cpu {_processor()}"
+
+
+def capability(device: str) -> str:
+    """Which instructions and libraries it computes with. Raises ResourceError for a cuDNN that this
+    torch was not compiled against: with it a step would fail later, or have other bits."""
+    if device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {_cudnn()}"
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _cudnn() -> int | None:
+    try:
+        found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ResourceError(
+            str(error).partition(". ")[0],
+            hint="unset LD_LIBRARY_PATH, or make an environment from the locks: make gpu",
+        ) from error
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def compute_clock(device: str, threads: int) -> Callable[[], float]:
+    """A clock in seconds that counts what a step computes and as little else as can be."""
+    if device.startswith("cuda"):
+        return lambda: _settled(device)
+    return time.thread_time if threads == 1 else time.process_time
+
+
+def _settled(device: str) -> float:
+    """The time when a GPU has done what it was told: it computes behind the program's back."""
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def deterministic(threads: int) -> Iterator[None]:
+    """One fixed number of threads, deterministic kernels, float32 that is not rounded in products,
+    and back to what was before."""
+    filling: Any = torch.utils.deterministic  # a module that is an object in disguise
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        filling.fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
+    )
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # Filling every fresh buffer only helps to find reads of uninitialised memory; it is slow.
+    filling.fill_uninitialized_memory = False
+    torch.set_float32_matmul_precision("highest")  # an environment may have it otherwise on GPUs
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        filling.fill_uninitialized_memory = before[2]
+        torch.set_float32_matmul_precision(before[3])

@@ -1,0 +1,255 @@
+"""The training step on torch: a function of (weights, optimizer state, batch, settings).
+
+It decides nothing about the run. What makes equal inputs give equal bytes: packing that depends on
+the batch alone, one fixed number of threads, deterministic kernels, no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+from torch import Tensor
+
+from dora_pipe.consumers.learners.packing import Row, minibatches, pack
+from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
+from dora_pipe.consumers.learners.step import (
+    Pass,
+    Sums,
+    contribution,
+    figures_of,
+    items_of,
+    passes_of,
+)
+from dora_pipe.consumers.learners.torch.device import (
+    capability,
+    compute_clock,
+    deterministic,
+    device_class,
+)
+from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
+from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token, temperature_numerics
+from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.optimizer import Optimizer
+from dora_pipe.consumers.objectives.table import needs
+from dora_pipe.core.errors import NonFinite, PolicyError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.safetensors_file import manifest_in_memory, read_manifest, write_tensors
+
+VERSION: Final = "1"
+"""Of the arithmetic; part of the numerics fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """What stays the same while a run lasts; see `dora_pipe.config.model.Trainer`."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    micro_batch_tokens: int = 16384
+    threads: int = 1
+    device: str = "cpu"
+    lora: LoraOptions | None = None
+    """What is trained, if not all weights."""
+    temperature: float = 1.0
+    """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
+
+
+class TorchLearner:
+    """The objectives of `consumers.objectives.table` on a Hugging Face causal LM.
+
+    Example::
+
+        trainer = TorchLearner(assets, reference=store.weights_path(version_0))
+        trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
+        trainer.train(batch, {"trainer.learning_rate": 3e-4, ...}).figures["loss"]
+    """
+
+    name = "torch"
+    version = VERSION
+
+    def __init__(
+        self, assets: Path, *, reference: Path, options: TorchOptions | None = None
+    ) -> None:
+        self._assets = assets
+        self._reference_path = reference
+        self._options = options or TorchOptions()
+        self._model = _model(assets, reference, self._options)
+        self._reference: TorchModel | None = None
+        self._optimizer = self._fresh_optimizer()
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        found = read_manifest(weights).digest
+        if found != digest:
+            raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
+        with deterministic(self._options.threads):
+            self._model.load(weights)
+        self._optimizer = self._fresh_optimizer()
+        if optimizer is not None:
+            self._optimizer.load(optimizer)
+
+    def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
+        """One step: several updates. Raises NonFinite (the state is then no longer valid)."""
+        clock = compute_clock(self._options.device, self._options.threads)
+        start_s = clock()
+        step = step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
+        items = items_of(batch, step)
+        updates = [
+            passes_of([item for group in groups for item in group], number, step)
+            for number, groups in enumerate(minibatches(items, step.minibatches))
+        ]
+        sums = Sums()
+        with deterministic(self._options.threads):
+            if needs(step).proximal:
+                self._score_later(updates)
+            for passes in updates:
+                self._update(passes, step, sums)
+        flat = [item for group in items for item in group]
+        return StepResult(
+            figures=figures_of(flat, sums),
+            contributions=[contribution(item) for item in flat],
+            compute_s=clock() - start_s,
+        )
+
+    def score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """Log-probs under the present weights of rows (token ids, mask), where the mask is 1.
+
+        The first token of a row is predicted by nothing and has none.
+        """
+        found: list[list[float]] = [[] for _ in rows]
+        sized = [
+            Row(ordinal=place, sibling=0, tokens=len(ids)) for place, (ids, _) in enumerate(rows)
+        ]
+        chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
+        micros = pack(
+            [sized[place] for place in chosen],
+            padded_tokens_max=self._options.micro_batch_tokens,
+        )
+        with deterministic(self._options.threads), torch.no_grad():
+            for micro in micros:
+                places = [chosen[row] for row in micro.rows]
+                parts = [(*rows[place], [0.0] * len(rows[place][0])) for place in places]
+                passage = passage_of(parts, width=micro.width, device=self._options.device)
+                scored = torch.split(self._model.logprobs(passage), list(passage.lengths))
+                for place, part in zip(places, scored, strict=True):
+                    found[place] = part.tolist()
+        return found
+
+    def manifest(self) -> Manifest:
+        """The manifest of the present weights."""
+        return manifest_in_memory(self._model.sources())
+
+    def save_weights(self, path: Path) -> Manifest:
+        """Write the present weights to a safetensors file and describe them. Raises OSError."""
+        return write_tensors(path, self._model.sources())
+
+    def save_optimizer(self, path: Path) -> None:
+        """Write the optimizer state to a safetensors file. Raises OSError."""
+        self._optimizer.save(path)
+
+    def numerics(self) -> dict[str, str]:
+        """What the bits of a step depend on beside its inputs."""
+        options = self._options
+        lora = options.lora
+        return (
+            (lora.numerics if lora else {})
+            | temperature_numerics(options.temperature)
+            | {
+                "trainer": f"{self.name} {self.version}",
+                "torch": str(torch.__version__),
+                "transformers": str(transformers.__version__),
+                "python": platform.python_version(),
+                "device": device_class(options.device),
+                "capability": capability(options.device),
+                "world_size": "1",
+                "threads": str(options.threads),
+                "micro_batch_tokens": str(options.micro_batch_tokens),
+            }
+        )
+
+    def _fresh_optimizer(self) -> Optimizer:
+        return Optimizer(
+            list(self._model.parameters()),
+            betas=self._options.betas,
+            weight_decay=self._options.weight_decay,
+        )
+
+    def _score_later(self, updates: Sequence[Sequence[Pass]]) -> None:
+        """The proximal log-probs of every update but the first, which computes its own anyway."""
+        for passes in updates[1:]:
+            for one in passes:
+                with torch.no_grad():
+                    one.proximal = self._model.logprobs(self._passage(one))
+
+    def _update(self, passes: Sequence[Pass], step: StepSettings, sums: Sums) -> None:
+        """One optimizer update from a minibatch; none if nothing in it has a gradient."""
+        if not passes:
+            return
+        self._optimizer.clear()
+        for one in passes:
+            self._accumulate(one, step, sums)
+        norm = self._optimizer.gradient_norm(step.grad_norm_max)
+        if not math.isfinite(norm) or not math.isfinite(sums.loss):
+            raise NonFinite(f"a step gave gradient norm {norm} and loss {sums.loss}")
+        self._optimizer.update(step.learning_rate)
+        self._model.updated()
+        sums.updates += 1
+        sums.grad_norms.append(norm)
+
+    def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
+        """Add the gradient of one pass, and note what each of its rows did."""
+        passage = self._passage(one)
+        loss, figures = pass_loss(
+            passage,
+            self._model.logprobs(passage),
+            advantages=per_token([item.advantage or 0.0 for item in one.items], passage),
+            weights=per_token(one.weights, passage),
+            proximal=one.proximal,
+            reference=self._reference_logprobs,
+            step=step,
+        )
+        torch.autograd.backward(loss)
+        sums.loss += float(loss.detach())
+        sums.padded_tokens += one.micro.padded_tokens
+        for item, of_item in zip(one.items, figures, strict=True):
+            item.figures, item.micro_batch = of_item, one.number
+
+    def _passage(self, one: Pass) -> Passage:
+        rows = [
+            (row.token_ids, row.loss_mask, row.logprobs)
+            for row in (item.trajectory for item in one.items)
+        ]
+        return passage_of(rows, width=one.micro.width, device=self._options.device)
+
+    def _reference_logprobs(self, passage: Passage) -> Tensor:
+        if isinstance(self._model, LoraModel):
+            return self._model.base_logprobs(passage)
+        if self._reference is None:
+            options = self._options
+            self._reference = TorchModel(
+                self._assets, device=options.device, temperature=options.temperature
+            )
+            self._reference.load(self._reference_path)
+        with torch.no_grad():
+            return self._reference.logprobs(passage)
+
+
+def _model(assets: Path, first: Path, options: TorchOptions) -> TorchModel:
+    """The network that is trained, whole or by an adapter on the weights of version 0."""
+    if options.lora is None:
+        return TorchModel(assets, device=options.device, temperature=options.temperature)
+    return LoraModel(
+        assets,
+        base=first,
+        options=options.lora,
+        device=options.device,
+        temperature=options.temperature,
+    )

@@ -1,0 +1,248 @@
+"""A network whose adapter alone is trained; decides where it stands and how it begins.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685): a linear layer computes x W^T + scale (x A^T) B^T, of which
+only A [rank, in] and B [out, rank] learn. The layers of the network stay what they are, with their
+names; the adapter is added to what they give out.
+
+A begins uniform in +-1/sqrt(in), as peft's does, drawn for each layer from the base's digest and
+the layer's name alone; B begins as zero. So before its first update a policy is its base, and has
+the base's digest; and without its adapter it is its base at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, tensor_source
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.adapters import a_name, b_name, base_of, marks, read_adapter
+from dora_pipe.store.safetensors_file import Source, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """What an adapter is; see `dora_pipe.config.model.Lora`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What an adapter makes counts so many times."""
+        return self.alpha / self.rank
+
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What it adds to a trainer's fingerprint."""
+        layers = " ".join(sorted(set(self.targets)))
+        return {"lora": f"rank {self.rank}, scale {self.scale:g}, {layers}"}
+
+
+class Pair(torch.nn.Module):
+    """A and B beside one linear layer: what they add to its output."""
+
+    def __init__(self, weight: Tensor, options: LoraOptions) -> None:
+        super().__init__()
+        out, in_ = weight.shape
+        self.a = torch.nn.Parameter(torch.zeros(options.rank, in_, device=weight.device))
+        self.b = torch.nn.Parameter(torch.zeros(out, options.rank, device=weight.device))
+        self._scale = options.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """scale (x A^T) B^T."""
+        linear = torch.nn.functional.linear
+        return linear(linear(x, self.a), self.b) * self._scale
+
+
+class Pairs(torch.nn.Module):
+    """The adapter of a network, which is frozen from now on.
+
+    A module beside the network, not in it, so that ZeRO finds what is trained and no layer is
+    called otherwise than before.
+    """
+
+    def __init__(self, network: Any, options: LoraOptions) -> None:
+        """Raises PolicyError where the network has none of the layers."""
+        super().__init__()
+        network.requires_grad_(False)
+        self._on = True
+        self._by_layer: dict[str, Pair] = {}
+        self.layers: dict[str, tuple[int, int]] = {}
+        """Adapted layers, sorted, with their (out, in)."""
+        for name, linear in _adapted(network, options.targets):
+            self._by_layer[name] = Pair(linear.weight, options)
+            self.layers[name] = tuple(linear.weight.shape)
+            linear.register_forward_hook(self._adding(self._by_layer[name]))
+        self.modules_ = torch.nn.ModuleList(self._by_layer.values())
+
+    def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every matrix, by its name in a file."""
+        for layer, pair in self._by_layer.items():
+            yield a_name(layer), pair.a
+            yield b_name(layer), pair.b
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The network is its base: version 0."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def _adding(self, pair: Pair) -> Callable[[Any, Any, Tensor], Tensor]:
+        def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
+            added: Tensor = output + pair(inputs[0]) if self._on else output
+            return added
+
+        return add
+
+
+class Standing:
+    """Which base a policy stands on, and whether it has learned anything since it began there.
+
+    Whoever has the network sees to it that the base is in it (`have` of `take`).
+    """
+
+    def __init__(self, first: Path, options: LoraOptions) -> None:
+        self._first = first
+        self._options = options
+        self._digest = ""
+        self.base = first
+        """The file of the base."""
+        self.updated = False
+        """The optimizer has changed the adapter."""
+
+    def take(
+        self,
+        weights: Path,
+        *,
+        layers: Mapping[str, tuple[int, int]],
+        have: Callable[[Path], None],
+    ) -> dict[str, Tensor]:
+        """The matrices of whole weights, on which an adapter begins, or of one on version 0.
+
+        `have` is called with the base, if the network has another. Raises PolicyError if they do
+        not fit.
+        """
+        base = base_of(weights)
+        path = weights if base is None else self._first
+        digest = self._digest if base == self._digest else read_manifest(path).digest
+        if base not in (None, digest):
+            raise PolicyError(f"the adapter stands on weights {base[:12]}, not on {digest[:12]}")
+        if base is None:
+            matrices = _begun(digest, layers, self._options.rank)
+        else:
+            matrices = _read(weights, layers, self._options)
+        if digest != self._digest:
+            self._digest = ""
+            have(path)
+            self._digest = digest
+        self.base, self.updated = path, base is not None
+        return matrices
+
+    def marks(self) -> list[Source]:
+        """What the file of an adapter says of its base."""
+        return marks(self._digest, self._options.scale)
+
+
+class LoraModel(TorchModel):
+    """The network of a model directory on frozen weights, with an adapter.
+
+    Example: ``LoraModel(assets, base=version_0, options=options, device="cpu").load(weights)``
+    """
+
+    def __init__(
+        self,
+        assets: Path,
+        *,
+        base: Path,
+        options: LoraOptions,
+        device: str,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(assets, device=device, temperature=temperature)
+        self.pairs = Pairs(self.network, options)
+        self._standing = Standing(base, options)
+
+    def load(self, weights: Path) -> None:
+        """Take whole weights, on which an adapter begins, or an adapter on version 0.
+
+        Raises PolicyError if they do not fit.
+        """
+        matrices = self._standing.take(weights, layers=self.pairs.layers, have=super().load)
+        with torch.no_grad():
+            for name, matrix in self.parameters():
+                matrix.copy_(matrices[name])
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and matrix of the adapter."""
+        yield from self.pairs.named()
+
+    def base_logprobs(self, passage: Passage) -> Tensor:
+        """As `logprobs`, under the base, which is version 0; no second copy of it is needed."""
+        with torch.no_grad(), self.pairs.off():
+            return self.logprobs(passage)
+
+    def sources(self) -> list[Source]:
+        """The adapter and what it stands on; before the first update the base itself."""
+        if not self._standing.updated:
+            return super().sources()
+        found = [tensor_source(name, matrix) for name, matrix in self.parameters()]
+        return found + self._standing.marks()
+
+    def updated(self) -> None:
+        """The optimizer has changed the adapter."""
+        self._standing.updated = True
+
+
+def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:
+    found = [
+        (name, module)
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets
+    ]
+    if not found:
+        raise PolicyError(f"the model has no layer {' or '.join(targets)}")
+    return sorted(found, key=lambda one: one[0])
+
+
+def _begun(base: str, layers: Mapping[str, tuple[int, int]], rank: int) -> dict[str, Tensor]:
+    """The matrices with which an adapter on this base begins."""
+    found: dict[str, Tensor] = {}
+    for layer, (out, in_) in layers.items():
+        seed = hashlib.sha256(f"{base} {layer}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+        drawn = torch.rand((rank, in_), generator=generator) * 2 - 1
+        found[a_name(layer)] = drawn / math.sqrt(in_)
+        found[b_name(layer)] = torch.zeros(out, rank)
+    return found
+
+
+def _read(
+    weights: Path, layers: Mapping[str, tuple[int, int]], options: LoraOptions
+) -> dict[str, Tensor]:
+    """The matrices of an adapter's file, which must be one of these layers."""
+    adapter = read_adapter(weights, digest=read_manifest(weights).digest)
+    if odd := sorted(adapter.pairs.keys() ^ layers.keys()):
+        raise PolicyError(f"{weights} does not fit the run: {odd[0]!r} is on one side only")
+    if adapter.scale != np.float32(options.scale):
+        raise PolicyError(f"{weights} does not fit the run: its scale is {adapter.scale:g}")
+    found: dict[str, Tensor] = {}
+    for layer, (a, b) in adapter.pairs.items():
+        out, in_ = layers[layer]
+        if (a.shape, b.shape) != ((options.rank, in_), (out, options.rank)):
+            raise PolicyError(f"{weights} does not fit the run: {layer!r} is another")
+        found[a_name(layer)], found[b_name(layer)] = torch.from_numpy(a), torch.from_numpy(b)
+    return found

@@ -1,0 +1,229 @@
+"""A Hugging Face causal LM as the trainer needs it: log-probs of chosen tokens, weights in and out.
+
+It decides where logits are computed: only at positions that predict a sampled token. Models whose
+logits are more than their head on their hidden states (soft caps, scales) are found by a probe and
+take the general way. Dropout is off: a step must be a function of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.safetensors_file import Entry, Source, mapped, read_entries
+
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+_PROBE_TOKENS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """Right-padded rows of one pass, and which of their tokens count.
+
+    `places` are flat indices (row * width + position) of the hidden states that predict the
+    counted tokens, row after row; `targets` and `behaviour` stand beside them.
+    """
+
+    ids: Tensor  # [rows, width] int64
+    places: Tensor  # [N] int64
+    targets: Tensor  # [N] int64
+    behaviour: Tensor  # [N] float32
+    lengths: tuple[int, ...]
+    """Counted tokens per row; they add up to N."""
+
+
+class TorchModel:
+    """The network of a model directory, with weights loaded from the store.
+
+    Its policy is softmax(logits / `temperature`), as it was sampled from.
+
+    Example: ``TorchModel(assets, device="cpu").load(store.weights_path(digest))``
+    """
+
+    def __init__(self, assets: Path, *, device: str, temperature: float = 1.0) -> None:
+        self.device = device
+        self._temperature = temperature
+        self.network: Any = build(assets).to(device)
+        self.lean = False
+
+    def load(self, weights: Path) -> None:
+        """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
+        load_weights(self.network, weights)
+        self.lean = head_is_all(self.network, self.device)
+
+    def logprobs(self, passage: Passage) -> Tensor:
+        """Log-probs of the counted tokens at the model's temperature, [N] float32.
+
+        Rows are padded on the right and attention is causal, so padding reaches no counted token
+        and needs no mask.
+        """
+        return score(
+            self.network,
+            passage.ids,
+            passage.places,
+            passage.targets,
+            lean=self.lean,
+            temperature=self._temperature,
+        )
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and parameter, tied ones once."""
+        yield from self.network.named_parameters()
+
+    def updated(self) -> None:
+        """The optimizer has changed the parameters."""
+
+    def sources(self) -> list[Source]:
+        """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
+        return [tensor_source(name, tensor) for name, tensor in untied(self.network).items()]
+
+
+def build(assets: Path) -> Any:
+    """The network that a config.json describes, with arbitrary weights. Raises PolicyError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        config = AutoConfig.from_pretrained(assets, local_files_only=True)
+        network = make(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
+    network.eval()
+    return network
+
+
+def load_weights(network: Any, weights: Path) -> None:
+    """Copy a safetensors file into a network, tensor by tensor. Raises PolicyError."""
+    wanted = untied(network)
+    found = {entry.name: entry for entry in read_entries(weights)}
+    odd = sorted(wanted.keys() ^ found.keys())
+    if odd:
+        raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
+    with mapped(weights) as data, torch.no_grad():
+        for name, tensor in wanted.items():
+            entry = found[name]
+            if tuple(tensor.shape) != entry.shape or entry.dtype not in DTYPES:
+                raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
+            tensor.copy_(read_tensor(data, entry))
+
+
+def read_tensor(data: memoryview, entry: Entry) -> Tensor:
+    """A copy of one tensor of a mapped safetensors file."""
+    with data[entry.start : entry.end] as part:
+        copied = np.array(part, dtype=np.uint8)
+    return torch.from_numpy(copied).view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def tensor_source(name: str, tensor: Tensor) -> Source:
+    """A tensor as something to write."""
+
+    def data() -> memoryview:
+        plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+        bytes_: Any = plain.view(torch.uint8).numpy()
+        return memoryview(bytes_)
+
+    return Source(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+
+
+def untied(network: Any) -> dict[str, Tensor]:
+    """The state of a network without second names of the same tensor."""
+    seen: set[int] = set()
+    kept: dict[str, Tensor] = {}
+    names = {name for name, _ in network.named_parameters()}
+    state: dict[str, Tensor] = network.state_dict(keep_vars=True)
+    # Parameters first: their names are the ones that the optimizer uses too.
+    for name in sorted(state, key=lambda name: name not in names):
+        tensor = state[name]
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept[name] = tensor
+    return dict(sorted(kept.items()))
+
+
+def passage_of(
+    rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float | None]]],
+    *,
+    width: int,
+    device: str,
+) -> Passage:
+    """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`.
+
+    The first token of a row is predicted by nothing and never counts.
+    """
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    places, targets, behaviour, lengths = [], [], [], []
+    for row, (token_ids, mask, logprobs) in enumerate(rows):
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        ids[row, : len(tokens)] = tokens
+        counted = counted_positions(mask)
+        places.append(row * width + counted - 1)
+        targets.append(tokens[counted])
+        behaviour.append(np.array([logprobs[at] for at in counted.tolist()], dtype=np.float32))
+        lengths.append(len(counted))
+    return Passage(
+        ids=torch.from_numpy(ids).to(device),
+        places=torch.from_numpy(np.concatenate(places)).to(device),
+        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        behaviour=torch.from_numpy(np.concatenate(behaviour)).to(device),
+        lengths=tuple(lengths),
+    )
+
+
+def counted_positions(mask: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Positions of the tokens that count, without the first of the sequence."""
+    return np.flatnonzero(np.asarray(mask)[1:]) + 1
+
+
+def score(
+    network: Any, ids: Tensor, places: Tensor, targets: Tensor, *, lean: bool, temperature: float
+) -> Tensor:
+    """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`.
+
+    `lean` is what `head_is_all` says of the network: logits are then computed at `places` only.
+    """
+    if lean:
+        hidden = network.base_model(input_ids=ids, use_cache=False)[0]
+        logits = network.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, places))
+    else:
+        logits = network(input_ids=ids, use_cache=False).logits
+        logits = logits.flatten(0, 1).index_select(0, places)
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def head_is_all(network: Any, device: str) -> bool:
+    """Whether logits are exactly the head on the last hidden states."""
+    head = network.get_output_embeddings()
+    if head is None or network.base_model is network:
+        return False
+    ids = torch.arange(_PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
+    with torch.no_grad():
+        whole = network(input_ids=ids, use_cache=False).logits
+        lean = head(network.base_model(input_ids=ids, use_cache=False)[0])
+    return torch.equal(whole, lean)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,90 @@
+"""AdamW with a state that can be written to a safetensors file and taken back bit for bit.
+
+It decides nothing but the names in that file: `steps`, and per parameter `exp_avg/<name>` and
+`exp_avg_sq/<name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.safetensors_file import Source, mapped, read_entries, write_tensors
+
+STEPS: Final = "steps"
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW over named parameters, with gradient clipping by the global norm."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._adamw = torch.optim.AdamW(
+            self._parameters, lr=0.0, betas=betas, weight_decay=weight_decay
+        )
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def gradient_norm(self, norm_max: float) -> float:
+        """Clip the gradients to `norm_max`; returns their norm before. May not be finite."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, norm_max)
+        return float(norm)
+
+    def update(self, learning_rate: float) -> None:
+        """One AdamW update from the gradients that are there."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+
+    def save(self, path: Path) -> None:
+        """Write the state to a safetensors file. Raises OSError."""
+        write_tensors(path, self._sources())
+
+    def load(self, path: Path) -> None:
+        """Take the state of a file. Raises PolicyError if it is not of these parameters."""
+        entries = {entry.name: entry for entry in read_entries(path)}
+        wanted = {f"{moment}/{name}" for name in self._names for moment in MOMENTS}
+        if entries.keys() not in ({STEPS}, {STEPS} | wanted):
+            raise PolicyError(f"{path} is not the optimizer state of this model")
+        with mapped(path) as data:
+            tensors = {name: read_tensor(data, entry) for name, entry in entries.items()}
+        steps = tensors.pop(STEPS)
+        self._adamw.state.clear()
+        if not tensors:
+            return
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            state: dict[str, Tensor] = {"step": steps.to(torch.float32).clone()}
+            for moment in MOMENTS:
+                value = tensors[f"{moment}/{name}"]
+                if value.shape != parameter.shape:
+                    raise PolicyError(f"{path}: {moment} of {name!r} has shape {value.shape}")
+                state[moment] = value.to(parameter.device)
+            self._adamw.state[parameter] = state
+
+    def _sources(self) -> list[Source]:
+        steps = 0
+        sources: list[Source] = []
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            state = self._adamw.state.get(parameter)
+            if not state:
+                continue
+            steps = int(state["step"])
+            sources += [tensor_source(f"{moment}/{name}", state[moment]) for moment in MOMENTS]
+        assert len(sources) in (0, len(MOMENTS) * len(self._names))
+        return [tensor_source(STEPS, torch.tensor(steps, dtype=torch.int64)), *sources]

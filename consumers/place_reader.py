@@ -1,0 +1,96 @@
+"""Reads records at given places of a topic, those close together in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import BusError
+from dora_pipe.core.retry import retry_bus
+
+POLL_S: Final = 1.0
+"""One wait for records that are known to be there."""
+
+EMPTY_POLLS_MAX: Final = 60
+"""So many waits in vain, one after the other, and the log counts as unreachable."""
+
+
+class Place(NamedTuple):
+    """Where a record lies."""
+
+    partition: int
+    offset: int
+
+
+class PlaceReader:
+    """One reader per partition, which seeks. `gap`: offsets this close are read in one go.
+
+    Example: ``PlaceReader(bus, "demo.trajectories", clock, gap=2).read([Place(0, 17)])``
+    """
+
+    def __init__(self, bus: Bus, topic: str, clock: Clock, *, gap: int) -> None:
+        self._bus = bus
+        self._topic = topic
+        self._clock = clock
+        self._gap = gap
+        self._readers: dict[int, Reader] = {}
+
+    def read(self, places: Iterable[Place]) -> Iterator[Record]:
+        """The records at these places, and those between that are read with them.
+
+        Places must have been passed by some reader before. Raises BusError when the records of
+        one do not come.
+        """
+        for stretch in stretches(places, self._gap):
+            yield from self._read_stretch(stretch)
+
+    def close(self) -> None:
+        """Close the readers; idempotent."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _read_stretch(self, stretch: Sequence[Place]) -> Iterator[Record]:
+        partition, first, last = stretch[0].partition, stretch[0].offset, stretch[-1].offset
+        at = TopicPartition(self._topic, partition)
+        if partition not in self._readers:
+            self._readers[partition] = retry_bus(
+                "reading", lambda: self._bus.reader({at: first}), self._clock
+            )
+        reader = self._readers[partition]
+        reader.seek(at, first)
+        yield from read_until(reader, at, last + 1, self._clock, records_max=last - first + 1)
+
+
+def read_until(
+    reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = 500
+) -> Iterator[Record]:
+    """Records from a reader's position on, until it has passed `end`; these are known to be there.
+
+    Some after `end` may be among the last. Raises BusError when they do not come.
+    """
+    empty = 0
+    while reader.position(at) < end:
+        polled = retry_bus(
+            f"reading {at.topic}",
+            lambda: reader.poll(timeout_s=POLL_S, records_max=records_max),
+            clock,
+        )
+        yield from polled
+        empty = 0 if polled else empty + 1
+        if empty > EMPTY_POLLS_MAX:
+            raise BusError(f"{at.topic}/{at.partition} has records that do not come")
+
+
+def stretches(places: Iterable[Place], gap: int) -> list[list[Place]]:
+    """Places of one partition that lie within `gap` of each other, sorted."""
+    found: list[list[Place]] = []
+    for place in sorted(places):
+        last = found[-1][-1] if found else None
+        near = last is not None and last.partition == place.partition
+        if last is not None and near and place.offset - last.offset <= gap:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found

@@ -1,0 +1,285 @@
+"""Reads all trajectories once, in order, into a bounded cache; decides what is kept and evicted.
+
+The log itself is what the cache spills to: an entry that was evicted, or that lies before the
+point where reading began, is read again from its place by a second reader. So memory is bounded by
+records and bytes whatever the staleness, and nothing is ever written twice. What goes first is what
+a batch will want last: the latest deadline.
+
+A record that cannot be read is reported once, when it is passed, and its partition goes on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.checks import record_bytes
+from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.consumers.place_reader import Place, PlaceReader
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import LogTruncated, SchemaError
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
+from dora_pipe.core.runtime import Meter
+from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.headers import parse_headers
+from dora_pipe.schemas.identity import parse_trajectory_id
+from dora_pipe.schemas.trajectory import Headers
+from dora_pipe.schemas.wire import sha256_hex
+
+LOG = logging.getLogger(__name__)
+
+RECORDS_MAX: Final = 8192
+BYTES_MAX: Final = 256 * 1024 * 1024
+"""Default bounds of the cache: keys, headers and values as they lie in the log."""
+
+POLL_RECORDS_MAX: Final = 500
+SEEK_GAP: Final = 64
+"""Offsets this close are read in one go instead of with a seek of their own."""
+
+STALE_MIN: Final = 1024
+"""Entries of the eviction order that are tidied up only when so many are stale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What lies at a place: a readable record, or why there is none."""
+
+    record: Record | None = None
+    headers: Headers | None = None
+    sha256: str = ""
+    """Of the value bytes."""
+    error: SchemaError | None = None
+
+    @property
+    def why(self) -> str:
+        """Why the record cannot be used; empty if it can."""
+        return "" if self.error is None else f"unreadable: {self.error.message}"
+
+
+class BatchReader:
+    """The trainer's view of the trajectories topic; one thread uses it.
+
+    `starts` are the positions per partition to read from (others from the log's
+    beginning). Example::
+
+        reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
+        while (found := reader.find([Place(0, 17)], timeout_s=0.05)) is None: ...
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topic: str,
+        *,
+        run: str,
+        starts: Mapping[int, int],
+        clock: Clock,
+        meter: Meter | None = None,
+        records_max: int = RECORDS_MAX,
+        bytes_max: int = BYTES_MAX,
+    ) -> None:
+        self.meter = meter or Meter()
+        self._bus = bus
+        self._topic = topic
+        self._run = run
+        self._clock = clock
+        self._records_max = records_max
+        self._bytes_max = bytes_max
+        self._partitions = retry_bus("reading", lambda: bus.partitions(topic), clock)
+        partitions = [TopicPartition(topic, number) for number in range(self._partitions)]
+        # Retention may have deleted what no open group wants.
+        begins = retry_bus("reading", lambda: [bus.begin(tp) for tp in partitions], clock)
+        positions = {
+            tp: max(starts.get(tp.partition, 0), begin)
+            for tp, begin in zip(partitions, begins, strict=True)
+        }
+        self._reader = retry_bus("reading", lambda: bus.reader(positions), clock)
+        self._places = PlaceReader(bus, topic, clock, gap=SEEK_GAP)
+        self._cache: dict[Place, Found] = {}
+        self._latest: list[tuple[int, int, int]] = []  # heap of (-deadline, -offset, partition)
+        self._deadline_min = 0
+        self._letters: list[DeadLetter] = []
+        self._waiting_since_ns: int | None = None
+        self.bytes = 0
+        """Of the cached records."""
+        self.waits_for = ""
+        """The place that the last `find` has not reached, in words; empty when it has all."""
+        self.seeks = 0
+        """Records that were read again from their place."""
+
+    @property
+    def records(self) -> int:
+        """Cached records."""
+        return len(self._cache)
+
+    def read_ahead(self, *, timeout_s: float) -> int:
+        """Read what is there, waiting up to `timeout_s` for a first record; how many came.
+
+        Raises BusError when the log stays away, LogTruncated.
+        """
+        with self.meter.spend("bus"):
+            records = retry_bus(
+                "reading trajectories",
+                lambda: self._reader.poll(timeout_s=timeout_s, records_max=POLL_RECORDS_MAX),
+                self._clock,
+            )
+        with self.meter.spend("codec"):
+            for record in records:
+                self._pass(record)
+        return len(records)
+
+    def find(self, places: Sequence[Place], *, timeout_s: float) -> dict[Place, Found] | None:
+        """What lies at these places; None while some have not been reached (call it again).
+
+        Raises LogTruncated when the log has ended before a place for `DELIVERY_TIMEOUT_S`.
+        """
+        behind = self._behind(places)
+        if behind is not None:
+            moved = self.read_ahead(timeout_s=timeout_s)
+            behind = self._behind(places)
+            self._wait_on(behind, bool(moved))
+        self.waits_for = self._words(behind)
+        if behind is not None:
+            return None
+        found = {place: self._cache[place] for place in places if place in self._cache}
+        found |= self._seek([place for place in places if place not in found])
+        return found
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Forget records that will not be wanted again (if they are: they are read again)."""
+        for place in places:
+            self._forget(place)
+
+    def drop_before(self, deadline: int) -> None:
+        """Forget records that no later step may train, and keep no such ones from now on."""
+        self._deadline_min = deadline
+        overdue = [
+            place
+            for place, found in self._cache.items()
+            if found.headers is not None and found.headers.deadline < deadline
+        ]
+        self.drop(overdue)
+
+    def letters(self) -> list[DeadLetter]:
+        """Dead letters for the unreadable records passed since the last call."""
+        letters, self._letters = self._letters, []
+        return letters
+
+    def letter(self, record: Record, error: SchemaError) -> DeadLetter:
+        """A dead letter for a record that turned out to be unreadable later."""
+        return DeadLetter(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            why=error.message,
+            path=error.path,
+            at_ns=self._clock.wall_ns(),
+            key=record.key,
+            value=record.value,
+            headers=record.headers,
+        )
+
+    def close(self) -> None:
+        """Close the readers; idempotent."""
+        self._reader.close()
+        self._places.close()
+
+    def _behind(self, places: Iterable[Place]) -> Place | None:
+        """The first place that the reader has not passed; partitions that do not exist are none."""
+        for place in places:
+            at = TopicPartition(self._topic, place.partition)
+            exists = 0 <= place.partition < self._partitions
+            if exists and self._reader.position(at) <= place.offset:
+                return place
+        return None
+
+    def _words(self, behind: Place | None) -> str:
+        if behind is None:
+            return ""
+        position = self._reader.position(TopicPartition(self._topic, behind.partition))
+        return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
+
+    def _wait_on(self, behind: Place | None, moved: bool) -> None:
+        """A place that the log does not reach for a long time was lost."""
+        now_ns = self._clock.now_ns()
+        if behind is None or moved:
+            self._waiting_since_ns = None
+        elif self._waiting_since_ns is None:
+            self._waiting_since_ns = now_ns
+        elif now_ns - self._waiting_since_ns > DELIVERY_TIMEOUT_S * 1e9:
+            raise LogTruncated(
+                f"{self._topic}/{behind.partition} does not reach {behind.offset}, "
+                "where a trajectory was logged",
+                hint="records that were acknowledged are gone; restore the log from a copy",
+            )
+
+    def _pass(self, record: Record) -> None:
+        """Keep a record that a batch may want."""
+        found = self._look_at(record)
+        if found.headers is None:
+            assert found.error is not None
+            where = f"{record.topic}/{record.partition} offset {record.offset}"
+            LOG.warning("unreadable record at %s: %s", where, found.error.message)
+            self._letters.append(self.letter(record, found.error))
+            return
+        wanted = found.headers.trajectory.startswith("g")
+        if wanted and found.headers.deadline >= self._deadline_min:
+            self._keep(Place(record.partition, record.offset), found)
+
+    def _look_at(self, record: Record) -> Found:
+        """Parse headers and digest the value; the value itself is decoded when it is trained."""
+        try:
+            headers = parse_headers(record.headers)
+            parse_trajectory_id(headers.trajectory)
+            if lost := lost_claim(record):
+                raise SchemaError(lost)
+            sha256 = sha256_hex(record.value)
+            if headers.run != self._run:
+                raise SchemaError(f"a record of run {headers.run}", path="$.headers.run")
+            if headers.sha256 != sha256:
+                raise SchemaError("not the sha256 of the value", path="$.headers.sha256")
+        except SchemaError as error:
+            return Found(record=record, error=error)
+        return Found(record=record, headers=headers, sha256=sha256)
+
+    def _keep(self, place: Place, found: Found) -> None:
+        assert found.record is not None
+        assert found.headers is not None
+        self._forget(place)
+        self._cache[place] = found
+        self.bytes += record_bytes(found.record)
+        heapq.heappush(self._latest, _lateness(place, found))
+        while self.bytes > self._bytes_max or len(self._cache) > self._records_max:
+            _, offset, partition = heapq.heappop(self._latest)
+            self._forget(Place(partition, -offset))
+
+    def _forget(self, place: Place) -> None:
+        found = self._cache.pop(place, None)
+        if found is not None and found.record is not None:
+            self.bytes -= record_bytes(found.record)
+        if len(self._latest) > 2 * len(self._cache) + STALE_MIN:
+            self._latest = [_lateness(at, one) for at, one in self._cache.items()]
+            heapq.heapify(self._latest)
+
+    def _seek(self, places: Sequence[Place]) -> dict[Place, Found]:
+        """Read places that were passed already, partition by partition."""
+        nothing = Found(error=SchemaError("the log has nothing at its place"))
+        found = dict.fromkeys(places, nothing)
+        wanted = [place for place in places if 0 <= place.partition < self._partitions]
+        with self.meter.spend("bus"):
+            records = list(self._places.read(wanted))
+        for record in records:
+            place = Place(record.partition, record.offset)
+            if place in found:
+                found[place] = self._look_at(record)
+                self.seeks += 1
+        return found
+
+
+def _lateness(place: Place, found: Found) -> tuple[int, int, int]:
+    assert found.headers is not None
+    return (-found.headers.deadline, -place.offset, place.partition)

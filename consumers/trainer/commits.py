@@ -1,0 +1,130 @@
+"""The committed steps of a run as the trainer remembers them; decides which commits count. Pure.
+
+Of each commit only a note is kept (which step, where it lies, which weights, whether there is a
+checkpoint), so that memory does not grow with batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dora_pipe.consumers.trainer.checks import Known
+from dora_pipe.schemas.control import RunStarted, StepCommitted
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import TakeBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitNote:
+    """A committed step and where its commit lies in control."""
+
+    step: int
+    attempt: int
+    offset: int
+    digest: str
+    """Weights after the step."""
+    checkpoint: Blob | None
+
+
+@dataclass(slots=True, kw_only=True)
+class CommitHistory:
+    """The committed steps of a run, contiguous from 0, and what a restart needs beside them."""
+
+    run_started: RunStarted | None = None
+    role_epoch: int = -1
+    """The newest of the trainer; -1 for none."""
+    notes: list[CommitNote] = field(default_factory=list)
+    decisions_next: int = 0
+    """Where to go on in the decisions topic."""
+    trained: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Group to (step, deadline), as long as the deadline is not past."""
+    kept: set[int] = field(default_factory=lambda: {0})
+    """Versions that no commit has dropped."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Per partition the smallest offset of the last commit that took from it."""
+
+    @property
+    def next_step(self) -> int:
+        """The step that is not committed yet."""
+        return len(self.notes)
+
+    def digest_of(self, version: int) -> str:
+        """Weights digest of a committed version."""
+        assert self.run_started is not None
+        if version == 0:
+            return self.run_started.policy.digest
+        return self.notes[version - 1].digest
+
+    def checkpoint_of(self, version: int) -> str:
+        """sha256 of the optimizer state of a committed version; empty where none was kept."""
+        blob = self.notes[version - 1].checkpoint if version else None
+        return "" if blob is None else blob.sha256
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether the run lets trajectories mix versions; a frozen key."""
+        assert self.run_started is not None
+        return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
+
+    def known(self, decision: TakeBatch, *, run: str) -> Known:
+        """As much of this history as the checks of a batch need."""
+        versions = {group.version for group in decision.groups}
+        if self.interruptible and versions:
+            versions.update(range(max(0, min(versions)), self.next_step + 1))
+        exist = {version for version in versions if 0 <= version <= self.next_step}
+        names = {group.group for group in decision.groups} & self.trained.keys()
+        return Known(
+            run=run,
+            next_step=self.next_step,
+            digests={version: self.digest_of(version) for version in exist},
+            interruptible=self.interruptible,
+            trained={name: self.trained[name][0] for name in names},
+        )
+
+    def add(self, offset: int, commit: StepCommitted) -> bool:
+        """Take in a commit; whether it counts.
+
+        A step that is committed again under a higher attempt replaces the earlier commit: the
+        orchestrator had ended that batch meanwhile (`fail-batch`) and rejected it. Any other
+        commit of a step that is not the next one is rejected by the orchestrator too. What a
+        commit drops is gone either way.
+        """
+        self.kept.difference_update(commit.dropped)
+        if self.notes and commit.step == self.next_step - 1:
+            if commit.attempt <= self.notes[-1].attempt:
+                return False
+            self.revoke()
+        if commit.step != self.next_step:
+            return False
+        self.notes.append(
+            CommitNote(
+                step=commit.step,
+                attempt=commit.attempt,
+                offset=offset,
+                digest=commit.digest_after,
+                checkpoint=commit.checkpoint,
+            )
+        )
+        self.kept.add(commit.step + 1)
+        self.decisions_next = commit.decisions_next
+        self._remember(commit)
+        return True
+
+    def revoke(self) -> None:
+        """Forget the last commit: it was rejected."""
+        step = self.notes.pop().step
+        self.kept.discard(step + 1)
+        self.trained = {name: at for name, at in self.trained.items() if at[0] != step}
+
+    def _remember(self, commit: StepCommitted) -> None:
+        for group in commit.groups:
+            self.trained[group.group] = (commit.step, group.deadline)
+        past = [name for name, (_, deadline) in self.trained.items() if deadline < commit.step]
+        for name in past:
+            del self.trained[name]
+        smallest: dict[int, int] = {}
+        for taken in (one for group in commit.groups for one in group.trajectories):
+            smallest[taken.partition] = min(
+                taken.offset, smallest.get(taken.partition, taken.offset)
+            )
+        self.starts |= smallest

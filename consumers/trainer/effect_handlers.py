@@ -1,0 +1,306 @@
+"""The trainer's slow work, effect by effect: restore, fetch, train, publish; it decides nothing.
+
+Every effect is a generator of events. It yields None where it must wait for the log, so that the
+same code runs in a thread of its own (production) and step by step in one thread (tests and
+simulator). One thread uses it, with a bus of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.consumers.contributions import write_contributions
+from dora_pipe.consumers.learners.port import Learner, StepResult, TrainBatch
+from dora_pipe.consumers.place_reader import Place
+from dora_pipe.consumers.trainer.batch_reader import BYTES_MAX, RECORDS_MAX, BatchReader, Found
+from dora_pipe.consumers.trainer.batch_source import batch_of, find, places_of
+from dora_pipe.consumers.trainer.checks import Arrived, check_batch
+from dora_pipe.consumers.trainer.effects import (
+    Adopted,
+    BatchFetched,
+    DropFiles,
+    Effect,
+    Event,
+    FetchBatch,
+    PolicyPublished,
+    PublishPolicy,
+    Replayed,
+    Restore,
+    Restored,
+    StepTrained,
+    TrainStep,
+    Unreadable,
+)
+from dora_pipe.consumers.trainer.recovery import read_commits
+from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, steps_again
+from dora_pipe.consumers.trainer.status import Gauges
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import ReplayDiverged, ResourceError, SchemaError
+from dora_pipe.core.retry import until_there_is_room
+from dora_pipe.core.runtime import Meter
+from dora_pipe.schemas.control import TakenTrajectory
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.store.store import BlobKind, PolicyStore
+
+LOG = logging.getLogger(__name__)
+
+Key = tuple[int, int]
+"""(step, attempt) of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlersSetup:
+    """What the work needs to know of its run."""
+
+    topics: Topics
+    initial: Manifest
+    """Version 0."""
+    starts: Mapping[int, int]
+    """Positions per partition to read trajectories from."""
+    adopt: bool = False
+    records_max: int = RECORDS_MAX
+    bytes_max: int = BYTES_MAX
+
+
+class EffectHandlers:
+    """See the module. `make_learner` is called once, when the first effect needs it."""
+
+    def __init__(
+        self,
+        setup: HandlersSetup,
+        *,
+        bus: Bus,
+        store: PolicyStore,
+        make_learner: Callable[[], Learner],
+        clock: Clock,
+        meter: Meter,
+    ) -> None:
+        self._setup = setup
+        self._bus = bus
+        self._store = store
+        self._make_learner = make_learner
+        self._clock = clock
+        self._learner: Learner | None = None
+        self._fetched: tuple[Key, TrainBatch] | None = None
+        self._trained: tuple[Key, StepResult] | None = None
+        self._no_room = ""
+        """Why nothing can be published now."""
+        self.reader = BatchReader(
+            bus,
+            setup.topics.trajectories,
+            run=setup.topics.run,
+            starts=setup.starts,
+            clock=clock,
+            meter=meter,
+            records_max=setup.records_max,
+            bytes_max=setup.bytes_max,
+        )
+
+    def run(self, effect: Effect) -> Iterator[Event | None]:
+        """The events of an effect, None while it waits for the log."""
+        if isinstance(effect, Restore):
+            return self._restore(effect)
+        if isinstance(effect, FetchBatch):
+            return self._fetch(effect)
+        if isinstance(effect, TrainStep):
+            return self._train(effect)
+        if isinstance(effect, DropFiles):
+            return self._drop(effect)
+        return self._publish(effect)
+
+    def idle(self) -> Iterator[Event]:
+        """Read ahead a bit, without waiting; what is cached then costs no step any time."""
+        self.reader.read_ahead(timeout_s=0.0)
+        yield from self._letters()
+
+    def gauges(self) -> Gauges:
+        """How it is with the reader, or with the store while that has no room."""
+        waits_for = self._no_room or self.reader.waits_for
+        return Gauges(self.reader.records, self.reader.bytes, waits_for)
+
+    def close(self) -> None:
+        """Close the reader; idempotent."""
+        self.reader.close()
+
+    @property
+    def learner(self) -> Learner:
+        """The learner, made when it is first asked for."""
+        if self._learner is None:
+            self._learner = self._make_learner()
+        return self._learner
+
+    def _restore(self, effect: Restore) -> Iterator[Event | None]:
+        """Newest usable checkpoint, then the committed steps after it, each digest compared."""
+        self._fetched = self._trained = None
+        learner = self.learner
+        base = load_base(self._store, learner, self._setup.initial, effect.notes)
+        commits = read_commits(
+            self._bus, self._setup.topics, effect.notes[base : effect.step], self._clock
+        )
+        for replayed in steps_again(self.reader, learner, commits, strict=True):
+            if replayed is None:
+                yield None
+            elif replayed.equal:
+                LOG.info("step %d replayed, weights equal", replayed.step)
+                yield Replayed(step=replayed.step)
+            else:
+                last = replayed.step == effect.step - 1
+                if adopted := (yield from self._diverged(replayed, last=last)):
+                    yield adopted
+        digest = learner.manifest().digest
+        if not self._store.has_weights(digest):
+            yield from self._weights()
+        yield Restored(step=effect.step, digest=digest, numerics=learner.numerics())
+
+    def _diverged(
+        self, replayed: ReplayedStep, *, last: bool
+    ) -> Generator[None, None, Adopted | None]:
+        """Take the committed weights if that was allowed. Raises ReplayDiverged, PolicyError.
+
+        Weights that retention has dropped are passed by: those of the last step are there.
+        """
+        other = replayed.other_numerics
+        because = f"other {', '.join(other)}" if other else "although the numerics are the same"
+        why = f"tensor {replayed.tensor} differs ({because})"
+        if not self._setup.adopt:
+            raise ReplayDiverged(
+                f"step {replayed.step} gave other weights than those committed: {why}",
+                hint="--adopt goes on from the committed weights; audit will report the break",
+            )
+        if not last and not self._store.has_weights(replayed.digest_committed):
+            LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)
+            return None
+        # The optimizer state of the replay is the best there is; it goes through a file, because
+        # that is the only way into a learner.
+        blob = yield from self._blob("optimizer", self.learner.save_optimizer)
+        self.learner.load(
+            self._store.weights(replayed.digest_committed),
+            digest=replayed.digest_committed,
+            optimizer=self._store.verify_blob("optimizer", blob.sha256),
+        )
+        LOG.warning("step %d: committed weights adopted, %s", replayed.step, why)
+        return Adopted(
+            step=replayed.step,
+            digest_committed=replayed.digest_committed,
+            digest_replayed=replayed.digest_replayed,
+            why=why,
+        )
+
+    def _fetch(self, effect: FetchBatch) -> Iterator[Event | None]:
+        decision = effect.decision
+        self._fetched = None
+        self.reader.drop_before(effect.known.next_step)
+        found = yield from find(self.reader, decision.groups)
+        letters = list(self._letters())
+        arrived: dict[str, Arrived] = {}
+        for taken in (one for group in decision.groups for one in group.trajectories):
+            at = found[Place(taken.partition, taken.offset)]
+            arrived[taken.trajectory], letter = self._arrived(taken, at)
+            letters += [] if letter is None else [letter]
+        offenders = check_batch(decision, arrived, effect.known)
+        if not offenders:
+            whole = {name: _whole(one) for name, one in arrived.items()}
+            key = (decision.step, decision.attempt)
+            self._fetched = key, batch_of(decision.step, decision.groups, whole)
+            self.reader.drop(places_of(decision.groups))
+        yield from letters
+        yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
+
+    def _arrived(self, taken: TakenTrajectory, at: Found) -> tuple[Arrived, Unreadable | None]:
+        """What a record turns out to be; one whose value cannot be read is a dead letter."""
+        if at.error is not None or at.record is None:
+            return Arrived(why=at.why), None
+        try:
+            with self.reader.meter.spend("codec"):
+                trajectory = decode_trajectory(at.record.value)
+        except SchemaError as error:
+            letter = self.reader.letter(at.record, error)
+            return Arrived(why=f"unreadable: {error.message}"), Unreadable(letter=letter)
+        return Arrived(headers=at.headers, sha256=at.sha256, trajectory=trajectory), None
+
+    def _train(self, effect: TrainStep) -> Iterator[Event]:
+        key = (effect.step, effect.attempt)
+        assert self._fetched is not None
+        assert self._fetched[0] == key
+        batch = self._fetched[1]
+        self._fetched = None
+        result = self.learner.train(batch, effect.settings)
+        self._trained = key, result
+        yield StepTrained(
+            step=effect.step,
+            attempt=effect.attempt,
+            figures=result.figures,
+            compute_s=result.compute_s,
+        )
+
+    def _publish(self, effect: PublishPolicy) -> Iterator[Event | None]:
+        """Files first; the commit that names them comes after, or never.
+
+        Where there is no room it waits for some. What an earlier try has published stays: the same
+        bytes have the same name.
+        """
+        assert self._trained is not None
+        key, result = self._trained
+        assert key == (effect.step, effect.attempt)
+        manifest = yield from self._weights()
+        contributions = yield from self._blob(
+            "contributions", lambda path: write_contributions(path, result.contributions)
+        )
+        checkpoint = None
+        if effect.checkpoint:
+            checkpoint = yield from self._blob("optimizer", self.learner.save_optimizer)
+        self._trained = None
+        yield PolicyPublished(
+            step=effect.step,
+            attempt=effect.attempt,
+            manifest=manifest,
+            contributions=contributions,
+            checkpoint=checkpoint,
+        )
+
+    def _weights(self) -> Generator[None, None, Manifest]:
+        """Publish the learner's weights, as soon as there is room. Raises NoRoom."""
+        publish = partial(self._store.publish_weights, self.learner.save_weights)
+        return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
+
+    def _blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Generator[None, None, Blob]:
+        """Publish a blob, as soon as there is room. Raises NoRoom."""
+        publish = partial(self._store.publish_blob, kind, write)
+        what = "publishing a checkpoint" if kind == "optimizer" else f"publishing {kind}"
+        return until_there_is_room(what, publish, self._clock, self._tell_room)
+
+    def _tell_room(self, why: str) -> None:
+        self._no_room = why
+
+    def _drop(self, effect: DropFiles) -> Iterator[Event]:
+        """Delete; what cannot be deleted is left to `prune`: training does not end for it."""
+        try:
+            for digest in effect.weights:
+                self._store.drop_weights(digest)
+            for sha256 in effect.optimizers:
+                self._store.drop_blob("optimizer", sha256)
+        except ResourceError as error:
+            LOG.warning("dropped versions stay in the store: %s", error.message)
+        yield from ()
+
+    def _letters(self) -> Iterator[Unreadable]:
+        for letter in self.reader.letters():
+            yield Unreadable(letter=letter)
+
+
+def _whole(arrived: Arrived) -> Trajectory:
+    assert arrived.trajectory is not None
+    return arrived.trajectory
+
+
+EFFECTS: Final = (Restore, FetchBatch, TrainStep, PublishPolicy, DropFiles)
+"""The effect types that `EffectHandlers.run` takes."""

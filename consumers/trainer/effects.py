@@ -1,0 +1,129 @@
+"""What the trainer's machine wants done, and what it hears back; it decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.trainer.checks import Known
+from dora_pipe.consumers.trainer.commits import CommitNote
+from dora_pipe.schemas.control import Offender
+from dora_pipe.schemas.dead_letter import DeadLetter
+from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.rounds import TakeBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Bring the trainer to where `step` is the next one: a checkpoint, then committed steps."""
+
+    step: int
+    notes: tuple[CommitNote, ...]
+    """Of the steps 0 to `step` - 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchBatch:
+    """Find, check and decode every trajectory of a batch."""
+
+    decision: TakeBatch
+    known: Known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """Train on the batch that was fetched last."""
+
+    step: int
+    attempt: int
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishPolicy:
+    """Write the files of the step that was trained last."""
+
+    step: int
+    attempt: int
+    checkpoint: bool
+    """Whether to keep the optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropFiles:
+    """Delete files of versions that a durable commit has dropped. No event follows."""
+
+    weights: tuple[str, ...]
+    """Weights digests."""
+    optimizers: tuple[str, ...]
+    """sha256 of optimizer states."""
+
+
+Effect = Restore | FetchBatch | TrainStep | PublishPolicy | DropFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A committed step was trained again on the way to `Restored`, with equal bytes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A committed step gave other bytes here; its committed weights were taken instead."""
+
+    step: int
+    digest_committed: str
+    digest_replayed: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The trainer's weights are those before `step`."""
+
+    step: int
+    digest: str
+    numerics: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFetched:
+    """A batch was looked at; without offenders it is ready to be trained."""
+
+    step: int
+    attempt: int
+    offenders: tuple[Offender, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrained:
+    """A step was computed; its weights lie in the trainer's memory only."""
+
+    step: int
+    attempt: int
+    figures: Mapping[str, float]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPublished:
+    """The files of a step are durable; nothing names them yet."""
+
+    step: int
+    attempt: int
+    manifest: Manifest
+    contributions: Blob
+    checkpoint: Blob | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A record of the trajectories topic could not be read."""
+
+    letter: DeadLetter
+
+
+Event = Replayed | Adopted | Restored | BatchFetched | StepTrained | PolicyPublished | Unreadable

@@ -1,0 +1,406 @@
+"""The trainer without IO: decisions and finished work go in, commits and orders for work come out.
+
+    phase        waits for                 then
+    restoring    Restored                  idle
+    idle         a batch of the next step  reading
+    reading      BatchFetched              training, or refusing if there are offenders
+    refusing     the refusal is durable    idle, for another attempt
+    training     StepTrained               publishing
+    publishing   PolicyPublished           committing
+    committing   the commit is durable     idle, the next step is the next one
+    ended
+
+Rules:
+
+1. A step is committed by one record and by nothing else; files without it are orphans.
+2. Only the newest attempt of the next step counts. If a newer one appears while an older one is in
+   work (its groups were ended by a user), that is dropped; had it changed the weights, they are
+   restored. A newer attempt of the step committed last takes that commit back in the same way.
+3. Nothing is begun before everything that was in the log at the start has been read: the batch that
+   was decided first may have been replaced since.
+4. Asked to stop, the machine finishes a step that is being trained, and begins no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.effects import (
+    Adopted,
+    BatchFetched,
+    DropFiles,
+    FetchBatch,
+    PolicyPublished,
+    PublishPolicy,
+    Replayed,
+    Restore,
+    Restored,
+    StepTrained,
+    TrainStep,
+    Unreadable,
+)
+from dora_pipe.consumers.trainer.retention import droppable, files_of
+from dora_pipe.consumers.trainer.status import Gauges, Phase, waits
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
+from dora_pipe.core.status_schedule import Address, StatusSchedule
+from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits, WaitTracker
+from dora_pipe.schemas.batch import batch_digest
+from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
+from dora_pipe.schemas.dead_letter import encode_dead_letter
+from dora_pipe.schemas.metrics import Cost, TrainerStatus
+from dora_pipe.schemas.rounds import StopRun, Succession, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.store.transfers.port import weights_url
+
+LOG = logging.getLogger(__name__)
+
+KEY: Final = b"trainer"  # of everything the trainer writes
+
+_BREAKS_OFF: Final = frozenset({"restoring", "idle", "reading", "refusing"})
+"""Phases in which a stop loses nothing: what was begun is begun again after a restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """What stays the same while this incarnation lasts."""
+
+    topics: Topics
+    role_epoch: int
+    checkpoint_every: int
+    heartbeat_ns: int
+    keep_every: int = 0  # of the checkpoints; 0 drops nothing
+    limits: Limits = DEFAULT_LIMITS
+    quiet_ns: int = 0  # statuses without news are so far apart
+    transfers: str = ""  # address at which workers get the newest weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A batch decision, and the position behind the round that carried it."""
+
+    decision: TakeBatch
+    decisions_next: int
+
+
+class TrainerMachine:
+    """A `core.runtime.Machine`; `history` is what control said at the start, and is kept up.
+
+    `cached` tells of the batch reader and its cache.
+    """
+
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        history: CommitHistory,
+        *,
+        cost: Callable[[], Cost],
+        cached: Callable[[], Gauges],
+    ) -> None:
+        self.phase: Phase = "restoring"
+        self.history = history
+        self._setup = setup
+        self._cost = cost
+        self._cached = cached
+        self._succession = Succession()
+        self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
+        self._present: _Taken | None = None
+        self._refused: tuple[int, int] = (-1, 0)
+        self._trained: StepTrained | None = None
+        self._commit: StepCommitted | None = None
+        self._numerics: Mapping[str, str] = {}
+        self._adopted = False
+        self._replaying = 0
+        self._caught_up = False
+        self._run_over = False
+        self._stop_asked = False
+        self._begun = False
+        self._schedule = StatusSchedule(heartbeat_ns=setup.heartbeat_ns, quiet_ns=setup.quiet_ns)
+        self._waits = WaitTracker("trainer", setup.limits)
+        self._out = Outputs()
+
+    # The machine's port
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """The decisions, from behind the last commit's."""
+        return {TopicPartition(self._setup.topics.decisions, 0): self.history.decisions_next}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over, or this role was asked to stop and has."""
+        return self.phase == "ended"
+
+    def wake_at(self) -> int:
+        """At once to begin, then at each heartbeat."""
+        return self._schedule.due_ns
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """One turn: take the inputs in, begin what can be begun, say how it is."""
+        self._out = Outputs()
+        if not self._begun:
+            self._begun = True
+            self._restore()
+        for one in inputs:
+            handler = _HANDLERS.get(type(one))
+            assert handler is not None, type(one).__name__
+            handler(self, one, now)
+        self._advance()
+        self._heartbeat(now)
+        return self._out
+
+    # What comes in
+
+    def _on_record(self, record: Record, now: Now) -> None:
+        round_ = self._succession.read(record.offset, record.value)
+        if round_ is None:
+            LOG.warning("decisions offset %d: a round of an older orchestrator", record.offset)
+            return
+        for decision in round_.decisions:
+            if isinstance(decision, TakeBatch):
+                self._on_batch(_Taken(decision=decision, decisions_next=record.offset + 1))
+            elif isinstance(decision, StopRun):
+                self._run_over = True
+
+    def _on_batch(self, taken: _Taken) -> None:
+        step, attempt = taken.decision.step, taken.decision.attempt
+        known = self._taken.get(step)
+        if known is None or attempt > known.decision.attempt:
+            self._taken[step] = taken
+            self._run_over = False
+
+    def _on_caught_up(self, _event: CaughtUp, now: Now) -> None:
+        self._caught_up = True
+
+    def _on_stop(self, _event: StopAsked, now: Now) -> None:
+        self._stop_asked = True
+
+    def _on_replayed(self, event: Replayed, now: Now) -> None:
+        self._replaying = event.step + 1
+
+    def _on_adopted(self, event: Adopted, now: Now) -> None:
+        self._adopted = True
+        self._replaying = event.step + 1
+        adopted = WeightsAdopted(
+            at_ns=now.wall_ns,
+            step=event.step,
+            role_epoch=self._setup.role_epoch,
+            digest_committed=event.digest_committed,
+            digest_replayed=event.digest_replayed,
+            why=event.why,
+        )
+        self._append(self._setup.topics.control, adopted)
+
+    def _on_restored(self, event: Restored, now: Now) -> None:
+        assert event.step == self.history.next_step
+        assert event.digest == self.history.digest_of(event.step)
+        self._numerics = event.numerics
+        self._end_attempt("idle")
+
+    def _on_fetched(self, event: BatchFetched, now: Now) -> None:
+        if self._is_dropped():
+            self._end_attempt("idle")
+        elif event.offenders:
+            self.phase = "refusing"
+            refused = BatchRefused(
+                at_ns=now.wall_ns,
+                step=event.step,
+                attempt=event.attempt,
+                role_epoch=self._setup.role_epoch,
+                offenders=event.offenders,
+            )
+            self._refused = (event.step, event.attempt)
+            self._append(self._setup.topics.control, refused, tag="refused")
+        else:
+            self.phase = "training"
+            settings = self._decision.settings
+            self._out.effects.append(
+                TrainStep(step=event.step, attempt=event.attempt, settings=settings)
+            )
+
+    def _on_trained(self, event: StepTrained, now: Now) -> None:
+        if self._is_dropped():
+            self._restore()
+            return
+        self.phase = "publishing"
+        self._trained = event
+        due = (event.step + 1) % self._setup.checkpoint_every == 0
+        self._out.effects.append(
+            PublishPolicy(step=event.step, attempt=event.attempt, checkpoint=due or self._adopted)
+        )
+
+    def _on_policy(self, event: PolicyPublished, now: Now) -> None:
+        if self._is_dropped():
+            self._restore()
+            return
+        self.phase = "committing"
+        self._commit = self._committed(event, now)
+        self._append(self._setup.topics.control, self._commit, tag="committed")
+
+    def _on_published(self, event: Published, now: Now) -> None:
+        if event.tag == "refused":
+            self._end_attempt("idle")
+            return
+        assert self._commit is not None
+        counted = self.history.add(event.offset, self._commit)
+        assert counted, self._commit.step
+        LOG.info("step %d committed", self._commit.step)
+        if self._commit.dropped:
+            files = files_of(self.history, self._commit.dropped)
+            self._out.effects.append(DropFiles(weights=files.weights, optimizers=files.optimizers))
+        self._adopted = False
+        self._end_attempt("idle")
+
+    def _on_unreadable(self, event: Unreadable, now: Now) -> None:
+        letter = event.letter
+        try:
+            value, headers = encode_dead_letter(letter)
+        except SchemaError as unfit:
+            LOG.error("offset %d of %s: %s", letter.offset, letter.topic, unfit.message)
+            return
+        topic = self._setup.topics.dead_letters
+        append = Append(topic=topic, key=KEY, value=value, headers=headers)
+        self._out.publish.append(Publish(record=append))
+
+    # What goes out
+
+    def _advance(self) -> None:
+        """Begin what can be begun, or end."""
+        if self._stop_asked and (self.phase in _BREAKS_OFF or self._cached().waits_for):
+            self.phase = "ended"
+        if self.phase != "idle" or not self._caught_up:
+            return
+        if self._is_revoked():
+            LOG.warning("the commit of step %d was rejected", self.history.next_step - 1)
+            self.history.revoke()
+            self._restore()
+            return
+        step = self.history.next_step
+        self._taken = {at: taken for at, taken in self._taken.items() if at >= step - 1}
+        taken = self._taken.get(step)
+        if taken is not None and (step, taken.decision.attempt) != self._refused:
+            self._fetch(taken)
+        elif self._run_over:
+            self.phase = "ended"
+
+    def _fetch(self, taken: _Taken) -> None:
+        self.phase = "reading"
+        self._present = taken
+        self._out.effects.append(
+            FetchBatch(
+                decision=taken.decision,
+                known=self.history.known(taken.decision, run=self._setup.topics.run),
+            )
+        )
+
+    def _committed(self, event: PolicyPublished, now: Now) -> StepCommitted:
+        """The commit of the present step."""
+        assert self._present is not None
+        assert self._trained is not None
+        decision = self._decision
+        return StepCommitted(
+            at_ns=now.wall_ns,
+            step=decision.step,
+            attempt=decision.attempt,
+            role_epoch=self._setup.role_epoch,
+            groups=decision.groups,
+            batch_digest=batch_digest(decision.groups),
+            digest_before=self.history.digest_of(decision.step),
+            digest_after=event.manifest.digest,
+            policy=event.manifest,
+            contributions=event.contributions,
+            figures=dict(self._trained.figures),
+            settings=decision.settings,
+            numerics=dict(self._numerics),
+            decisions_next=self._present.decisions_next,
+            compute_s=self._trained.compute_s,
+            checkpoint=event.checkpoint,
+            adopted=self._adopted,
+            dropped=droppable(
+                self.history, event.checkpoint, decision.pins, self._setup.keep_every
+            ),
+        )
+
+    def _restore(self) -> None:
+        """Bring the weights back to where the next step begins."""
+        self._end_attempt("restoring")
+        self._replaying = 0
+        self._adopted = False
+        step = self.history.next_step
+        self._out.effects.append(Restore(step=step, notes=tuple(self.history.notes)))
+
+    def _end_attempt(self, phase: Phase) -> None:
+        self.phase = phase
+        self._present = self._trained = self._commit = None
+
+    @property
+    def _decision(self) -> TakeBatch:
+        assert self._present is not None
+        return self._present.decision
+
+    def _is_dropped(self) -> bool:
+        """Whether a newer attempt of the present step was decided."""
+        newest = self._taken.get(self._decision.step)
+        return newest is not None and newest.decision.attempt > self._decision.attempt
+
+    def _is_revoked(self) -> bool:
+        """Whether a newer attempt of the step committed last was decided."""
+        if not self.history.notes:
+            return False
+        newest = self._taken.get((last := self.history.notes[-1]).step)
+        return newest is not None and newest.decision.attempt > last.attempt
+
+    def _append(self, topic: str, what: msgspec.Struct, tag: str = "") -> None:
+        append = Append(topic=topic, key=KEY, value=encode(what))
+        self._out.publish.append(Publish(record=append, tag=tag))
+
+    def _heartbeat(self, now: Now) -> None:
+        """Waits are looked at in every turn: so it is known to the turn when one began."""
+        gauges, step = self._cached(), self.history.next_step
+        found = waits(
+            self.phase,
+            step,
+            replayed=self._replaying,
+            caught_up=self._caught_up,
+            refused=self._refused,
+            reading=gauges.waits_for,
+        )
+        present = self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        if now.mono_ns < self._schedule.due_ns:
+            return
+        status = TrainerStatus(
+            at_ns=now.wall_ns,
+            waits=present,
+            cost=self._cost(),
+            role_epoch=self._setup.role_epoch,
+            step=step,
+            phase=self.phase,
+            cached_records=gauges.records,
+            cached_bytes=gauges.bytes,
+            weights_at=weights_url(self._setup.transfers, self.history.digest_of(step)),
+        )
+        to = Address(self._setup.topics.metrics, KEY)
+        self._out.publish += self._schedule.publish(status, to, now.mono_ns)
+
+
+_HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {
+    Record: TrainerMachine._on_record,
+    CaughtUp: TrainerMachine._on_caught_up,
+    HeldBack: lambda *_: None,  # Decisions that come late are obeyed late.
+    StopAsked: TrainerMachine._on_stop,
+    Published: TrainerMachine._on_published,
+    Replayed: TrainerMachine._on_replayed,
+    Adopted: TrainerMachine._on_adopted,
+    Restored: TrainerMachine._on_restored,
+    BatchFetched: TrainerMachine._on_fetched,
+    StepTrained: TrainerMachine._on_trained,
+    PolicyPublished: TrainerMachine._on_policy,
+    Unreadable: TrainerMachine._on_unreadable,
+}

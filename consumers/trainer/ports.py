@@ -1,0 +1,149 @@
+"""Two ways to run the trainer's work: in a thread of its own, or step by step in the loop.
+
+They decide nothing but when: a step may take minutes, and heartbeats must go on meanwhile. Between
+effects the thread reads ahead, so that a batch is in memory when it is decided.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
+from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event
+from dora_pipe.consumers.trainer.status import Gauges
+from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, ends_role, unanswered
+from dora_pipe.core.runtime import Meter
+
+EFFECTS_MAX: Final = 4
+"""Effects that may wait for the thread; the machine has at most one under way."""
+
+EVENTS_MAX: Final = 1024
+"""Events that may wait for the loop; then the thread waits."""
+
+READ_AHEAD_EVERY_S: Final = 0.5
+"""A thread without an effect looks at the log this often; what came since is read when it is
+wanted. Looking costs about as much as reading twenty records."""
+
+CLOSE_S: Final = 5.0
+"""Closing waits this long for the thread; a step that takes longer dies with the process."""
+
+
+class ThreadPort:
+    """Runs `EffectHandlers` in one thread; `open_handlers` is entered there, with a bus of its own.
+
+    Without a trainer's work there is no trainer: what fails is raised by `poll`, in the loop, and
+    ends the role.
+    """
+
+    effects: tuple[type, ...] = EFFECTS
+
+    def __init__(
+        self, open_handlers: Callable[[Meter], AbstractContextManager[EffectHandlers]], meter: Meter
+    ) -> None:
+        self._open_handlers = open_handlers
+        self._meter = meter
+        self._own = Meter()
+        self._booked = {"bus": 0.0, "codec": 0.0}
+        self._gauges = Gauges(0, 0)
+        self._handlers: EffectHandlers | None = None
+        handlers: Handlers = {
+            **dict.fromkeys(EFFECTS, Handler(do=self._do, failed=ends_role)),
+            DropFiles: Handler(do=self._do, failed=unanswered),
+        }
+        self._runner = EffectRunner(
+            "trainer-work",
+            handlers,
+            asked_max=EFFECTS_MAX,
+            events_max=EVENTS_MAX,
+            around=self._opened(),
+            idle=self._idle,
+            idle_s=READ_AHEAD_EVERY_S,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """The loop never has to hurry for a thread."""
+        return False
+
+    def start(self, effect: Any) -> None:
+        """Hand an effect to the thread."""
+        self._runner.start(effect)
+
+    def poll(self) -> list[Any]:
+        """Events since the last call. Raises what ended the thread."""
+        self._book()
+        return self._runner.poll()
+
+    def cached(self) -> Gauges:
+        """How it is with the batch reader and its cache."""
+        return self._gauges
+
+    def close(self) -> None:
+        """Stop the thread where it stands between two events; idempotent."""
+        self._runner.close(wait_s=CLOSE_S, finish=False)
+
+    def _book(self) -> None:
+        """Add to the role's books what the thread has spent since the last time."""
+        cost = self._own.cost()
+        for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
+            self._meter.add(name, spent_s - self._booked[name])
+            self._booked[name] = spent_s
+
+    # In the thread
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with self._open_handlers(self._own) as self._handlers:
+            yield
+
+    def _do(self, effect: Effect) -> Iterator[Event | None]:
+        assert self._handlers is not None
+        for event in self._handlers.run(effect):
+            self._gauges = self._handlers.gauges()
+            yield event
+
+    def _idle(self) -> Iterator[Event]:
+        assert self._handlers is not None
+        yield from self._handlers.idle()
+        self._gauges = self._handlers.gauges()
+
+
+class InlinePort:
+    """Runs `EffectHandlers` in the loop, a bit per `poll`: for tests and the simulator."""
+
+    effects: tuple[type, ...] = EFFECTS
+
+    def __init__(self, handlers: EffectHandlers) -> None:
+        self._handlers = handlers
+        self._todo: deque[Iterator[Event | None]] = deque(maxlen=EFFECTS_MAX)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an effect is under way."""
+        return bool(self._todo)
+
+    def start(self, effect: Any) -> None:
+        """Begin an effect with the next `poll`."""
+        assert len(self._todo) < EFFECTS_MAX
+        self._todo.append(self._handlers.run(effect))
+
+    def poll(self) -> list[Any]:
+        """The next event of the present effect, if there is one already."""
+        if not self._todo:
+            return list(self._handlers.idle())
+        for event in self._todo[0]:
+            return [] if event is None else [event]
+        self._todo.popleft()
+        return []
+
+    def cached(self) -> Gauges:
+        """How it is with the batch reader and its cache."""
+        return self._handlers.gauges()
+
+    def close(self) -> None:
+        """Drop what is under way; idempotent."""
+        self._todo.clear()
+        self._handlers.close()

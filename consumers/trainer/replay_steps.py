@@ -1,0 +1,146 @@
+"""Trains committed steps again, from the log and a checkpoint alone; decides what counts as equal.
+
+A restarted trainer goes through here, and so does the `replay` command: it is the same training
+step on the same bytes, and its weights must have the committed digest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
+from dora_pipe.consumers.trainer.batch_reader import BatchReader
+from dora_pipe.consumers.trainer.batch_source import committed_batch
+from dora_pipe.consumers.trainer.commits import CommitNote
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """A committed step and what came out when it was trained again."""
+
+    step: int
+    digest_committed: str
+    digest_replayed: str
+    tensor: str | None
+    """The first tensor (by name) that differs; None when the weights are bit-equal."""
+    figures_committed: Mapping[str, float]
+    figures_replayed: Mapping[str, float]
+    contributions_committed: str
+    """sha256 of the file that says what each trajectory did to the weights."""
+    contributions: Sequence[Mapping[str, Any]]
+    """What each does now; see `contributions.SCHEMA`."""
+    compute_s_committed: float
+    compute_s_replayed: float
+    numerics_committed: Mapping[str, str]
+    numerics_replayed: Mapping[str, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the weights are bit-equal."""
+        return self.digest_committed == self.digest_replayed
+
+    @property
+    def other_numerics(self) -> list[str]:
+        """Keys of the fingerprint that differ: equal bits are only promised when there are none."""
+        keys = self.numerics_committed.keys() | self.numerics_replayed.keys()
+        return sorted(
+            key
+            for key in keys
+            if self.numerics_committed.get(key) != self.numerics_replayed.get(key)
+        )
+
+
+def replay_steps(
+    bus: Bus, topics: Topics, learner: Learner, commits: Iterable[StepCommitted], *, clock: Clock
+) -> Iterator[ReplayedStep]:
+    """Train the steps of `commits` (contiguous, in order) again, one by one.
+
+    `learner` has the weights and optimizer state before the first of them (`load_base`). Every
+    trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
+    weights is the answer. Raises InvariantBroken for one that cannot be read at all, BusError.
+    """
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    try:
+        for step in steps_again(reader, learner, commits, strict=False):
+            if step is not None:
+                yield step
+    finally:
+        reader.close()
+
+
+def load_base(
+    store: PolicyStore, learner: Learner, initial: Manifest, notes: Sequence[CommitNote]
+) -> int:
+    """Load the newest usable checkpoint among `notes`, else version 0; the step that comes next.
+
+    Raises PolicyError when version 0 is needed and cannot be used.
+    """
+    for note in reversed(notes):
+        if note.checkpoint is None:
+            continue
+        try:
+            optimizer = store.verify_blob("optimizer", note.checkpoint.sha256)
+            weights = store.weights(note.digest)
+            learner.load(weights, digest=note.digest, optimizer=optimizer)
+        except PolicyError as error:
+            LOG.warning("checkpoint of step %d cannot be used: %s", note.step, error.message)
+            continue
+        return note.step + 1
+    weights = store.weights(initial.digest)
+    learner.load(weights, digest=initial.digest, optimizer=None)
+    return 0
+
+
+def steps_again(
+    reader: BatchReader,
+    learner: Learner,
+    commits: Iterable[StepCommitted],
+    *,
+    strict: bool,
+) -> Iterator[ReplayedStep | None]:
+    """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
+    for commit in commits:
+        batch = yield from committed_batch(reader, commit, strict=strict)
+        settings = dict(commit.settings)
+        tokens = commit.numerics.get("micro_batch_tokens")
+        if tokens is not None:
+            settings[MICRO_BATCH_TOKENS] = int(tokens)
+        result = learner.train(batch, settings)
+        manifest = learner.manifest()
+        yield ReplayedStep(
+            step=commit.step,
+            digest_committed=commit.digest_after,
+            digest_replayed=manifest.digest,
+            tensor=first_difference(commit.policy, manifest),
+            figures_committed=commit.figures,
+            figures_replayed=result.figures,
+            contributions_committed=commit.contributions.sha256,
+            contributions=result.contributions,
+            compute_s_committed=commit.compute_s,
+            compute_s_replayed=result.compute_s,
+            numerics_committed=commit.numerics,
+            numerics_replayed=learner.numerics(),
+        )
+
+
+def first_difference(committed: Manifest, replayed: Manifest) -> str | None:
+    """The first tensor, by name, that one of two manifests has differently; None if none."""
+    ours = {tensor.name: tensor for tensor in replayed.tensors}
+    theirs = {tensor.name: tensor for tensor in committed.tensors}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return name
+    return None

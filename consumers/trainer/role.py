@@ -1,0 +1,249 @@
+"""The trainer as a role: fence the predecessor, read control, take a role epoch, train.
+
+1. Wait for `run started`. 2. Take the exclusive writer: from now on no other trainer of this run
+can commit, so what control says next is final. 3. Wait until nothing of it is held back any more,
+and read control: the committed steps, the last role epoch. 4. Append `role started` with the next
+one. 5. Tick until the machine is finished; its first order restores the weights, by checkpoint and
+replay.
+
+After an append of unknown outcome the role ends with `OutcomeUnknown`; started again, it reads
+whether that commit is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config, in_flight_batches
+from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
+from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
+from dora_pipe.consumers.trainer.ports import ThreadPort
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.background_writer import BackgroundWriter
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.run_lifecycle import wait_for_run
+from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.core.status_schedule import quiet_ns
+from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.schemas.control import RoleStarted, RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.store.store import PolicyStore
+
+LOG = logging.getLogger(__name__)
+
+CACHE_SHARE: Final = 2
+"""The cache holds this many times the trajectories in flight: superseded ones take room too."""
+
+
+class LearnerFactory(Protocol):
+    """Makes a trainer for a model directory's config and tokenizer files."""
+
+    def __call__(self, *, assets: Path, reference: Path, config: Config) -> Learner:
+        """`reference` is the weights file of version 0. Raises PolicyError, ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trainer:
+    """What the parts of this role share."""
+
+    topics: Topics
+    open_bus: Callable[[], Bus]
+    store: PolicyStore
+    factory: LearnerFactory
+    clock: Clock
+    run: RunStarted
+    config: Config
+    adopt: bool
+    transfers: str
+
+
+def run_trainer(
+    open_bus: Callable[[], Bus],
+    topics: Topics,
+    *,
+    store: PolicyStore,
+    stop: Callable[[], bool],
+    learner_factory: LearnerFactory = make_learner,
+    config: Config | None = None,
+    adopt: bool = False,
+    transfers: str = "",
+    clock: Clock | None = None,
+    meter: Meter | None = None,
+) -> None:
+    """Be the trainer of a run until it is over or `stop` says so.
+
+    `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
+    machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
+    log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
+    `transfers` is the address at which this process serves weights.
+
+    Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
+    successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
+    """
+    clock, meter = clock or SystemClock(), meter or Meter()
+    with closing(open_bus()) as bus:
+        if wait_for_run(bus, topics, stop, clock) is None:
+            return
+        writer = retry_bus(
+            "taking over", lambda: bus.writer(exclusive=f"{topics.run}.trainer"), clock
+        )
+        with closing(writer):
+            await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
+            history = read_history(bus, topics, clock)
+            if history.run_started is None:
+                raise InvariantBroken(f"the first record of {topics.control} cannot be read")
+            here = _Trainer(
+                topics=topics,
+                open_bus=open_bus,
+                store=store,
+                factory=learner_factory,
+                clock=clock,
+                run=history.run_started,
+                config=_config_of(history.run_started, config),
+                adopt=adopt,
+                transfers=transfers,
+            )
+            role_epoch = _announce(writer, topics, history, clock)
+            _serve(here, bus, writer, history, role_epoch, meter, stop)
+
+
+def handlers_setup(
+    topics: Topics, run: RunStarted, config: Config, history: CommitHistory, *, adopt: bool
+) -> HandlersSetup:
+    """The handlers' settings for a run: where it reads from, and how much it may hold."""
+    in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
+    return HandlersSetup(
+        topics=topics,
+        initial=run.policy,
+        starts=dict(history.starts),
+        adopt=adopt,
+        records_max=max(RECORDS_MAX, CACHE_SHARE * math.ceil(in_flight)),
+    )
+
+
+def _serve(
+    here: _Trainer,
+    bus: Bus,
+    writer: Writer,
+    history: CommitHistory,
+    role_epoch: int,
+    meter: Meter,
+    stop: Callable[[], bool],
+) -> None:
+    port, timing = ThreadPort(_opener(here, history), meter), here.config.timing
+    setup = TrainerSetup(
+        topics=here.topics,
+        role_epoch=role_epoch,
+        checkpoint_every=here.config.trainer.checkpoint_every,
+        keep_every=here.config.store.keep_every,
+        heartbeat_ns=int(timing.heartbeat_s * 1e9),
+        quiet_ns=quiet_ns(timing),
+        limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
+        transfers=here.transfers,
+    )
+    with closing(port), closing(BackgroundWriter(bus.writer())) as status:
+        machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
+        runtime = Runtime(
+            machine,
+            bus=bus,
+            writer=writer,
+            ports=[port],
+            clock=here.clock,
+            meter=meter,
+            exclusive=True,
+            status=status,
+        )
+        with closing(runtime):
+            runtime.run(stop)
+    LOG.info("trainer ends before step %d", history.next_step)
+
+
+def _opener(
+    here: _Trainer, history: CommitHistory
+) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
+    """Opens the handlers in the thread that will run them."""
+    setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
+
+    @contextmanager
+    def opened(meter: Meter) -> Iterator[EffectHandlers]:
+        with closing(here.open_bus()) as bus:
+            handlers = EffectHandlers(
+                setup,
+                bus=bus,
+                store=here.store,
+                make_learner=lambda: _make(here),
+                clock=here.clock,
+                meter=meter,
+            )
+            with closing(handlers):
+                yield handlers
+
+    return opened
+
+
+def _make(here: _Trainer) -> Learner:
+    assets = here.store.assets(here.run.assets_digest)
+    if not assets.is_dir():
+        raise PolicyError(
+            f"no config and tokenizer files at {assets}",
+            hint="store.path must be the directory that the run was started with",
+        )
+    reference = here.store.held_weights(here.run.policy.digest)
+    return here.factory(assets=assets, reference=reference, config=here.config)
+
+
+def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clock) -> int:
+    """Append `role started`; the role epoch. Raises OutcomeUnknown, Fenced, BusError."""
+    role_epoch = history.role_epoch + 1
+    started = RoleStarted(
+        at_ns=clock.wall_ns(),
+        role="trainer",
+        role_epoch=role_epoch,
+        instance=uuid.uuid4().hex,
+        host=platform.node(),
+        pid=os.getpid(),
+        package=__version__,
+    )
+    writer.append([Append(topic=topics.control, key=KEY, value=encode(started))])
+    LOG.info("trainer started, role epoch %d, step %d is next", role_epoch, history.next_step)
+    return role_epoch
+
+
+def _config_of(run: RunStarted, local: Config | None) -> Config:
+    """The run's configuration with this machine's free keys."""
+    config = logged_config(run.config)
+    if local is None:
+        return config
+    trainer = msgspec.structs.replace(
+        config.trainer,
+        micro_batch_tokens=local.trainer.micro_batch_tokens,
+        checkpoint_every=local.trainer.checkpoint_every,
+        threads=local.trainer.threads,
+        device=local.trainer.device,
+    )
+    return msgspec.structs.replace(
+        config, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store
+    )

@@ -1,0 +1,80 @@
+"""What the trainer says of itself: its phases, and what it waits for."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from dora_pipe.core.wait_tracker import LimitKind, PendingWait
+from dora_pipe.schemas.metrics import Blocker
+
+Phase = Literal[
+    "restoring", "idle", "reading", "refusing", "training", "publishing", "committing", "ended"
+]
+
+
+class Gauges(NamedTuple):
+    """What a port tells of the batch reader at any time."""
+
+    records: int
+    """In its cache."""
+    bytes: int
+    waits_for: str = ""
+    """What it has not reached yet, or why it cannot publish, in words."""
+
+
+def waits(
+    phase: Phase,
+    step: int,
+    *,
+    replayed: int,
+    caught_up: bool,
+    refused: tuple[int, int],
+    reading: str = "",
+) -> list[PendingWait]:
+    """What stands between the trainer and the next step; nothing while it works.
+
+    `step` is the next one, `replayed` the committed step that a restart comes to next, `refused`
+    the (step, attempt) that was refused last, `reading` what the reader waits for, or a store
+    without room.
+
+    Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
+    """
+    key, here = str(step), (Blocker("step", str(step)),)
+    decided = (Blocker("role", "orchestrator"), *here)
+    batch = f"batch of step {step}"
+    match phase:
+        case "restoring" if step:
+            words = f"replay of the committed steps: at step {replayed} of {step}"
+            words += f": {reading}" if reading else ""
+            return [_found("replay", words, str(replayed), "work", here)]
+        case "reading":
+            words = f"{batch}: {reading or 'its trajectories are being read'}"
+            return [_found("trajectories", words, key, "short", (_topic("trajectories"), *here))]
+        case "publishing" if reading:
+            return [_found("room", f"policy of step {step}: {reading}", key, "short", here)]
+        case "refusing":
+            words = f"{batch}: its refusal is not acknowledged yet"
+            return [_found("refusal", words, key, "short", (_topic("control"), *here))]
+        case "committing":
+            words = f"commit of step {step}: not acknowledged yet"
+            return [_found("commit", words, key, "short", (_topic("control"), *here))]
+        case "idle" if not caught_up:
+            words = "decisions: those made before this start are being read"
+            return [_found("decisions", words, key, "short", (_topic("decisions"),))]
+        case "idle" if refused[0] == step:
+            words = f"{batch}: attempt {refused[1]} was refused, no other yet"
+            return [_found("batch", words, f"{key}/{refused[1]}", "work", decided)]
+        case "idle":
+            return [_found("batch", f"{batch}: no decision yet", key, "work", decided)]
+        case _:
+            return []
+
+
+def _found(
+    name: str, words: str, key: str, limit: LimitKind, blockers: tuple[Blocker, ...]
+) -> PendingWait:
+    return PendingWait(name=name, words=words, key=key, limit=limit, still=True, blockers=blockers)
+
+
+def _topic(name: str) -> Blocker:
+    return Blocker("topic", name)

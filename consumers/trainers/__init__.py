@@ -1,1 +1,0 @@
-"""The training back-ends, each imported only where it is used."""

@@ -1,0 +1,102 @@
+"""What a process says to people: lines, errors with a hint and logs, on stderr.
+
+Nothing of it can steer a terminal: what a model sampled, a task said or a file holds may be an
+escape sequence, and is written as text.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, one_line, printable
+
+RUNS_VARIABLE: Final = "DORA_PIPE_RUNS"
+
+RUNS: Final = Path("runs")
+"""Where runs lie, seen from where the command is started, unless told otherwise."""
+
+LOG_CHARACTERS_MAX: Final = MESSAGE_CHARACTERS_MAX
+"""Of a line in a log: it may quote what a reward, a model or a server said, of any length."""
+
+
+class LogLines(logging.Formatter):
+    """Records as lines of a log: one line each, but for the traceback of a fault of our own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line."""
+        record.message = one_line(record.message, LOG_CHARACTERS_MAX)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        """Lines."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(one_line(line, LOG_CHARACTERS_MAX) for line in lines)
+
+
+def log_to_stderr(level: int, layout: str = "%(message)s") -> None:
+    """What modules log goes to stderr, in lines of this layout (`logging`'s % style)."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLines(layout))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def speak() -> None:
+    """Let every text be written, whatever the terminal or pipe is said to take: what its encoding
+    has no bytes for is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(line: str) -> None:
+    """One line of talk, to stderr."""
+    write_to(sys.stderr, f"{printable(line)}\n")
+
+
+def complain(error: DoraError) -> None:
+    """An error as people read it."""
+    say(f"error: {error.message}")
+    if error.hint:
+        say(f"hint: {error.hint}")
+
+
+def typed(*words: str | Path, runs: Path = RUNS) -> str:
+    """A command as a hint prints it: it works where this one was started, `--runs` included.
+
+    Example: ``typed("run", "a.toml", "--resume", runs=Path("x")) ==
+    "dora-pipe run a.toml --resume --runs x"``
+    """
+    line = ["dora-pipe", *map(str, words)]
+    if runs != Path(os.environ.get(RUNS_VARIABLE) or RUNS):
+        line += ["--runs", str(runs)]
+    return shlex.join(line)
+
+
+_uncover: list[Callable[[], None]] = []
+"""Clears what is drawn on the terminal and is no line, before a line is written."""
+
+
+@contextmanager
+def covered(clear: Callable[[], None]) -> Iterator[None]:
+    """While the block lasts, something is drawn that `clear` takes away."""
+    _uncover.append(clear)
+    try:
+        yield
+    finally:
+        _uncover.remove(clear)
+
+
+def write_to(stream: TextIO, text: str) -> None:
+    """Who follows a pipe sees each line when it is said."""
+    for clear in _uncover:
+        clear()
+    stream.write(text)
+    stream.flush()

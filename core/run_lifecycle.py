@@ -1,0 +1,95 @@
+"""Whether a run has started, and whether it is over: what a role asks that comes early or late."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Final
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import SchemaError, UsageError
+from dora_pipe.core.retry import retry_bus
+from dora_pipe.schemas.control import RunStarted, decode_control
+from dora_pipe.schemas.rounds import StopRun, decode_round
+from dora_pipe.schemas.topics import Topics
+
+LOG = logging.getLogger(__name__)
+
+RUN_WAIT_S: Final = 120.0
+"""A role waits so long for its run to start."""
+
+LOOK_BACK: Final = 64
+"""Offsets before the end of decisions among which the last round is: Kafka's transactions take one
+each, also those that came to nothing."""
+
+POLL_S: Final = 0.25
+"""Between two looks; and for a first record: a broker gives nothing to who does not wait."""
+
+
+def wait_for_run(
+    bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock
+) -> RunStarted | None:
+    """The run's first record; None when `stop` says so first.
+
+    Raises UsageError after `RUN_WAIT_S`, BusError when the log stays away, SchemaError,
+    InvariantBroken for a record whose configuration was changed.
+    """
+    give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
+    said = False
+    while not stop():
+        found = _run_started(bus, topics, clock)
+        if found is not None:
+            found.check_config()
+            return found
+        if clock.now_ns() >= give_up_ns:
+            raise UsageError(
+                f"run {topics.run} did not start within {RUN_WAIT_S:.0f} s",
+                hint="start it with `dora-pipe run`, or start its orchestrator, on the same bus",
+            )
+        if not said:
+            LOG.info("waiting for run %s to start", topics.run)
+            said = True
+        clock.sleep(POLL_S)
+    return None
+
+
+def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
+    """Whether the run was stopped in a round before `end` of decisions. Raises BusError.
+
+    Nothing comes behind that round, so a role that reads on from `end` would wait for ever.
+    """
+    at = TopicPartition(topics.decisions, 0)
+    first = max(
+        retry_bus("looking for the last round", lambda: bus.begin(at), clock), end - LOOK_BACK
+    )
+    reader = retry_bus("looking for the last round", lambda: bus.reader({at: first}), clock)
+    over = False
+    with closing(reader):
+        while reader.position(at) < end:
+            for record in retry_bus(
+                "looking for the last round", lambda: reader.poll(timeout_s=POLL_S), clock
+            ):
+                with suppress(SchemaError):  # Somebody else's; who obeys rounds will complain.
+                    decisions = decode_round(record.value).decisions
+                    over = over or any(isinstance(one, StopRun) for one in decisions)
+    return over
+
+
+def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
+    """`run started` as far as control goes now; it is the first record, or close to it."""
+    at = TopicPartition(topics.control, 0)
+    if topics.control not in retry_bus("looking for the run", bus.topics, clock):
+        return None
+    end = retry_bus("looking for the run", lambda: bus.end(at), clock)
+    reader = retry_bus("looking for the run", lambda: bus.reader({at: 0}), clock)
+    with closing(reader):
+        while reader.position(at) < end:
+            polled = retry_bus("looking for the run", lambda: reader.poll(timeout_s=POLL_S), clock)
+            for record in polled:
+                if b'"run-started"' in record.value:
+                    decoded = decode_control(record.value)
+                    if isinstance(decoded, RunStarted):
+                        return decoded
+    return None

@@ -1,0 +1,157 @@
+"""Decides since when each wait of a role lasts, and which of them have become an alarm.
+
+A role says what it waits for now (`PendingWait`); the tracker keeps when each wait began, and
+judges it by its limit:
+
+- `short`: a wait that no sound run has for long, whatever its size (an acknowledgement, a reward);
+- `work`: one that lasts as long as others work (a batch, groups, weights). Its limit is what the
+  run has shown: `WORK_FACTOR` times the longest of the last waits of its name, and a configured one
+  before there are enough of them;
+- `free`: one that may last (a pause). It raises no alarm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dora_pipe.schemas.metrics import Blocker, Wait
+
+LOG = logging.getLogger(__name__)
+
+LimitKind = Literal["short", "work", "free"]
+
+BLOCKERS_MAX: Final = 4
+"""A status names so many blockers of a wait, and counts the others."""
+
+WORK_FACTOR: Final = 4.0
+"""A wait for work is overdue when it is so many times as long as the longest one lately."""
+
+LEARNT_MIN: Final = 4
+"""So many waits of a name say how long such waits last; fewer do not."""
+
+LEARNT_MAX: Final = 16
+"""Waits of a name that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is configured: [timing] `alarm_s` and `alarm_work_s`."""
+
+    short_s: float = 30.0
+    work_s: float = 600.0
+
+
+DEFAULT_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingWait:
+    """What a role waits for at this moment."""
+
+    name: str
+    words: str
+    key: str = ""
+    """What tells this wait from the next one of its name: the step, the request."""
+    limit: LimitKind = "short"
+    still: bool = False
+    since_ns: int | None = None
+    """Monotonic ns when it began; None: when it was found first."""
+    blockers: Sequence[Blocker] = ()
+    more: int = 0
+    """Blockers that are not listed."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A wait that has not ended."""
+
+    mono_ns: int
+    wall_ns: int
+    said: bool = False
+
+
+class WaitTracker:
+    """The waits of one role, from when they are found until they are not found any more.
+
+    Durations are of the monotonic clock: a wall clock that jumps raises no alarm.
+    """
+
+    def __init__(self, role: str, limits: Limits) -> None:
+        self._role = role
+        self._limits = limits
+        self._open: dict[tuple[str, str], _Open] = {}
+        self._lasted: dict[str, deque[float]] = {}
+
+    def take(self, found: Sequence[PendingWait], *, mono_ns: int, wall_ns: int) -> tuple[Wait, ...]:
+        """The present waits as a status has them, those that stop the role's work first.
+
+        A wait that was open and is not found has ended. A new alarm is said in the role's own log.
+        """
+        before, self._open = self._open, {}
+        waits = []
+        for one in found:
+            at = (one.name, one.key)
+            began = _began(one, before.get(at), mono_ns, wall_ns)
+            if began is before.get(at):
+                del before[at]
+            self._open[at] = began
+            waits.append(self._wait(one, began, mono_ns))
+        for (name, _), ended in before.items():
+            lasted = self._lasted.setdefault(name, deque(maxlen=LEARNT_MAX))
+            lasted.append((mono_ns - ended.mono_ns) / 1e9)
+        return tuple(sorted(waits, key=lambda wait: not wait.still))
+
+    def limit_s(self, name: str, kind: LimitKind) -> float | None:
+        """How long such a wait may last now."""
+        if kind == "free":
+            return None
+        if kind == "short":
+            return self._limits.short_s
+        lasted = self._lasted.get(name, ())
+        if len(lasted) < LEARNT_MIN:
+            return self._limits.work_s
+        return max(self._limits.short_s, WORK_FACTOR * max(lasted))
+
+    def _wait(self, one: PendingWait, began: _Open, mono_ns: int) -> Wait:
+        limit_s = self.limit_s(one.name, one.limit)
+        overdue = limit_s is not None and mono_ns - began.mono_ns > limit_s * 1e9
+        wait = Wait(
+            name=one.name,
+            words=one.words,
+            since_ns=began.wall_ns,
+            limit_ms=None if limit_s is None else round(limit_s * 1000),
+            overdue=overdue,
+            still=one.still,
+            blockers=tuple(one.blockers[:BLOCKERS_MAX]),
+            more=one.more + max(0, len(one.blockers) - BLOCKERS_MAX),
+        )
+        if overdue and not began.said:
+            began.said = True
+            LOG.warning("%s", alarm_line(self._role, wait, (mono_ns - began.mono_ns) / 1e9))
+        return wait
+
+
+def alarm_line(role: str, wait: Wait, lasted_s: float) -> str:
+    """One line for people. Example: ``ALARM w1: waits since 31 s for rewards (2) (limit 30 s)``"""
+    limit = "" if wait.limit_ms is None else f" (limit {wait.limit_ms / 1000:.4g} s)"
+    return f"ALARM {role}: waits since {lasted_s:.4g} s for {wait.words}{limit}{_named(wait)}"
+
+
+def _named(wait: Wait) -> str:
+    """Blockers that the words do not name already."""
+    names = [f"{one.kind} {one.id}" for one in wait.blockers if one.id not in wait.words]
+    if not names:
+        return ""
+    return ": " + ", ".join(names) + (f" and {wait.more} more" if wait.more else "")
+
+
+def _began(one: PendingWait, before: _Open | None, mono_ns: int, wall_ns: int) -> _Open:
+    """The open wait this is, or a new one; another beginning makes another wait."""
+    since_ns = mono_ns if one.since_ns is None else min(one.since_ns, mono_ns)
+    if before is not None and (one.since_ns is None or before.mono_ns == since_ns):
+        return before
+    return _Open(since_ns, wall_ns - (mono_ns - since_ns))

@@ -1,1 +1,0 @@
-"""A run's figures for experiment trackers, from its log: see docs/trackers.md."""

@@ -1,0 +1,95 @@
+"""Audits a run's log with nothing of dora-pipe: the standard library and pyarrow.
+
+    python examples/own_auditor runs/demo
+
+It knows what reference/records.md says, and its modules follow the sections of that page: `log`
+(where a log lies, values), `digests` (identity, digests and chains), `ledger` and `bound` (how a
+log is read), `checks` (what must hold of commits, records and files). Every control record and
+round is kept in memory; trajectories are read one by one.
+
+A line per finding. Exit code 0: what was looked at holds; 1: there are findings; 2: the log cannot
+be read, or what is given is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from collections import Counter
+from pathlib import Path
+
+from checks import check_commits, check_cut, check_store, check_trajectories
+from findings import Findings
+from ledger import Ledger
+from log import Record, buried, open_log, records, strays
+
+EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
+
+
+def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
+    """Tell the ledger everything, in the one order that rounds give."""
+    at = folded = 0
+    for record in rounds:
+        folded = json.loads(record.value)["control_next"]
+        start = at
+        while at < len(control) and control[at].offset < folded:
+            at += 1
+        ledger.take(record, control[start:at])
+    for record in control[at:]:
+        ledger.fact(record)
+    check_cut(ledger, control, folded)
+
+
+def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
+    """Look at a run: its ledger, and its records by standing. `log.sqlite` lies in `directory`."""
+    log = open_log(directory / "log.sqlite")
+    topics = [name for (name,) in log.execute("SELECT name FROM topics ORDER BY id")]
+    (run,) = {name.rpartition(".")[0] for name in topics}
+    ledger = Ledger(Findings(), buried(log, f"{run}.dead-letters"))
+    fold(ledger, [*records(log, f"{run}.control")], [*records(log, f"{run}.decisions")])
+    ledger.findings.same("control", "the run", "name", run, ledger.started["run"])
+    for topic, partition, count in strays(log):
+        where = f"topic {topic}, partition {partition}"
+        ledger.findings.add("records", where, f"nobody reads what lies there ({count})")
+    check_commits(ledger)
+    store = directory / "policies"
+    standings = check_trajectories(ledger, records(log, f"{run}.trajectories"), store)
+    if store.is_dir():
+        check_store(ledger, store)
+    log.close()
+    return ledger, standings
+
+
+def report(ledger: Ledger, standings: Counter[str]) -> str:
+    """What was looked at, then the findings."""
+    fates = Counter(group.fate or "open" for group in ledger.groups.values())
+    told = {
+        "run": f"{ledger.started['run']} ({'finished' if ledger.stopped else 'not finished'})",
+        "steps": len(ledger.commits),
+        "rounds": ledger.rounds,
+        "groups": ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())),
+        "records": ", ".join(f"{count} {what}" for what, count in sorted(standings.items())),
+        "compared": ledger.findings.looked,
+        "findings": len(ledger.findings.lines),
+    }
+    lines = [f"{name:9} {value}" for name, value in told.items()]
+    return "".join(f"{line}\n" for line in [*lines, *ledger.findings.lines])
+
+
+def main() -> int:
+    """The program."""
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python examples/own_auditor RUN_DIRECTORY\n")
+        return EXIT_UNREADABLE
+    try:
+        ledger, standings = audit(Path(sys.argv[1]))
+    except (sqlite3.Error, OSError, ValueError, KeyError) as error:
+        sys.stderr.write(f"error: {sys.argv[1]} cannot be read as a run: {error}\n")
+        return EXIT_UNREADABLE
+    sys.stdout.write(report(ledger, standings))
+    return EXIT_FINDINGS if ledger.findings.lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Which groups may be dispatched and taken: the section of that name in reference/records.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from log import Json
+
+MATTER = {"run.steps", "staleness.in_flight_batches", "staleness.max_staleness"}
+"""Keys that a `set` may change and that admission asks for."""
+
+
+def feasible(deadlines: Iterable[int], step: int, per_step: int) -> bool:
+    """Whether groups due at these steps can all have their turn from `step` on."""
+    turns = enumerate(sorted(deadlines))
+    return all(step + place // per_step <= deadline for place, deadline in turns)
+
+
+class Bound:
+    """U, the training groups that are neither taken nor ended, and the batch in training.
+
+    Commands may change what is in force. Which of them the orchestrator obeyed takes more than is
+    told here, so behind the first one that matters admission is not looked at, and a deadline may
+    be any that was ever asked for.
+    """
+
+    def __init__(self) -> None:
+        self.training: tuple[int, int] | None = None  # step, attempt
+        self._config: Json = {}
+        self._u: dict[str, Json] = {}
+        self._finished: dict[str, Json] = {}
+        self._staleness: set[int] = set()
+        self.commanded = False
+
+    def start(self, config: Json) -> None:
+        """The run has started with this configuration."""
+        self._config = config
+        self._staleness = {config["staleness"]["max_staleness"]}
+
+    @property
+    def _per_step(self) -> int:
+        return int(self._config["groups"]["per_step"])
+
+    def dispatch(self, spec: Json, committed: int) -> Iterator[str]:
+        """A training group enters U; what is wrong with that."""
+        if spec["deadline"] - spec["version"] not in self._staleness:
+            yield f"has the deadline {spec['deadline']}"
+        if not self.commanded:
+            yield from self._inadmissible(spec, committed)
+        self._u[spec["group"]] = spec
+
+    def _inadmissible(self, spec: Json, committed: int) -> Iterator[str]:
+        staleness, trains = self._config["staleness"], self.training is not None
+        batches = staleness["in_flight_batches"] or min(2, staleness["max_staleness"] + 1)
+        limit = max(self._per_step, math.ceil(batches * self._per_step - 1e-9))
+        if len(self._u) + self._per_step * trains >= limit:
+            yield f"is dispatched although {limit} groups are in flight"
+        step = committed + trains
+        if len(self._u) >= (self._config["run"]["steps"] - step) * self._per_step:
+            yield "is dispatched although no step is left for it"
+        deadlines = [one["deadline"] for one in self._u.values()]
+        if not feasible([*deadlines, spec["deadline"]], step, self._per_step):
+            yield "is dispatched against the bound"
+
+    def settle(self, spec: Json, ended: int, rewards: Sequence[float | None]) -> None:
+        """So many siblings have ended, with these rewards: finished, doomed, or neither yet."""
+        rules, name = self._config["groups"], spec["group"]
+        if name not in self._u:
+            return
+        valid = [one for one in rewards if one is not None]
+        lost = ended - len(valid)
+        if spec["size"] - lost < min(rules["min_valid_siblings"], spec["size"]):
+            self.leave(name)
+        elif ended == spec["size"]:
+            if rules["filter_zero_advantage"] and len(set(valid)) <= 1:
+                self.leave(name)
+            else:
+                self._finished[name] = spec
+
+    def leave(self, name: str) -> None:
+        """A group is taken or has ended."""
+        self._u.pop(name, None)
+        self._finished.pop(name, None)
+
+    def take(self, decision: Json, committed: int) -> Iterator[str]:
+        """A batch is taken; what is wrong with that."""
+        if decision["step"] != committed:
+            yield f"is taken although step {committed} comes next"
+        if self.training is not None:
+            yield f"is taken while step {self.training[0]} trains"
+        order = sorted(self._finished.values(), key=lambda one: (one["deadline"], one["ordinal"]))
+        due = [one["group"] for one in order[: self._per_step]]
+        taken = [one["group"] for one in decision["groups"]]
+        if taken != due:
+            yield f"is not of the earliest deadlines: {sorted({*taken} ^ {*due})[:4]}"
+        for name in taken:
+            self.leave(name)
+        rest = [one["deadline"] for one in self._u.values()]
+        if not feasible(rest, committed + 1, self._per_step):
+            yield "leaves groups behind that cannot be in time"
+        self.training = decision["step"], decision["attempt"]
+
+    def give_back(self, specs: Sequence[Json]) -> None:
+        """A refused batch returns, without its offenders."""
+        for spec in specs:
+            self._u[spec["group"]] = self._finished[spec["group"]] = spec
+        self.training = None
+
+    def command(self, verb: str, args: dict[str, Any]) -> None:
+        """What a user asks."""
+        if verb == "fail-batch" and self.training is not None:
+            if args.get("step", self.training[0]) == self.training[0]:
+                self.training = None
+        elif verb == "stop" or (verb == "set" and args.keys() & MATTER):
+            self.commanded = True
+            if "staleness.max_staleness" in args:
+                self._staleness.add(args["staleness.max_staleness"])

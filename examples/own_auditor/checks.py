@@ -1,0 +1,244 @@
+"""Holds commits, trajectories and files against the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from digests import batch_digest, derive, sha256, tensors_of, weights_digest
+from ledger import Ledger, Logged
+from log import Json, Record, row_of, whole
+
+CONTRIBUTIONS = {
+    "trajectory": "string",
+    "group": "string",
+    "version": "int64",
+    "staleness": "int64",
+    "reward": "double",
+    "advantage": "double",
+    "tokens": "int64",
+    "minibatch": "int64",
+}
+"""Columns that every contributions file has; those of figures may be null."""
+
+
+def check_commits(ledger: Ledger) -> None:
+    """One chain of steps, each made of the records that count, each group in time."""
+    wanted = ledger.started["config"]["run"]["steps"] if ledger.stopped else ledger.newest
+    for step in range(ledger.newest if ledger.bound.commanded else wanted):
+        ledger.findings.holds("steps", f"step {step}", "is missing", step in ledger.commits)
+    for step, fact in ledger.commits.items():
+        same, who = ledger.findings.same, f"step {step}"
+        take, policy = ledger.takes[step, fact["attempt"]], fact["policy"]
+        same("steps", who, "trainer's role epoch", fact["trainer"], fact["role_epoch"])
+        before = ledger.versions.get(step, {}).get("digest")
+        same("steps", who, "weights that it begins with", before, fact["digest_before"])
+        same("steps", who, "weights that it leaves", fact["digest_after"], policy["digest"])
+        same("steps", who, "its manifest", weights_digest(policy["tensors"]), policy["digest"])
+        same("batches", who, "groups that were taken", take["groups"], fact["groups"])
+        same("batches", who, "settings", take["settings"], fact["settings"])
+        same("batches", who, "place to go on from", take["at"] + 1, fact["decisions_next"])
+        same("batches", who, "digest", batch_digest(fact["groups"]), fact["batch_digest"])
+        for taken in fact["groups"]:
+            _check_group(ledger, step, taken)
+
+
+def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
+    """One group of a batch: deadline, and exactly its records that count, in order."""
+    findings, name = ledger.findings, taken["group"]
+    group = ledger.groups.get(name)
+    if group is None:
+        return  # said already
+    spec = group.spec
+    findings.same("C2", name, "purpose", "train", spec["purpose"])
+    late = f"is trained by step {step}, its deadline is {spec['deadline']}"
+    findings.holds("C3", name, late, step <= spec["deadline"])
+    early = f"is trained by step {step}, before version {spec['version']} was there"
+    findings.holds("C3", name, early, step >= spec["version"])
+    for what in ("version", "deadline"):
+        findings.same("C3", name, f"{what} in step {step}", spec[what], taken[what])
+    names = ("trajectory", "attempt", "epoch", "partition", "offset", "sha256")
+    counting = {one["trajectory"]: [one[what] for what in names] for one in group.results}
+    trained = {one[0]: one[:6] for one in taken["trajectories"]}
+    findings.same("C2", name, f"trajectories of step {step}", [*counting], [*trained])
+    for who in counting.keys() & trained.keys():
+        what = f"record that step {step} trained"
+        findings.same("batches", who, what, counting[who], trained[who])
+
+
+def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -> Counter[str]:
+    """Every record of the topic; how many there are of each standing."""
+    standings: Counter[str] = Counter()
+    missing = dict(ledger.logged)
+    for record in records:
+        place = (record.partition, record.offset)
+        known = missing.pop(place, None)
+        who = record.headers.get("trajectory", f"trajectories:{place}")
+        run = ledger.started["run"]
+        if (f"{run}.trajectories", *place) in ledger.buried and not _trained(ledger, known):
+            continue  # it could not be read, and the run has dealt with that
+        ledger.findings.same("records", who, "run", run, record.headers.get("run"))
+        found = whole(record, store)
+        digest = sha256(found.value)
+        ledger.findings.same("records", who, "sha256", record.headers.get("sha256"), digest)
+        if known is None:
+            standings[_standing(ledger, record.headers)] += 1
+            dispatched = record.headers.get("group") in ledger.groups
+            ledger.findings.holds("records", who, "was never dispatched", dispatched)
+            continue
+        standings[known.standing] += 1
+        _check_record(ledger, found, known)
+    for place, logged in missing.items():
+        who = logged.entry["trajectory"]
+        ledger.findings.add("records", who, f"was logged, but is not at {place}")
+    return standings
+
+
+def _trained(ledger: Ledger, known: Logged | None) -> bool:
+    if known is None:
+        return False
+    return ledger.groups[known.entry["trajectory"].rpartition("-")[0]].fate == "trained"
+
+
+def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
+    """Of a record that nobody logged: its worker was lost, or is about to say so."""
+    group, epoch = ledger.groups.get(headers.get("group", "")), int(headers.get("epoch", -1))
+    if epoch in ledger.fenced:
+        return "fenced"
+    request = group.requests.get(headers.get("trajectory", "")) if group else None
+    known = request is not None and request.counts is not None
+    return "superseded" if known or epoch not in ledger.workers else "pending"
+
+
+def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
+    """One record against `trajectories-logged`, its dispatch, its own value (C1)."""
+    entry, findings = logged.entry, ledger.findings
+    who = entry["trajectory"]
+    spec = ledger.groups[who.rpartition("-")[0]].spec
+    headers = _numbers(record.headers)
+    findings.same("records", who, "sha256 logged", entry["sha256"], sha256(record.value))
+    findings.same("records", who, "bytes", entry["bytes"], len(record.value))
+    findings.same("records", who, "key", spec["group"], record.key.decode(errors="replace"))
+    findings.same("records", who, "partition", spec["partition"], record.partition)
+    for what in ("trajectory", "attempt", "worker", "epoch", "version", "digest", "reward"):
+        check = "C1" if what in ("version", "digest") else "records"
+        findings.same(check, who, f"{what} logged", entry[what], headers.get(what))
+    findings.same("records", who, "tokens logged", entry["tokens"], headers.get("sampled"))
+    findings.same("C3", who, "deadline", spec["deadline"], headers.get("deadline"))
+    findings.same("C1", who, "version dispatched", spec["version"], headers.get("version"))
+    published = ledger.versions.get(spec["version"], {}).get("digest")
+    findings.same("C1", who, "weights published", published, headers.get("digest"))
+    try:
+        row = row_of(record.value)
+    except (pa.ArrowException, OSError, ValueError, IndexError, KeyError) as error:
+        findings.add("records", who, f"cannot be read: {error}")
+        return
+    for what, value in _said_by(row).items():
+        check = "C1" if what in ("version", "digest") else "records"
+        findings.same(check, who, f"{what} in its value", headers.get(what), value)
+    findings.same("records", who, "finish logged", entry["finish"], row["meta"]["finish"])
+    _check_value(ledger, who, spec, row)
+
+
+def _numbers(headers: dict[str, str]) -> Json:
+    """Headers with their numbers read."""
+    integers = {"attempt", "version", "deadline", "epoch", "tokens", "sampled", "schema_version"}
+    found: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
+    return found | {"reward": float(headers["reward"]) if headers.get("reward") else None}
+
+
+def _said_by(row: Json) -> Json:
+    """What a value says of that which stands in its headers."""
+    meta = row["meta"]
+    names = ("run", "group", "attempt", "deadline", "worker", "epoch", "schema_version")
+    return {name: meta[name] for name in names} | {
+        "trajectory": row["trajectory"],
+        "version": row["version"],
+        "digest": row["weights_digest"].hex(),
+        "tokens": len(row["token_ids"]),
+        "sampled": sum(row["loss_mask"]),
+        "reward": row["reward"],
+    }
+
+
+def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
+    """The value in itself, and against the dispatch."""
+    findings, meta, mask = ledger.findings, row["meta"], row["loss_mask"]
+    for what in ("purpose", "dataset_digest", "index", "data_epoch"):
+        findings.same("records", who, what, spec[what], meta[what])
+    findings.same("records", who, "group_size", spec["size"], meta["group_size"])
+    seed = derive("trajectory", spec["seed"], meta["sibling"])
+    findings.same("records", who, "seed", seed, meta["seed"])
+    present = [one is not None for one in row["logprobs"]]
+    findings.same("records", who, "log-probs where sampled", [one == 1 for one in mask], present)
+    ends = [0, *(one["end"] for one in row["segments"])]
+    starts = [*(one["start"] for one in row["segments"]), len(mask)]
+    findings.same("records", who, "segments that tile the sequence", ends, starts)
+    if not ledger.started["config"]["staleness"].get("interruptible"):
+        versions = {one["version"] for one in row["segments"] if one["kind"] == "model"}
+        findings.same("C1", who, "versions that sampled", set(), versions - {row["version"]})
+
+
+def check_store(ledger: Ledger, store: Path) -> None:
+    """The files that commits name, unless a later one has dropped them."""
+    same = ledger.findings.same
+    for version, manifest in ledger.versions.items():
+        path, who = store / "weights" / f"{manifest['digest']}.safetensors", f"version {version}"
+        if path.exists() or version not in ledger.dropped:
+            tensors, size = tensors_of(path) if path.exists() else ([], 0)
+            same("policies", who, "tensors", [one[:4] for one in manifest["tensors"]], tensors)
+            same("policies", who, "bytes", manifest["bytes"], size)
+    for step, fact in ledger.commits.items():
+        who, blob = f"contributions of step {step}", fact["contributions"]
+        path = store / "contributions" / f"{blob['sha256']}.arrow"
+        if _check_blob(ledger, who, blob, path):
+            _check_contributions(ledger, fact, path)
+        if (blob := fact.get("checkpoint")) is not None:
+            path = store / "optimizer" / f"{blob['sha256']}.safetensors"
+            if path.exists() or step + 1 not in ledger.dropped:
+                _check_blob(ledger, f"checkpoint of step {step}", blob, path)
+
+
+def _check_blob(ledger: Ledger, who: str, blob: Json, path: Path) -> bool:
+    """Whether a file is the one that is named; its size is said too."""
+    data = path.read_bytes() if path.exists() else b""
+    ledger.findings.same("policies", who, "bytes", blob["bytes"], len(data))
+    ledger.findings.same("policies", who, "sha256", blob["sha256"], sha256(data))
+    return bool(sha256(data) == blob["sha256"])
+
+
+def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
+    """Its columns, and a row per trajectory of the batch."""
+    who, same = f"contributions of step {fact['step']}", ledger.findings.same
+    with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+        table = reader.read_all()
+    types = {field.name: str(field.type) for field in table.schema}
+    same("policies", who, "columns", CONTRIBUTIONS, {k: types.get(k) for k in CONTRIBUTIONS})
+    entries: dict[str, Any] = {
+        one["trajectory"]: one
+        for taken in fact["groups"]
+        if taken["group"] in ledger.groups
+        for one in ledger.groups[taken["group"]].results
+    }
+    rows = table.to_pylist()
+    same("policies", who, "trajectories", sorted(entries), [row["trajectory"] for row in rows])
+    for row in rows:
+        one = entries.get(row["trajectory"])
+        if one is None:
+            continue
+        wanted = [one["version"], fact["step"] - one["version"], one["reward"], one["tokens"]]
+        found = [row[name] for name in ("version", "staleness", "reward", "tokens")]
+        same("policies", row["trajectory"], f"{who} (version, staleness, ...)", wanted, found)
+
+
+def check_cut(ledger: Ledger, control: list[Record], folded: int) -> None:
+    """No round may fold control that is not there."""
+    end = control[-1].offset + 2 if control else 0
+    strange = sorted(ledger.wrote - ledger.announced)
+    ledger.findings.same("rounds", "the run", "role epochs that nobody announced", [], strange)
+    ledger.findings.holds(
+        "rounds", "the last round", f"folds control to {folded}, which ends at {end}", folded <= end
+    )

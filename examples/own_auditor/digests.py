@@ -1,0 +1,88 @@
+"""Identity and digests: seeds, prompts, the chain, batches, weights, configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from log import Json, Record
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """In lower-case hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def derive(*parts: int | str) -> int:
+    """A seed of 63 bits."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
+    """(data epoch, row) of a training group."""
+    epoch, place = divmod(ordinal, rows)
+    key = derive("order", seed, epoch)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(6):
+            left, right = right, left ^ (derive(key, turn, right) & mask)
+        place = left << half | right
+        if place < rows:
+            return epoch, place
+
+
+def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
+    """The chain of a round from the one before, the control records it folds, its own bytes."""
+    head, _, tail = value.rpartition(b',"chain":"')
+    digest = hashlib.sha256(bytes.fromhex(before))
+    for one in control:
+        digest.update(one.offset.to_bytes(8, "big") + len(one.value).to_bytes(8, "big") + one.value)
+    digest.update(head + tail[65:])
+    return digest.hexdigest()
+
+
+def batch_digest(groups: list[Json]) -> str:
+    """What a batch is made of."""
+    lines = ["dora-pipe batch 1"]
+    for group in sorted(groups, key=lambda one: str(one["group"])):
+        lines.append(f"{group['group']}\t{group['version']}\t{group['deadline']}")
+        lines += ["\t".join(map(str, one[:6])) for one in sorted(group["trajectories"])]
+    return sha256("".join(f"{line}\n" for line in lines).encode())
+
+
+def weights_digest(tensors: list[list[Any]]) -> str:
+    """The digest of a version from its tensors: (name, dtype, shape, sha256)."""
+    lines = (
+        f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{digest}\n"
+        for name, dtype, shape, digest, *_ in sorted(tensors)
+    )
+    return sha256("".join(lines).encode())
+
+
+def config_digest(started: bytes) -> str:
+    """Of the member `config` as it stands in `run-started`."""
+    text = started.decode()
+    start = text.index('"config":') + len('"config":')
+    _, end = json.JSONDecoder().raw_decode(text, start)
+    return sha256(text[start:end].encode())
+
+
+def tensors_of(path: Path) -> tuple[list[list[Any]], int]:
+    """Name, dtype, shape and sha256 of every tensor of a safetensors file, by name; their bytes."""
+    data = memoryview(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(bytes(data[8 : 8 + length]))
+    header.pop("__metadata__", None)
+    found = []
+    for name, one in header.items():
+        start, end = one["data_offsets"]
+        part = data[8 + length + start : 8 + length + end]
+        found.append([name, one["dtype"], one["shape"], sha256(part)])
+    return sorted(found), len(data) - 8 - length

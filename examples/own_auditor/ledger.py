@@ -1,0 +1,388 @@
+"""Folds control and decisions: which record of a trajectory counts, what became of each group.
+
+The order and the rules are those of "How a log is read" in reference/records.md; every kind of
+record that changes the ledger has a method of its name, `_worker_joined` for `worker-joined`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from bound import Bound
+from digests import chain_of, config_digest, derive, prompt_of
+from findings import Findings
+from log import Json, Record, key_of
+
+Placement = tuple[int, str, int]  # attempt, worker, epoch
+Place = tuple[int, int]  # partition, offset
+
+
+RUN_STOPPED = "the run stopped"
+"""How the reason begins with which a worker leaves after `stop-run`."""
+
+
+@dataclass
+class Request:
+    """One sibling of a group; `counts` is the entry of `trajectories-logged` that counts for it."""
+
+    placement: Placement | None = None
+    placements: list[Placement] = field(default_factory=list)
+    faults: int = 0
+    moving: bool = False
+    over: bool = False
+    counts: Json | None = None
+
+
+@dataclass
+class Group:
+    """A dispatched group with its siblings, in order."""
+
+    spec: Json
+    requests: dict[str, Request]
+    fate: str = ""
+
+    @property
+    def results(self) -> list[Json]:
+        """The entries that count."""
+        return [one.counts for one in self.requests.values() if one.counts is not None]
+
+
+@dataclass
+class Logged:
+    """An entry of `trajectories-logged` and its standing: counts, superseded or fenced."""
+
+    entry: Json
+    standing: str
+
+
+class Ledger:
+    """What is known after the rounds that were told so far."""
+
+    def __init__(self, findings: Findings, buried: Collection[tuple[str, int, int]] = ()) -> None:
+        """`buried` are records that dead letters name: topic, partition, offset."""
+        self.findings = findings
+        self.buried = buried
+        self.started: Json = {}
+        self.rounds = 0
+        self.at = -1  # offset of the round that is taken
+        self.chain = "0" * 64
+        self.now_ns = 0
+        self.role_epochs = {"orchestrator": -1, "trainer": -1}
+        self.announced: set[int] = set()  # role epochs of orchestrators
+        self.wrote: set[int] = set()  # those of rounds
+        self.workers: dict[int, str] = {}  # incarnations that are in
+        self.joined: dict[int, str] = {}  # all that ever were
+        self.assigned: set[tuple[int, int]] = set()  # incarnation, version
+        self.fenced: set[int] = set()
+        self.groups: dict[str, Group] = {}
+        self.ordinals = {"train": 0, "eval": 0}
+        self.running: dict[str, Request] = {}  # open requests that have a placement
+        self.logged: dict[Place, Logged] = {}
+        self.bound = Bound()
+        self.takes: dict[tuple[int, int], Json] = {}
+        self.commits: dict[int, Json] = {}  # by step
+        self.versions: dict[int, Json] = {}  # manifests
+        self.dropped: set[int] = set()
+        self.stopped = False
+
+    @property
+    def newest(self) -> int:
+        """The newest version: the number of committed steps, unless one is missing."""
+        return max(self.versions)
+
+    def take(self, record: Record, control: Sequence[Record]) -> None:
+        """One round, with the control records that it folds."""
+        round_, self.at = json.loads(record.value), record.offset
+        for one in control:
+            self.fact(one)
+        who, findings = f"round {round_['ordinal']}", self.findings
+        findings.same("rounds", who, "ordinal", self.rounds, round_["ordinal"])
+        newest = self.role_epochs["orchestrator"]
+        if round_.get("decisions"):
+            findings.same("rounds", who, "role epoch", newest, round_["role_epoch"])
+        findings.holds("rounds", who, "role epoch is over", round_["role_epoch"] >= newest)
+        findings.same("rounds", who, "key", b"", record.key)
+        self.wrote.add(round_["role_epoch"])
+        findings.holds("rounds", who, "time goes back", round_["now_ns"] >= self.now_ns)
+        chain = chain_of(self.chain, control, record.value)
+        findings.same("rounds", who, "chain", chain, round_.get("chain"))
+        self.rounds, self.now_ns = round_["ordinal"] + 1, round_["now_ns"]
+        self.chain = round_.get("chain", chain)
+        for decision in round_.get("decisions", []):
+            findings.holds("rounds", who, "decides after the run was stopped", not self.stopped)
+            self._tell(decision)
+
+    def fact(self, record: Record) -> None:
+        """One control record."""
+        try:
+            fact = json.loads(record.value)
+            kind = str(fact["kind"])
+        except (ValueError, KeyError, TypeError):
+            where = f"{self.started.get('run')}.control", record.partition, record.offset
+            known = where in self.buried
+            self.findings.holds("control", f"control:{record.offset}", "cannot be read", known)
+            return
+        if record.key:
+            where, found = f"control:{record.offset}", record.key.decode(errors="replace")
+            self.findings.same("control", where, "key", key_of(fact), found)
+        if kind == "run-started":
+            digest = config_digest(record.value)
+            self.findings.same("control", "config", "digest", digest, fact["config_digest"])
+            config, found = fact["config"]["run"], [fact["run"], fact["seed"]]
+            wanted = [config["name"], config["seed"]]
+            self.findings.same("control", "run-started", "run and seed", wanted, found)
+        self._tell(fact | {"at": record.offset})
+
+    def _tell(self, record: Json) -> None:
+        name = f"_{record['kind'].replace('-', '_')}"
+        handler: Callable[[Json], None] | None = getattr(self, name, None)
+        if handler is None:  # it changes nothing that is asked here
+            return
+        try:
+            handler(record)
+        except (KeyError, TypeError) as error:
+            self.findings.add("control", record["kind"], f"does not fit what came before: {error}")
+
+    # Incarnations
+
+    def _run_started(self, fact: Json) -> None:
+        self.started, self.versions = fact, {0: fact["policy"]}
+        self.bound.start(fact["config"])
+
+    def _role_started(self, fact: Json) -> None:
+        self.role_epochs[fact["role"]] = fact["role_epoch"]
+        if fact["role"] == "orchestrator":
+            self.announced.add(fact["role_epoch"])
+
+    def _worker_joined(self, fact: Json) -> None:
+        if fact["assets_digest"] != self.started["assets_digest"]:
+            return
+        for epoch in [epoch for epoch, name in self.workers.items() if name == fact["worker"]]:
+            self._out(epoch, fault=True)
+        self.workers[fact["at"]] = self.joined[fact["at"]] = fact["worker"]
+
+    def _worker_left(self, fact: Json) -> None:
+        stopped = self.stopped or not fact["reason"].startswith(RUN_STOPPED)
+        joined = self.joined.get(fact["epoch"])
+        self.findings.same("control", f"control:{fact['at']}", "who joined", joined, fact["worker"])
+        why = "left because the run stopped, but no decision stopped it"
+        self.findings.holds("control", fact["worker"], why, stopped)
+        self._out(fact["epoch"], fault=False)
+
+    def _fence(self, decision: Json) -> None:
+        self._out(decision["epoch"], fault=True)
+
+    def _out(self, epoch: int, *, fault: bool) -> None:
+        if self.workers.pop(epoch, None) is None:
+            return
+        if fault:
+            self.fenced.add(epoch)
+        for name, request in list(self.running.items()):
+            if request.placement is not None and request.placement[2] == epoch:
+                self._lose(name, fault=fault)
+
+    # Hosting
+
+    def _assign(self, decision: Json) -> None:
+        self.assigned.add((decision["epoch"], decision["version"]))
+        self._published(decision, f"assign to {decision['worker']}")
+
+    def _worker_ready(self, fact: Json) -> None:
+        who = f"{fact['worker']} at control:{fact['at']}"
+        self.findings.same("control", who, "joined", self.joined.get(fact["epoch"]), fact["worker"])
+        assigned = (fact["epoch"], fact["version"]) in self.assigned
+        self.findings.holds("control", who, "has what no decision assigned", assigned)
+        self._published(fact, who)
+
+    def _published(self, record: Json, who: str) -> None:
+        digest = self.versions.get(record["version"], {}).get("digest", "no such version")
+        what = f"weights of version {record['version']}"
+        self.findings.same("C1", who, what, digest, record["digest"])
+
+    # Groups
+
+    def _dispatch(self, decision: Json) -> None:
+        spec = decision["spec"]
+        name, train = spec["group"], spec["purpose"] == "train"
+        if name in self.groups:
+            self.findings.add("C2", name, "is dispatched a second time")
+            return
+        for what, wanted in self._stamp(spec).items():
+            self.findings.same("decisions", name, what, wanted, spec[what])
+        self.ordinals[spec["purpose"]] += 1
+        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"])]
+        self.groups[name] = Group(spec, {one: Request() for one in ids})
+        if train:
+            for why in self.bound.dispatch(spec, self.newest):
+                self.findings.add("decisions", name, why)
+
+    def _stamp(self, spec: Json) -> Json:
+        """What counter, configuration and newest version make of the next group."""
+        train, version = spec["purpose"] == "train", self.newest
+        ordinal = self.ordinals[spec["purpose"]]
+        started, config = self.started, self.started["config"]
+        wanted = {
+            "ordinal": ordinal,
+            "group": f"{'g' if train else 'e'}{ordinal:010d}",
+            "partition": ordinal % config["bus"]["partitions"],
+            "version": version,
+            "digest": self.versions[version]["digest"],
+        }
+        if not train:
+            seed = derive("group", started["seed"], "eval", spec["index"])
+            siblings, data = config["evaluation"]["siblings"], started["eval_digest"]
+            return wanted | {"deadline": -1, "seed": seed, "size": siblings, "dataset_digest": data}
+        data_epoch, index = prompt_of(started["seed"], ordinal, started["dataset_rows"])
+        return wanted | {
+            "data_epoch": data_epoch,
+            "index": index,
+            "seed": derive("group", started["seed"], "train", ordinal),
+            "size": config["groups"]["size"],
+            "dataset_digest": started["dataset_digest"],
+        }
+
+    def _end(self, decision: Json) -> None:
+        name = decision["group"]
+        self.fate(name, decision["fate"])
+        for trajectory in self.groups[name].requests if name in self.groups else ():
+            self._ended(trajectory)
+        self.bound.leave(name)
+
+    def fate(self, name: str, fate: str) -> None:
+        """A group has its fate."""
+        group = self.groups.get(name)
+        if group is None:
+            self.findings.add("C2", name, f"is {fate} but was never dispatched")
+            return
+        once = f"has two fates: {group.fate} and {fate}"
+        self.findings.holds("C2", name, once, not group.fate)
+        group.fate = fate
+
+    # Requests
+
+    def _place(self, decision: Json) -> None:
+        name, epoch, worker = decision["spec"]["group"], decision["epoch"], decision["worker"]
+        in_ = self.workers.get(epoch) == worker
+        for sibling, attempt, *_ in decision["siblings"]:
+            who = f"{name}-{sibling:03d}"
+            request = self.groups[name].requests[who]
+            free = not request.over and request.placement is None
+            self.findings.same("decisions", who, "attempt", len(request.placements) + 1, attempt)
+            self.findings.holds("decisions", who, "is placed while it runs or has ended", free)
+            self.findings.holds("decisions", who, f"is placed on {worker}, which is out", in_)
+            request.placement = attempt, worker, epoch
+            request.placements.append(request.placement)
+            self.running[who] = request
+
+    def _move(self, decision: Json) -> None:
+        if decision["trajectory"] in self.running:
+            self.running[decision["trajectory"]].moving = True
+
+    def _request_released(self, fact: Json) -> None:
+        request = self._placed(fact, fact)
+        if request is not None and request.moving:
+            self._lose(fact["trajectory"], fault=False)
+
+    def _request_failed(self, fact: Json) -> None:
+        if self._placed(fact, fact) is None:
+            return
+        if fact["retryable"]:
+            self._lose(fact["trajectory"], fault=True)
+        else:
+            self._ended(fact["trajectory"])
+
+    def _cancel(self, decision: Json) -> None:
+        self._ended(decision["trajectory"])
+
+    def _trajectories_logged(self, fact: Json) -> None:
+        common = {name: fact[name] for name in ("worker", "epoch", "version", "digest")}
+        for one in fact["trajectories"]:
+            self._entry(one | common)
+
+    def _entry(self, entry: Json) -> None:
+        name, place = entry["trajectory"], (entry["partition"], entry["offset"])
+        if place in self.logged:
+            known = self.logged[place].entry
+            self.findings.same("control", name, f"logged again at {place}", known, entry)
+            return
+        group = self.groups.get(name.rpartition("-")[0])
+        if group is None or name not in group.requests:
+            self.findings.add("control", name, "is logged but was never dispatched")
+            return
+        named = (entry["attempt"], entry["worker"], entry["epoch"])
+        placed = named in group.requests[name].placements
+        self.findings.holds("control", name, f"is logged by {named}, placed by nobody", placed)
+        standing = "fenced" if entry["epoch"] in self.fenced else "superseded"
+        request = self._placed(entry, entry)
+        if request is not None:
+            standing, request.counts = "counts", entry
+            for what in ("version", "digest", "partition"):
+                self.findings.same("C1", name, f"{what} logged", group.spec[what], entry[what])
+            self._ended(name)
+        self.logged[place] = Logged(entry, standing)
+
+    def _placed(self, writer: Json, what: Json) -> Request | None:
+        """The open request whose placement a fact names."""
+        request = self.running.get(what["trajectory"])
+        named = (what["attempt"], writer["worker"], writer["epoch"])
+        return request if request is not None and request.placement == named else None
+
+    def _lose(self, trajectory: str, *, fault: bool) -> None:
+        request = self.running.pop(trajectory)
+        request.placement, request.moving = None, False
+        request.faults += fault
+        if request.faults >= self.started["config"]["groups"]["attempts_max"]:
+            self._ended(trajectory)
+
+    def _ended(self, trajectory: str) -> None:
+        self.running.pop(trajectory, None)
+        group = self.groups[trajectory.rpartition("-")[0]]
+        group.requests[trajectory].over = True
+        ended = sum(one.over for one in group.requests.values())
+        self.bound.settle(group.spec, ended, [one["reward"] for one in group.results])
+
+    # Steps
+
+    def _take_batch(self, decision: Json) -> None:
+        for why in self.bound.take(decision, self.newest):
+            self.findings.add("batches", f"step {decision['step']}", why)
+        self.takes[decision["step"], decision["attempt"]] = decision | {"at": self.at}
+
+    def _batch_refused(self, fact: Json) -> None:
+        if self.bound.training == (fact["step"], fact["attempt"]):
+            offenders = {one["group"] for one in fact["offenders"]}
+            self.bound.give_back(
+                [
+                    self.groups[one["group"]].spec
+                    for one in self.takes[self.bound.training]["groups"]
+                    if one["group"] not in offenders
+                ]
+            )
+
+    def _command(self, fact: Json) -> None:
+        self.bound.command(fact["verb"], fact.get("args", {}))
+
+    def _step_committed(self, fact: Json) -> None:
+        step, key = fact["step"], (fact["step"], fact["attempt"])
+        if self.bound.training != key:  # one that lost a race against `fail-batch` counts nothing
+            once = step not in self.commits
+            self.findings.holds("steps", f"step {step}", "is committed twice", once)
+            known = key in self.takes
+            self.findings.holds("batches", f"step {step}", "was never taken", known)
+            return
+        self.bound.training = None
+        for one in fact["groups"]:
+            self.fate(one["group"], "trained")
+        self.commits[step] = fact | {"trainer": self.role_epochs["trainer"]}
+        self.versions[step + 1] = fact["policy"]
+        self.dropped.update(fact.get("dropped", []))
+
+    def _versions_dropped(self, fact: Json) -> None:
+        self.dropped.update(fact["versions"])
+
+    def _stop_run(self, decision: Json) -> None:
+        self.stopped = True
+        for name, group in self.groups.items():
+            self.findings.holds("C2", name, "is open although the run stopped", bool(group.fate))

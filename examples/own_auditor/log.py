@@ -1,0 +1,122 @@
+"""Where a log lies and how its values are written: the SQLite file, headers, trajectories."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+Json = dict[str, Any]
+
+KEYS = {
+    **dict.fromkeys(("step-committed", "batch-refused", "weights-adopted"), "trainer"),
+    **dict.fromkeys(("command", "versions-dropped"), "user"),
+}
+"""Keys of control records by their kind."""
+
+KEY_FIELDS = {
+    **dict.fromkeys(("worker-joined", "worker-ready", "worker-left"), "worker"),
+    **dict.fromkeys(("request-failed", "request-released"), "trajectory"),
+    "trajectories-logged": "worker",
+    "role-started": "role",
+}
+"""Fields that are the key of other kinds."""
+
+
+class Record(NamedTuple):
+    """A record where it lies."""
+
+    partition: int
+    offset: int
+    key: bytes
+    headers: dict[str, str]
+    value: bytes
+
+
+def open_log(path: Path) -> sqlite3.Connection:
+    """A SQLite log, read only, all of it as of one moment."""
+    alone = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
+    how = "mode=ro&immutable=1" if alone else "mode=ro"
+    log = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+    log.execute("BEGIN")
+    return log
+
+
+def records(log: sqlite3.Connection, topic: str) -> Iterator[Record]:
+    """Every record of a topic, partition by partition, by offset."""
+    columns = "partition, offset, key, headers, value"
+    there = "partition < (SELECT partitions FROM topics WHERE name = topic)"
+    rows = log.execute(
+        f"SELECT {columns} FROM log WHERE topic = ? AND {there} ORDER BY at", (topic,)
+    )
+    for partition, offset, key, headers, value in rows:
+        yield Record(partition, offset, key, headers_of(headers), value)
+
+
+def strays(log: sqlite3.Connection) -> list[tuple[int, int, int]]:
+    """Records that lie in no partition of any topic: topic id, partition, how many."""
+    return log.execute(
+        "SELECT at >> 52, at >> 40 & 4095, count(*) FROM records LEFT JOIN topics ON id = at >> 52 "
+        "WHERE id IS NULL OR at >> 40 & 4095 >= partitions GROUP BY 1, 2"
+    ).fetchall()
+
+
+def key_of(fact: Json) -> str:
+    """The key that a control record may have; it may also have none."""
+    kind = fact["kind"]
+    return KEYS.get(kind) or str(fact.get(KEY_FIELDS.get(kind), ""))
+
+
+def headers_of(data: bytes | None) -> dict[str, str]:
+    """Headers from MessagePack: an array of pairs of a str and a bin."""
+    if not data:
+        return {}
+    count, at = _length(data, 0)
+    found: dict[str, str] = {}
+    for _ in range(count):
+        _, at = _length(data, at)  # the pair itself
+        size, at = _length(data, at)
+        name, at = data[at : at + size].decode(), at + size
+        size, at = _length(data, at)
+        found[name], at = data[at : at + size].decode("ascii"), at + size
+    return found
+
+
+def _length(data: bytes, at: int) -> tuple[int, int]:
+    """The length that an array, str or bin declares, and where its content begins."""
+    first = data[at]
+    if 0x90 <= first <= 0x9F:
+        return first & 0x0F, at + 1
+    if 0xA0 <= first <= 0xBF:
+        return first & 0x1F, at + 1
+    width = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDC: 2}[first]
+    return int.from_bytes(data[at + 1 : at + 1 + width], "big"), at + 1 + width
+
+
+def buried(log: sqlite3.Connection, topic: str) -> set[tuple[str, int, int]]:
+    """What dead letters name: topic, partition and offset of records that nobody could read."""
+    letters = (one.headers.get("dead-letter") for one in records(log, topic))
+    named = [json.loads(letter) for letter in letters if letter is not None]
+    return {(one["topic"], one["partition"], one["offset"]) for one in named}
+
+
+def whole(record: Record, store: Path) -> Record:
+    """The record with its value, where that is a file beside the log."""
+    claim = record.headers.get("claim")
+    if claim is None or record.value:
+        return record
+    path = store / "claims" / claim
+    return record._replace(value=path.read_bytes() if path.exists() else b"")
+
+
+def row_of(value: bytes) -> Json:
+    """The one row of a trajectory's value."""
+    source = pa.CompressedInputStream(pa.py_buffer(value), "zstd")
+    with source, pa.ipc.open_stream(source) as reader:
+        row: Json = reader.read_all().to_pylist()[0]
+    return row | {"meta": json.loads(row["meta_json"])}

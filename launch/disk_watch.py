@@ -1,0 +1,195 @@
+"""Whether a disk under a run is full, of this machine or of its brokers: roles cannot say so where
+they cannot write. Brokers are asked beside the console, since a cluster that is away makes whoever
+asks it wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Config
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import BusError, ResourceError
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.schemas.topics import Topics
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+FULL_BYTES: Final = 1 << 20
+"""With less room than this a log takes the next records of a run no more, or not those after."""
+
+LOOK_S: Final = 1.0
+"""Between two looks."""
+
+
+def free_bytes(path: Path) -> int:
+    """Room that this user has on the file system of a place, or of the nearest that exists."""
+    while not path.exists():
+        path = path.parent
+    found = os.statvfs(path)
+    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return blocks * found.f_frsize
+
+
+def full_disk(*places: Path) -> str:
+    """Which of these places has no room, in words; empty where all have."""
+    for place in places:
+        free = free_bytes(place)
+        if free < FULL_BYTES:
+            return f"the disk under {place} is full: {free:,} B free"
+    return ""
+
+
+class DiskWatch:
+    """Tells when a disk becomes full and when there is room again. Call `turn` often.
+
+    Roles try again meanwhile (`core.retry`): what they have is appended when there is room, and
+    without a round of the orchestrator nothing is dispatched.
+    """
+
+    def __init__(
+        self,
+        places: tuple[Path, ...],
+        tell: Callable[[str], None],
+        clock: Clock,
+        *,
+        elsewhere: Callable[[], str] = str,
+        low: Callable[[], str] = str,
+    ) -> None:
+        """`elsewhere` says what is full that this machine cannot look at itself, if anything, and
+        `low` what soon will be."""
+        self._places = places
+        self._elsewhere = elsewhere
+        self._low = low
+        self._warned = False
+        self._tell = tell
+        self._clock = clock
+        self._look_ns = 0
+        self._since_ns: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether there was no room when it was looked at last."""
+        return self._since_ns is not None
+
+    def turn(self) -> None:
+        """Raises ResourceError when a disk has been full for `DELIVERY_TIMEOUT_S`."""
+        now_ns = self._clock.now_ns()
+        if now_ns < self._look_ns:
+            return
+        self._look_ns = now_ns + int(LOOK_S * 1e9)
+        self._warn(self._low())
+        found = full_disk(*self._places) or self._elsewhere()
+        if not found:
+            if self._since_ns is not None:
+                self._tell("there is room on the disk again; the run goes on")
+            self._since_ns = None
+        elif self._since_ns is None:
+            self._since_ns = now_ns
+            limit = f"make room within {DELIVERY_TIMEOUT_S:g} s"
+            self._tell(f"{found}; roles wait, dispatch is paused: {limit}")
+        elif now_ns - self._since_ns > DELIVERY_TIMEOUT_S * 1e9:
+            lasted = f"{found}, and was for {DELIVERY_TIMEOUT_S:g} s"
+            raise ResourceError(
+                lasted,
+                hint="make room (and start brokers again that ended); nothing that was logged is "
+                "lost",
+            )
+
+    def _warn(self, low: str) -> None:
+        if low and not self._warned:
+            self._tell(f"{low}: make room, or the run will have to wait")
+        self._warned = bool(low)
+
+
+BROKERS_LOOK_S: Final = 2.0
+"""Between two looks."""
+
+CLOSE_S: Final = 1.0
+"""A look that takes longer ends with the process."""
+
+
+def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
+    """Why a cluster takes no appends, and why it soon may not; empty for other logs and sound
+    clusters. Raises BusError.
+    """
+    if not is_watched(config):
+        return "", ""
+    from dora_pipe.bus.kafka.bus import kafka_of
+    from dora_pipe.bus.kafka.cluster import trouble_of
+
+    kafka = kafka_of(bus)
+    found = None if kafka is None else trouble_of(kafka, topics.all())
+    return ("", "") if found is None else (found.stops, found.low)
+
+
+def broker_words(config: Config, bus: Bus, topics: Topics) -> str:
+    """The same in one sentence, for who looks once. Raises BusError."""
+    stops, low = broker_trouble(config, bus, topics)
+    return f"{stops}; the run waits, and dispatches nothing" if stops else low
+
+
+class BrokerWatch:
+    """Example: ``with BrokerWatch(config, directory.open_bus) as watch: watch.stops()``"""
+
+    def __init__(self, config: Config, open_bus: Callable[[Config], Bus]) -> None:
+        self._config = config
+        self._open_bus = open_bus
+        self._topics = Topics(config.run.name)
+        self._seen = "", ""
+        self._away = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="broker-watch", daemon=True)
+
+    def stops(self) -> str:
+        """Why the log takes no appends; where nobody answers, the last answer, if it says why."""
+        stops, low = self._seen
+        if not self._away:
+            return stops
+        seen = stops or low
+        return f"the log is away, and when it answered last: {seen}" if seen else ""
+
+    def low(self) -> str:
+        """Why it may soon take none."""
+        return "" if self._away else self._seen[1]
+
+    def __enter__(self) -> BrokerWatch:
+        if is_watched(self._config):
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        bus: Bus | None = None
+        while not self._ended.is_set():
+            try:
+                bus = bus or self._open_bus(self._config)
+                self._seen, self._away = broker_trouble(self._config, bus, self._topics), False
+            except BusError:
+                self._away = True
+                if bus is not None:
+                    bus.close()
+                bus = None
+            self._ended.wait(BROKERS_LOOK_S)
+        if bus is not None:
+            bus.close()
+
+
+def is_watched(config: Config) -> bool:
+    """Whether the run's log lies on brokers."""
+    return config.bus.url.startswith("kafka:")

@@ -1,0 +1,107 @@
+"""The roles that `run` starts: their names, and the engine, server and GPUs that each gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.registry import engine_kind
+
+ORCHESTRATOR: Final = "orchestrator"
+TRAINER: Final = "trainer"
+TRACES: Final = "traces"
+"""Sends traces of the run, which goes on without it."""
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+ORDER: Final = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+"""Numbers are those of nvidia-smi; CUDA by itself counts the fastest first."""
+
+
+def worker_names(config: Config) -> tuple[str, ...]:
+    """The workers that `run` starts: w0, w1, ..."""
+    return tuple(f"w{number}" for number in range(config.workers.count))
+
+
+def worker_engine(config: Config, name: str) -> str:
+    """The engine of a worker that `run` starts; of any other, `workers.engine`.
+
+    Example: with ``engines = ["vllm", "torch"]``, w0 and w2 have vLLM, w1 and w3 torch.
+    """
+    engines, names = config.workers.engines, worker_names(config)
+    if not engines or name not in names:
+        return config.workers.engine
+    return engines[names.index(name) % len(engines)]
+
+
+def worker_engines(config: Config) -> dict[str, str]:
+    """The engines of the workers that `run` starts, by name."""
+    return {name: worker_engine(config, name) for name in worker_names(config)}
+
+
+def worker_address(config: Config, name: str) -> str:
+    """Where the server of a worker that `run` starts runs already; empty where it does not."""
+    pairs = zip(worker_names(config), config.workers.vllm.addresses, strict=False)
+    return dict(pairs).get(name, "")
+
+
+def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
+    """The configuration of a worker with this engine, and this server's address if it has one."""
+    vllm = msgspec.structs.replace(config.workers.vllm, addresses=(address,) if address else ())
+    workers = msgspec.structs.replace(config.workers, engine=engine, engines=(), vllm=vllm)
+    return msgspec.structs.replace(config, workers=workers)
+
+
+def show_gpus(config: Config, name: str) -> None:
+    """Let this process, which is to be a role, see its GPUs alone; all, where it is given none.
+
+    Raises ConfigError for a GPU that is not among those that this process sees.
+    """
+    key, numbers = gpus_of(config, name)
+    if not numbers:
+        return
+    os.environ.setdefault(*ORDER)
+    os.environ[VISIBLE] = visible(key, numbers, os.environ.get(VISIBLE))
+
+
+def need_gpus(config: Config) -> None:
+    """Raise ConfigError, before anything starts, for a GPU that is not among those seen here."""
+    for name in (TRAINER, *worker_names(config)):
+        key, numbers = gpus_of(config, name)
+        visible(key, numbers, os.environ.get(VISIBLE))
+
+
+def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
+    """The key that gives a role its GPUs, and their numbers; none: it takes the first it sees.
+
+    Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2.
+    """
+    if name == TRAINER:
+        return "trainer.gpus", config.trainer.gpus
+    gpus, names = config.workers.gpus, worker_names(config)
+    if not gpus or name not in names or not engine_kind(worker_engine(config, name)).gpus:
+        return "workers.gpus", ()
+    return "workers.gpus", (gpus[names.index(name) % len(gpus)],)
+
+
+def visible(key: str, numbers: Iterable[int], seen: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for these numbers, counted among what it says now (None: nothing).
+
+    Raises ConfigError.
+    """
+    if seen is None:
+        return ",".join(map(str, numbers))
+    there = [one.strip() for one in seen.split(",") if one.strip()]
+    chosen = []
+    for number in numbers:
+        if number >= len(there):
+            raise ConfigError(
+                f"{key}: there is no GPU {number} among the {len(there)} of {VISIBLE}={seen}",
+                hint="they are counted from 0 among those that are visible",
+            )
+        chosen.append(there[number])
+    return ",".join(chosen)

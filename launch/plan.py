@@ -1,0 +1,323 @@
+"""What a run needs before its roles start: a new one, one that goes on, one of another machine.
+
+Everything is opened once and digested; what cannot be is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.config.load import changed_keys
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import LOGGED, Config
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import typed
+from dora_pipe.core.errors import ConfigError, PolicyError, TopicMissing, UsageError
+from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.launch.preflight import (
+    check_data,
+    check_log,
+    check_model,
+    is_over,
+    over_hint,
+    refuse_over,
+)
+from dora_pipe.launch.run_dir import RunDir, create, find_run, opened, run_dir, store_config
+from dora_pipe.launch.run_lock import refuse_running
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.producers.tasks.pool import survey
+from dora_pipe.schemas.control import Command, Lineage, RunStarted, config_digest, decode_control
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
+from dora_pipe.store.adapters import base_of, read_adapter, write_merged
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.safetensors_file import refuse_non_finite_file
+from dora_pipe.store.store import PolicyStore, as_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run that may start: everything was opened once and digested."""
+
+    directory: RunDir
+    config: Config
+    first: RunStarted
+    adopt: bool = False
+    resumed: bool = False
+    """A user said `--resume`: a run that was halted goes on."""
+    over: str = ""
+    """How to go on from a run whose last decision is in its log: there is nothing to start."""
+
+
+def plan_new(config: Config, root: Path, *, parent: str = "", here: bool = False) -> Plan:
+    """Everything a new run needs; its directory and topics exist afterwards, or nothing new does.
+
+    `here`: all its workers will be on this machine, so that what they cannot take is refused now.
+    """
+    directory = run_dir(config, root)
+    if directory.exists():
+        create(config, root)  # raises: what is there is never overwritten
+    if here and not parent:
+        check_model(config, Path(config.model.path))
+    fresh = [one for one in (directory.path, root) if not one.exists()]
+    try:
+        return _plan_new(config, root, parent)
+    except BaseException:
+        if directory.path in fresh and not directory.exists():
+            shutil.rmtree(directory.path, ignore_errors=True)
+        if root in fresh:
+            with suppress(OSError):  # a run of somebody else lies there by now
+                root.rmdir()
+        raise
+
+
+def _plan_new(config: Config, root: Path, parent: str) -> Plan:
+    with opened_bus(run_dir(config, root), config) as bus:  # refused there, nothing is made here
+        lineage, policy = None, None
+        store = run_dir(config, root).policies(config)
+        if parent:
+            lineage, policy = _inherit(parent, root, store)
+        first = run_started(config, store, policy=policy, lineage=lineage)
+        if config.bus.url:
+            _make_topics(bus, config)
+        directory = create(config, root)
+        if not config.bus.url:
+            _make_topics(bus, config)
+    return Plan(directory=directory, config=config, first=first)
+
+
+def _make_topics(bus: Bus, config: Config) -> None:
+    """The topics of a new run, in a log that holds no such run. Raises ConfigError, BusError."""
+    topics = create_topics(bus, config)
+    _settle(bus, topics)
+    if started(bus, topics) is not None:
+        raise ConfigError(
+            f"the log already holds a run {config.run.name!r}",
+            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+        )
+
+
+def _settle(bus: Bus, topics: Topics) -> None:
+    """What is refused here depends on all that the log says, also behind a role that died."""
+    there = set(bus.topics())
+    told = [name for name in (topics.control, topics.decisions) if name in there]
+    await_stable_offset(bus, [TopicPartition(name, 0) for name in told], SystemClock())
+
+
+def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
+    """A run that exists, with the logged keys that were changed written into its log.
+
+    `here`: all its roles will be on this machine, which has the data.
+    """
+    directory = find_run(wanted.run.name, root)
+    if here:
+        refuse_running(directory)
+    with opened_bus(directory, wanted) as bus:
+        topics = Topics(wanted.run.name)
+        _settle(bus, topics)
+        check_log(directory, wanted, bus)
+        first = started(bus, topics)
+        if first is None:
+            first = run_started(wanted, directory.policies(wanted))
+            return Plan(directory=directory, config=wanted, first=first)
+        check_topics(bus, wanted)
+        commands = resume_commands(directory.config(), wanted)
+        if commands:
+            refuse_over(bus, topics, directory, root)
+        if here and is_over(bus, topics):
+            over = over_hint(bus, topics, directory, root)
+            return Plan(directory=directory, config=wanted, first=first, over=over)
+        if here:
+            check_data(wanted, first)
+        if commands:
+            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+    store_config(directory, wanted)
+    return Plan(directory=directory, config=wanted, first=first)
+
+
+def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
+    """A run that another machine started, as its log has it; None where the log has none."""
+    if not wanted.bus.url:
+        return None  # The log would be in the run's directory, and there is none.
+    with opened_bus(run_dir(wanted, root), wanted) as bus:
+        topics = Topics(wanted.run.name)
+        _settle(bus, topics)
+        first = started(bus, topics)
+        if first is None:
+            return None
+        commands = resume_commands(logged_config(first.config), wanted)
+        if commands:
+            refuse_over(bus, topics, run_dir(wanted, root), root)
+            bus.writer().append([Append(topic=topics.control, value=one) for one in commands])
+    return Plan(directory=create(wanted, root), config=wanted, first=first)
+
+
+@contextmanager
+def opened_bus(directory: RunDir, config: Config) -> Iterator[Bus]:
+    bus = directory.open_bus(config)
+    try:
+        yield bus
+    finally:
+        bus.close()
+
+
+def _inherit(parent: str, root: Path, target: PolicyStore) -> tuple[Lineage, tuple[Manifest, str]]:
+    """Bring the policy of RUN@STEP into the new run's store."""
+    name, at, step = parent.rpartition("@")
+    if not at or not step.isdigit():
+        raise UsageError(f"not RUN@STEP: {parent!r}", hint="e.g. --from demo@40")
+    with opened(name, root) as old:
+        first, manifest = policy_after(old.bus, old.topics, int(step))
+        source = old.policies
+        if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
+            raise PolicyError(
+                f"version {step} of {name} is not in its store any more",
+                hint="make it again first: "
+                + typed("export", name, "--policy", step, "DIR", runs=root),
+            )
+        source.verify(manifest.digest)
+        refuse_non_finite_file(source.weights(manifest.digest))
+        parent_digest = manifest.digest
+        manifest = target.publish_weights(_whole(source, manifest))
+        files = sorted(source.assets(first.assets_digest).iterdir())
+        assets = target.publish_assets(files)
+    lineage = Lineage(run=first.run, step=int(step), digest=parent_digest)
+    return lineage, (manifest, assets)
+
+
+def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
+    """Writes the weights of a policy; those of an adapter merged into what it stands on."""
+    weights = source.weights(manifest.digest)
+    base = base_of(weights)
+    if base is None:
+        return _copying(weights, manifest)
+    source.verify(base)
+    adapter = read_adapter(weights, digest=manifest.digest)
+    return lambda path: write_merged(source.weights(base), adapter, path)
+
+
+def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
+    def write(target: Path) -> Manifest:
+        shutil.copyfile(source, target)
+        return manifest
+
+    return write
+
+
+def create_topics(bus: Bus, config: Config) -> Topics:
+    """Create the run's topics where they are missing."""
+    topics = Topics(config.run.name)
+    many = {topics.trajectories, topics.progress}
+    bus.create(
+        [
+            TopicSpec(
+                name=name,
+                partitions=config.bus.partitions if name in many else 1,
+                record_bytes_max=config.bus.record_bytes_max,
+            )
+            for name in topics.all()
+        ]
+    )
+    return topics
+
+
+def check_topics(bus: Bus, config: Config) -> None:
+    """Refuse to go on with a run whose topics are not what it needs. Raises BusError."""
+    missing = sorted(set(Topics(config.run.name).all()) - set(bus.topics()))
+    if missing:  # made anew, it would be empty, and nobody would see what is lost
+        raise TopicMissing(
+            f"the run has lost its topic {missing[0]}",
+            hint="was it deleted, or may this user not see it (Describe)?",
+        )
+    create_topics(bus, config)
+
+
+def started(bus: Bus, topics: Topics) -> RunStarted | None:
+    """The run's first record, if the run exists. Raises InvariantBroken for a changed one."""
+    at = TopicPartition(topics.control, 0)
+    if topics.control not in bus.topics():
+        return None
+    with closing(records_of(bus, {at: bus.end(at)})) as records:
+        first = next(records, None)
+    fact = None if first is None else decode_control(first.value)
+    if not isinstance(fact, RunStarted):
+        return None
+    fact.check_config()
+    return fact
+
+
+def run_started(
+    config: Config,
+    store: PolicyStore | Path,
+    *,
+    policy: tuple[Manifest, str] | None = None,
+    lineage: Lineage | None = None,
+) -> RunStarted:
+    """Import the model, open the task, digest the data. Raises ConfigError, PolicyError, TaskError.
+
+    `policy` (manifest, assets digest) is given where version 0 lies in the store already.
+    """
+    store = as_store(store)
+    manifest, assets = policy or import_model(store, Path(config.model.path))
+    facts = survey(config.task)
+    if facts.train_rows == 0:
+        raise ConfigError("the training data has no rows", hint="see task.data")
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    return RunStarted(
+        at_ns=time.time_ns(),
+        run=config.run.name,
+        schema_version=SCHEMA_VERSION,
+        config=plain,
+        config_digest=config_digest(plain),
+        dataset_digest=facts.train_digest,
+        dataset_rows=facts.train_rows,
+        eval_digest=facts.eval_digest,
+        eval_rows=facts.eval_rows,
+        seed=config.run.seed,
+        policy=manifest,
+        assets_digest=assets,
+        planner=PLANNER,
+        package=__version__,
+        lineage=lineage,
+    )
+
+
+def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
+    """`set` commands for logged keys that changed. Raises ConfigError for a changed frozen key."""
+    frozen, logged, _ = changed_keys(stored, wanted)
+    if frozen:
+        raise ConfigError(
+            f"a resumed run cannot change {', '.join(sorted(frozen))}",
+            hint=f"start a new run from a version of it with --from {stored.run.name}@STEP",
+        )
+    assert logged <= LOGGED
+    if not logged:
+        return []
+    command = Command(
+        at_ns=time.time_ns(),
+        user=getpass.getuser(),
+        verb="set",
+        args={key: _value(wanted, key) for key in sorted(logged)},
+    )
+    return [encode(command)]
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

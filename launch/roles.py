@@ -1,0 +1,254 @@
+"""What a forked or started process does to be one role; the only place that joins all parts."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import platform
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from random import random
+from typing import Final
+
+from dora_pipe import __version__
+from dora_pipe.config.model import Config
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import complain, log_to_stderr, say
+from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
+from dora_pipe.core.process_names import name_process
+from dora_pipe.launch.local_roles import (
+    ORCHESTRATOR,
+    TRACES,
+    TRAINER,
+    show_gpus,
+    with_engine,
+    worker_address,
+    worker_engine,
+)
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.launch.supervisor import WAITED_OUT
+from dora_pipe.observe.traces.follow import Checkpoint, Follower
+from dora_pipe.observe.traces.sinks import HttpSink
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.producers.engines.registry import open_engine
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.store import PolicyStore
+from dora_pipe.store.transfers.open import open_transfers
+from dora_pipe.store.transfers.port import Transfers
+
+NS_PER_HOUR: Final = 3600 * 10**9
+
+TRAINER_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "dora_pipe.consumers.trainer.role",
+    "dora_pipe.consumers.learners.torch.learner",
+)
+"""What the trainer needs, with what transformers would else import when it makes a model: seconds
+of CPU at every restart."""
+
+
+TRACES_NICE: Final = 5
+"""The follower of a run has time; workers and trainer go first."""
+
+COLLECT_AFTER: Final = (50_000, 20, 100)
+"""Thresholds of Python's collector of cycles. By default it looks for them after every 700 new
+objects, among all that torch has made: 3 % of a worker's CPU time, for next to no cycles."""
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT; a role looks at it between two turns of its loop."""
+
+    def __init__(self) -> None:
+        self._set = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._raise)
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def _raise(self, *_: object) -> None:
+        self._set = True
+
+
+def settle(name: str, run: str) -> StopFlag:
+    """What the process of a role does first; the flag tells it when to stop."""
+    role = (name,) if name in (ORCHESTRATOR, TRAINER, TRACES) else ("worker", name)
+    name_process(*role, run)
+    gc.set_threshold(*COLLECT_AFTER)
+    return StopFlag()
+
+
+def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
+    """Run a role with its talk in a file; the exit code says how it ended."""
+    directory.logs.mkdir(exist_ok=True)
+    log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    talk(name)
+    try:
+        start()
+    except LogTruncated as error:
+        complain(error)
+        return InvariantBroken.exit_code  # a role that starts again might not even notice it
+    except DoraError as error:
+        complain(error)
+        return error.exit_code + (WAITED_OUT if error.waited_out else 0)
+    except Exception:
+        logging.exception("error: %s ended by a fault of its own", name)
+        return 1
+    return 0
+
+
+def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool = False) -> int:
+    """Be the trainer or a worker in this process, its talk in a file; gives the exit code."""
+
+    def start() -> None:
+        if name == TRAINER:
+            show_gpus(config, name)
+            trainer(directory, config, adopt=adopt)
+            return
+        own = with_engine(config, worker_engine(config, name), address=worker_address(config, name))
+        show_gpus(own, name)
+        worker(directory, own, name)
+
+    return be_role(name, directory, start)
+
+
+def talk(name: str) -> None:
+    """What a role says goes to stderr, with the time and the role's name before it."""
+    log_to_stderr(logging.INFO, f"%(asctime)s {name} %(levelname)s %(message)s")
+
+
+def orchestrator(
+    directory: RunDir, config: Config, first: RunStarted, *, resumed_by: str = ""
+) -> None:
+    """Be the orchestrator until the run ends. `first` starts a run that has no record yet."""
+    from dora_pipe.orchestrator.memory import settle_memory
+    from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator
+
+    settle_memory()
+    stop = settle(ORCHESTRATOR, config.run.name)
+    bus = directory.open_bus(config)
+    try:
+        run_orchestrator(
+            bus=bus,
+            topics=Topics(config.run.name),
+            timing=config.timing,
+            clock=SystemClock(),
+            instance=Instance(
+                name=uuid.uuid4().hex, host=platform.node(), pid=os.getpid(), package=__version__
+            ),
+            stop=stop,
+            run_started=first,
+            snapshots=directory.snapshots,
+            resumed_by=resumed_by,
+            trimmed=Trimmed(
+                keep_ns=config.bus.metrics_keep_hours * NS_PER_HOUR,
+                open_bus=partial(directory.open_bus, config),
+            ),
+        )
+    finally:
+        bus.close()
+
+
+def worker(directory: RunDir, config: Config, name: str) -> None:
+    """Be a rollout worker until the run ends or it is drained."""
+    from dora_pipe.producers.worker.kv_handover import KvHandover
+    from dora_pipe.producers.worker.role import run_worker
+
+    stop = settle(name, config.run.name)
+    with (
+        transferring(directory, config) as (transfers, store),
+        closing(directory.open_bus(config)) as bus,
+    ):
+        run_worker(
+            bus,
+            Topics(config.run.name),
+            worker=name,
+            store=store,
+            engine_factory=open_engine,
+            handover=KvHandover(transfers),
+            transfers=transfers.address,
+            stop=stop,
+            config=config,
+        )
+
+
+@contextmanager
+def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Transfers, PolicyStore]]:
+    """How this process hands bytes to others, and the policy store behind its peers."""
+    weights = directory.store(config) / "weights"
+    opened = open_transfers(
+        config.transfers,
+        directory.handover,
+        topics=Topics(config.run.name),
+        open_bus=lambda: directory.open_bus(config),
+        weights=lambda name: weights / name,
+        clock=SystemClock(),
+    )
+    with closing(opened.transfers):
+        yield opened.transfers, directory.policies(config, opened.peers)
+
+
+def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
+    """Be the trainer until the run ends; under torchrun, ranks above 0 obey rank 0 instead."""
+    from dora_pipe.consumers.learners.registry import end_ranks, follows, make_learner, need_learner
+    from dora_pipe.consumers.trainer.role import run_trainer
+
+    need_learner(config)
+    log = directory.log_location(config)
+    if follows(config, log, directory.policies(config)):
+        return
+    try:
+        with transferring(directory, config) as (transfers, store):
+            run_trainer(
+                lambda: directory.open_bus(config),
+                Topics(config.run.name),
+                store=store,
+                stop=settle(TRAINER, config.run.name),
+                learner_factory=partial(make_learner, log=log),
+                config=config,
+                adopt=adopt,
+                transfers=transfers.address,
+            )
+    finally:
+        end_ranks()
+
+
+def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = None) -> None:
+    """Be the follower of a run; what it has not sent when it ends is said."""
+    stop = stop or settle(TRACES, config.run.name)
+    os.nice(TRACES_NICE)
+    telemetry = config.telemetry
+    policy = SamplingPolicy(ratio=telemetry.traces_ratio, slow=telemetry.traces_slow)
+    sink = HttpSink(telemetry.traces)
+    bus = directory.open_bus(config)
+    try:
+        sent = Follower(
+            bus,
+            Topics(config.run.name),
+            sink,
+            policy,
+            clock=SystemClock(),
+            stop=stop,
+            checkpoint=Checkpoint(directory.path / "traces.sent"),
+            chance=random,
+        ).run()
+    finally:
+        bus.close()
+        sink.close()
+    say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {sent.spans} spans")
+    if not sent.whole and not stop():
+        say(
+            f"not everything was sent; dora-pipe export {config.run.name} --traces URL sends it all"
+        )

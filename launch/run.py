@@ -1,0 +1,239 @@
+"""What `run` does: it starts every role on this machine and watches over them."""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.load import load_config, read_table
+from dora_pipe.config.logged import is_older
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.registry import need_learner
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.console import say, typed
+from dora_pipe.core.errors import (
+    BusError,
+    ConfigError,
+    InvariantBroken,
+    LogTruncated,
+    ResourceError,
+    RunHalted,
+    TaskError,
+)
+from dora_pipe.core.process_names import name_process
+from dora_pipe.launch import local_roles, roles
+from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
+from dora_pipe.launch.fork_server import ForkServer
+from dora_pipe.launch.local_roles import need_gpus
+from dora_pipe.launch.plan import Plan, opened_bus
+from dora_pipe.launch.run_dir import RunDir, run_dir
+from dora_pipe.launch.run_lock import locked
+from dora_pipe.launch.supervisor import Supervisor, Workers
+from dora_pipe.observe.alarms import Alarms
+from dora_pipe.observe.progress import Progress
+from dora_pipe.producers.engines.registry import check_engines, engine_kind, need_engines
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.transfers.open import need_transfers
+
+RESUMABLE_CODES: Final = frozenset(
+    one.exit_code for one in (BusError, ResourceError, TaskError, RunHalted)
+)
+"""A run that ended so goes on when somebody has mended what was outside of it."""
+
+
+Watch = Callable[[Progress, Supervisor], None]
+
+
+def supervise(
+    plan: Plan,
+    watch: Watch | None = None,
+    *,
+    tell: Callable[[str], None] = say,
+    torch: ForkServer | None = None,
+) -> bool:
+    """Start every role, `tell` of it until all have ended; False when the user stopped it.
+
+    `torch` has imported what the torch engine and the trainer need, and forks `be_torch_role`; it
+    stays the caller's. Without it each of the two has a process of its own for that. Raises
+    UsageError where the run is running already.
+    """
+    with locked(plan.directory):
+        return _supervise(plan, watch, tell, torch)
+
+
+def _supervise(
+    plan: Plan, watch: Watch | None, tell: Callable[[str], None], torch: ForkServer | None
+) -> bool:
+    names = local_roles.worker_names(plan.config)
+    directory, config = plan.directory, plan.config
+    name_process("run", config.run.name)
+    engines = local_roles.worker_engines(config)
+    need_parts(config)
+    shutil.rmtree(directory.handover, ignore_errors=True)
+    own: list[ForkServer] = []
+
+    def forking(preload: Sequence[str] = ()) -> ForkServer:
+        own.append(ForkServer(lambda name: _be(plan, name), preload=preload))
+        return own[-1]
+
+    slim = forking()
+    serving = {} if torch is None else {"torch": torch}
+    for engine in sorted(set(engines.values()) - serving.keys()):
+        serving[engine] = forking(engine_kind(engine).preload)
+    fork_servers = {
+        local_roles.ORCHESTRATOR: slim,
+        local_roles.TRAINER: torch or forking(roles.TRAINER_PRELOAD),
+    }
+    fork_servers |= {name: serving[engine] for name, engine in engines.items()}
+    if config.telemetry.traces != "off":
+        fork_servers[local_roles.TRACES] = slim
+    try:
+        with (
+            opened_bus(directory, config) as bus,
+            BrokerWatch(config, directory.open_bus) as brokers,
+        ):
+            progress = progress_of(bus, config)
+            console = RunConsole(progress, tell)
+            disk = disk_watch(directory, config, brokers, tell)
+
+            def turn() -> None:
+                disk.turn()
+                progress.stopping = supervisor.stopping
+                console.turn()
+                if watch is not None:
+                    watch(progress, supervisor)
+
+            supervisor = Supervisor(
+                fork_servers,
+                stop_order=stop_order(names, fork_servers),
+                spare=(local_roles.TRACES,),
+                workers=workers_of(progress, names),
+                timing=config.timing,
+                logs=directory.logs,
+                watch=turn,
+                held_up=lambda: disk.full,
+            )
+            finished = supervisor.run()
+            turn()
+            progress.close()
+            return finished
+    finally:
+        for fork_server in own:
+            fork_server.close()
+
+
+def progress_of(bus: Bus, config: Config) -> Progress:
+    """What the log says of a run from its beginning, with alarms from now on."""
+    topics = Topics(config.run.name)
+    alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
+    return Progress(bus, topics, alarms=alarms)
+
+
+def disk_watch(
+    directory: RunDir, config: Config, brokers: BrokerWatch, tell: Callable[[str], None]
+) -> DiskWatch:
+    """Looks at the disks below a run: this machine's, and those of its brokers."""
+    places = (directory.path, directory.store(config))
+    return DiskWatch(places, tell, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
+
+
+def workers_of(progress: Progress, names: tuple[str, ...]) -> Workers:
+    """The workers that `run` starts, and what the log says of them and of others."""
+    return Workers(
+        names=names,
+        elsewhere=lambda: progress.elsewhere(names),
+        hosted=lambda name: progress.hosted[name],
+    )
+
+
+def need_parts(config: Config) -> None:
+    """Raise, before anything starts, for what the roles need and this machine lacks."""
+    engines = local_roles.worker_engines(config).values()
+    need_engines(["torch", *engines])
+    check_engines(config, engines)
+    need_learner(config)
+    need_gpus(config)
+    need_transfers(config.transfers)
+
+
+def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Whom to ask first to stop: see `supervisor`. Who follows the run goes last."""
+    order = (workers, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,), (local_roles.TRACES,))
+    return tuple(names for names in order if all(name in started for name in names))
+
+
+def _be(plan: Plan, name: str) -> int:
+    directory, config = plan.directory, plan.config
+    slim: dict[str, Callable[[], None]] = {
+        local_roles.ORCHESTRATOR: lambda: roles.orchestrator(
+            directory, config, plan.first, resumed_by=getpass.getuser() if plan.resumed else ""
+        ),
+        local_roles.TRACES: lambda: roles.traces(directory, config),
+    }
+    if name in slim:
+        return roles.be_role(name, directory, slim[name])
+    return roles.be_torch_role(directory, config, name, adopt=plan.adopt)
+
+
+def load_wanted(config: Path, overrides: Sequence[str], paradigm: str = "") -> Config:
+    """The configuration that a file, or a run's directory, holds."""
+    inside = config / "config.toml"
+    if inside.is_file():
+        return load_config(inside, overrides, paradigm=paradigm, stored=True)
+    return load_config(config, overrides, paradigm=paradigm)
+
+
+def load_again(config: Path, overrides: Sequence[str], paradigm: str, root: Path) -> Config:
+    """The same for a run that exists: where that is older than a key, so is this file.
+
+    Raises ConfigError for the copy of a run's directory under another name.
+    """
+    _refuse_copy(RunDir(config), root)
+    wanted = load_wanted(config, overrides, paradigm)
+    stored = run_dir(wanted, root).config_file
+    if config.is_dir() or not stored.is_file() or not is_older(read_table(stored)):
+        return wanted
+    return load_config(config, overrides, paradigm=paradigm, stored=True)
+
+
+def _refuse_copy(directory: RunDir, root: Path) -> None:
+    """A run goes on where its name leads: that is the original, though the copy was meant."""
+    if not directory.was_started:
+        return
+    run, called = directory.config().run.name, directory.path.resolve().name
+    if run != called:
+        raise ConfigError(
+            f"{directory.path} holds run {run!r}, not {called!r}",
+            hint=f"the run itself: {typed('run', root / run, '--resume', runs=root)};"
+            f" this copy: as FOLDER/{run}, with --runs FOLDER",
+        )
+
+
+class RunConsole:
+    """Tells what the log says of a run. An outage is told once: roles have their own patience."""
+
+    def __init__(self, progress: Progress, tell: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._tell = tell
+        self._away = False
+
+    def turn(self) -> None:
+        """What is new. Raises InvariantBroken when the log was cut."""
+        try:
+            lines = self._progress.lines()
+        except LogTruncated as error:
+            raise InvariantBroken(error.message, hint=error.hint) from error
+        except BusError as error:
+            if not self._away:
+                self._tell(f"the log is away ({error.message}); the roles wait for it")
+            self._away = True
+            return
+        if self._away:
+            self._tell("the log is back")
+        self._away = False
+        for line in lines:
+            self._tell(line)

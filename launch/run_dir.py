@@ -1,0 +1,375 @@
+"""A run's directory: what lies where, and how a run is found by its name or path.
+
+runs/NAME/
+  config.toml     the resolved configuration
+  log.sqlite      the log, unless the bus is elsewhere
+  policies/       policies and checkpoints under their digests; claims/: values too large for
+                  the log
+  snapshots/      the orchestrator's state now and then: a cache that a restart begins at
+  handover/       KV caches on their way from worker to worker
+  logs/           what each role said
+  lock            held by who runs it (`launch.run_lock`)
+  archived-to     where `dora-pipe archive` put its segments, if it did
+
+An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
+run on Kafka may also be called by its log, `kafka://HOST:PORT[,HOST:PORT]/NAME`: then it is what
+its first record says.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bus.archive.manifest import CLAIMS, MANIFEST, SEGMENTS
+from dora_pipe.bus.archive.tiered import tiered
+from dora_pipe.bus.claim_check import ClaimStore
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.reading import FILE as CATALOGUE
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.config.load import dump_toml, load_config
+from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
+from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.log_location import LogLocation
+from dora_pipe.store.store import PolicyStore, open_store
+
+LOG = "log.sqlite"
+"""File in a run's directory: the log, unless the bus is elsewhere."""
+
+LOCK = "lock"
+"""File in a run's directory; it says which process holds it alone (`launch.run_lock`)."""
+
+ARCHIVED_TO = "archived-to"
+"""File in a run's directory that names its archive."""
+
+ON_KAFKA = "kafka://"
+"""How an address of a run begins that is no name and no path."""
+
+NAMES_MAX = 8
+"""Of runs, in one hint."""
+
+FREE_BYTES_MIN = 200 * 1024 * 1024
+"""A run does not start on a disk with less room than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The directory of one run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def logs(self) -> Path:
+        """One file of talk per role."""
+        return self.path / "logs"
+
+    @property
+    def handover(self) -> Path:
+        """Where workers of this machine hand KV caches to each other."""
+        return self.path / "handover"
+
+    def config(self) -> Config:
+        """The run's configuration as it was stored."""
+        return load_config(self.config_file, (), stored=True)
+
+    @property
+    def words(self) -> str:
+        """How another process, or a command line, is told which run this is."""
+        # A bare name would be looked for where runs lie.
+        return str(self.path) if self.path.name != str(self.path) else f"./{self.path}"
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether this is the archive of a run, not the run's own directory."""
+        # One that lost its manifest must not pass for a run whose log is elsewhere.
+        return (self.path / MANIFEST).is_file() or (self.path / SEGMENTS).is_dir()
+
+    @property
+    def archive(self) -> Path | None:
+        """The archive that was made of this run here, if it is there still."""
+        note = self.path / ARCHIVED_TO
+        place = Path(note.read_text().strip()) if note.is_file() else None
+        return place if place is not None and (place / MANIFEST).is_file() else None
+
+    def bus_url(self, config: Config) -> str:
+        """Where the log is."""
+        if self.is_archive:
+            return f"archive:{self.path}"
+        return config.bus.url or f"sqlite:{self.path / LOG}"
+
+    def open_bus(self, config: Config) -> Bus:
+        """The log as the configuration says: user, certificates, and where large values lie.
+
+        The only way from a configuration to its log. Raises BusError, ConfigError.
+        """
+        return self.log_location(config).open()
+
+    def claims(self, config: Config) -> ClaimStore:
+        """Where values too large for the log lie: with the policies, so that all machines see them.
+
+        Raises ConfigError for a `store.url` that cannot be used.
+        """
+        found = self.log_location(config).claim_store()
+        assert found is not None
+        return found
+
+    def log_location(self, config: Config) -> LogLocation:
+        """The log as another process can be told where it is."""
+        if self.is_archive:  # Whoever reads it needs no secrets of the cluster.
+            return LogLocation(
+                run=config.run.name, url=self.bus_url(config), claims=str(self.path / CLAIMS)
+            )
+        return LogLocation(
+            run=config.run.name,
+            url=self.bus_url(config),
+            bus=config.bus,
+            claims=str(self.store(config) / CLAIMS),
+            store_url=config.store.url,
+        )
+
+    def store(self, config: Config) -> Path:
+        """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
+        if config.store.path and not self._holds_policies:
+            return Path(config.store.path)
+        return self.path / "policies"
+
+    @property
+    def _holds_policies(self) -> bool:
+        """Whether this is an archive with copies of the policies."""
+        return self.is_archive and (self.path / "policies").is_dir()
+
+    def policies(
+        self, config: Config, peers: Callable[[str, Path], bool] | None = None
+    ) -> PolicyStore:
+        """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
+        if self._holds_policies:
+            return PolicyStore(self.store(config))
+        return open_store(self.store(config), config.store, run=config.run.name, peers=peers)
+
+    @property
+    def snapshots(self) -> Path:
+        """The orchestrator's snapshots of its state; may be removed at any time."""
+        return self.path / "snapshots"
+
+    @property
+    def catalogue(self) -> Path | None:
+        """Where the tables of a finished run are kept; they may be removed at any time.
+
+        None where nothing may be written: in an archive, and where there is no directory.
+        """
+        return None if self.is_archive or not self.path.is_dir() else self.path / CATALOGUE
+
+    def exists(self) -> bool:
+        """Whether a run was made here."""
+        return self.config_file.is_file()
+
+    @property
+    def was_started(self) -> bool:
+        """Whether roles have run here: the folder that a run is configured in has a config.toml of
+        that run too."""
+        return self.exists() and any((self.path / one).is_file() for one in (LOG, LOCK))
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnKafka(RunDir):
+    """A run that is known by its log alone; its directory, where files may go, need not exist."""
+
+    url: str
+    """Of the log."""
+
+    @property
+    def words(self) -> str:
+        """See the base."""
+        return f"{self.url}/{self.path.name}"
+
+    def config(self) -> Config:
+        """As the run's first record has it, at this address of its log.
+
+        Raises UsageError where there is no such run, BusError, ConfigError.
+        """
+        topics = Topics(self.path.name)
+        with closing(open_bus(self.url)) as bus:
+            there = bus.topics()
+            if topics.control not in there:
+                names = ", ".join(_runs_among(there)) or "none"
+                raise UsageError(
+                    f"no run {topics.run!r} is on {self.url}", hint=f"there are: {names}"
+                )
+            try:
+                started, _ = policy_after(bus, topics, 0)
+            except UsageError:
+                raise UsageError(f"run {topics.run!r} on {self.url} has not begun") from None
+        plain = started.config
+        at_url = {**plain, "bus": {**plain.get("bus", {}), "url": self.url}}
+        try:
+            return logged_config(at_url)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the configuration of run {topics.run!r}: {error}") from None
+
+    def exists(self) -> bool:
+        """See the base; who asks for the configuration finds out more."""
+        return True
+
+
+def _runs_among(topics: Sequence[str]) -> list[str]:
+    """Names of the runs that have these topics."""
+    ending = Topics("x").control.removeprefix("x")
+    return sorted(one.removesuffix(ending) for one in topics if one.endswith(ending))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run whose log is open."""
+
+    directory: RunDir
+    config: Config
+    topics: Topics
+    bus: Bus
+    log: LogLocation
+    """How another process opens the same."""
+
+    @property
+    def store(self) -> Path:
+        """Where its policies lie on this machine."""
+        return self.directory.store(self.config)
+
+    @property
+    def policies(self) -> PolicyStore:
+        """The policy store, wherever it is."""
+        return self.directory.policies(self.config)
+
+    def tables(self, told: Callable[[float], None] = lambda share: None) -> Catalogue:
+        """The catalogue of its log, to be closed; `told` hears of the share that was read.
+
+        Raises BusError, LogTruncated.
+        """
+        return read_catalogue(self.bus, self.topics, self.directory.catalogue, told=told)
+
+    @property
+    def has_policies(self) -> bool:
+        """Whether there can be a policy store: an archive may have been made without."""
+        elsewhere = bool(self.config.store.url)
+        return not self.directory.is_archive or elsewhere or self.store.is_dir()
+
+
+def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
+    """The directory that a configuration's run has."""
+    return RunDir(runs / config.run.name)
+
+
+def find_run(name: str, runs: Path = RUNS) -> RunDir:
+    """A run by path, by name, or by its log. Raises UsageError: where it looked, what is there."""
+    if name.startswith(ON_KAFKA):
+        url, _, run = name.rpartition("/")
+        if not url.startswith(ON_KAFKA) or not run:
+            raise UsageError(f"{name} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
+        return RunOnKafka(runs / run, url)
+    # A plain name is a run's first: the folder that a run was configured in may have the same.
+    places = (runs / name, Path(name)) if name == Path(name).name else (Path(name),)
+    for candidate in map(RunDir, places):
+        if candidate.exists():
+            return candidate
+    looked = (runs if len(places) > 1 else Path(name).parent).absolute()
+    raise UsageError(f"no run {Path(name).name!r} in {looked}", hint=_near(Path(name).name, looked))
+
+
+def _near(name: str, runs: Path) -> str:
+    """Which runs somebody may have meant, the nearest names first."""
+    there = sorted(path.parent.name for path in runs.glob("*/config.toml"))
+    if not there:
+        return f"no run lies there; --runs DIR or {RUNS_VARIABLE} says where runs lie"
+    near = get_close_matches(name, there, n=NAMES_MAX)
+    names = [*near, *(one for one in there if one not in near)]
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return f"there are: {', '.join(names[:NAMES_MAX])}{more}"
+
+
+@contextmanager
+def opened(
+    name: str, runs: Path = RUNS, archive: Path | None = None, *, alone: bool = False
+) -> Iterator[OpenRun]:
+    """A run, or the archive of one, with its log open for as long as the block lasts.
+
+    Where retention has deleted the log's beginning, that is read from `archive`, or from the one
+    that was made of this run here; not if the log is wanted `alone`.
+    """
+    directory = find_run(name, runs)
+    config = directory.config()
+    own = config.bus.url or directory.is_archive
+    if not own and not (directory.path / LOG).exists():
+        raise UsageError(
+            f"{directory.path} holds a configuration, but no log",
+            hint=f"start it with: {typed('run', directory.config_file, runs=runs)}",
+        )
+    topics = Topics(config.run.name)
+    place = directory.log_location(config)
+    bus = directory.open_bus(config)
+    try:
+        below = None if alone else _archive(bus, topics, archive, directory.archive)
+        if below is not None:
+            bus, place = tiered(bus, below), msgspec.structs.replace(place, archive=str(below))
+        yield OpenRun(directory=directory, config=config, topics=topics, bus=bus, log=place)
+    finally:
+        bus.close()
+
+
+def _archive(bus: Bus, topics: Topics, given: Path | None, known: Path | None) -> Path | None:
+    """The archive to read below the log: one that was given, or a known one that is needed."""
+    if given is not None or known is None:
+        return given
+    there = [topic for topic in topics.all() if topic in set(bus.topics())]
+    partitions = [TopicPartition(one, part) for one in there for part in range(bus.partitions(one))]
+    return known if any(map(bus.begin, partitions)) else None
+
+
+def remember_archive(directory: RunDir, archive: Path) -> None:
+    """Let commands on this run find its archive by themselves."""
+    (directory.path / ARCHIVED_TO).write_text(f"{archive.resolve()}\n")
+
+
+def create(config: Config, runs: Path = RUNS) -> RunDir:
+    """Make the directory of a new run; one that is there already is never overwritten."""
+    directory = run_dir(config, runs)
+    if directory.exists():
+        raise ConfigError(
+            f"run {config.run.name!r} exists in {directory.path}",
+            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+        )
+    directory.path.mkdir(parents=True, exist_ok=True)
+    check_room(directory.path)
+    directory.logs.mkdir(exist_ok=True)
+    store_config(directory, config)
+    return directory
+
+
+def store_config(directory: RunDir, config: Config) -> None:
+    """Write the resolved configuration into the run's directory, all or nothing."""
+    partial = directory.config_file.with_suffix(".partial")
+    partial.write_text(dump_toml(config), encoding="utf-8")
+    partial.replace(directory.config_file)
+
+
+def check_room(path: Path) -> None:
+    """Refuse to start on a full disk. Raises ResourceError."""
+    free = shutil.disk_usage(path).free
+    if free < FREE_BYTES_MIN:
+        raise ResourceError(
+            f"{free // 1024**2} MiB free at {path}", hint="make room, or run from another disk"
+        )

@@ -1,0 +1,296 @@
+"""Starts a run's roles on this machine, restarts what dies, and ends them in order.
+
+Order of a stop (Ctrl-C, SIGTERM): workers first, so that they publish how far each request has
+come; then the trainer, which ends its step; the orchestrator last, so that it has folded what the
+others said. Nothing is cancelled: `--resume` goes on exactly there. A second Ctrl-C kills.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.config.model import Timing
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import DoraError
+from dora_pipe.launch.fork_server import Ended, ForkServer, Report, Started
+
+TICK_S: Final = 0.1
+BACKOFF_FIRST_S: Final = 0.2
+BACKOFF_MAX_S: Final = 5.0
+LOG_TAIL_BYTES: Final = 4000
+
+FATAL_CODES: Final = frozenset({3, 5, 6, 8, 9, 10, 11, 12})
+"""Exit codes that starting again cannot mend: configuration, a broken promise (or a log that was
+cut), a diverged replay, a decision that cannot be read, an unusable policy or task, a step that is
+not finite."""
+
+
+WAITED_OUT: Final = 64
+"""Is added to the exit code of a role that has waited for the log, or for room, as long as roles do
+(`core.retry`): starting it again would begin the same wait, and so on without end."""
+
+PATIENT_CODES: Final = frozenset({4, 7})
+"""Exit codes of what is waited for."""
+
+BROKEN_CODES: Final = frozenset({5, 6, 8})
+"""Those of them that are of the log, and not of the role that found it."""
+
+
+class RunFailed(DoraError):
+    """A role ended for good and took the run with it; carries that role's exit code."""
+
+    def __init__(self, message: str, *, code: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = code  # type: ignore[misc]
+
+
+def _none() -> int:
+    return 0
+
+
+def _never(name: str) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Roles any one of which the run may lose, while another one is left.
+
+    Example: ``Workers(names=("w0", "w1"), elsewhere=lambda: progress.elsewhere(names))``
+    """
+
+    names: Collection[str] = ()
+    elsewhere: Callable[[], int] = _none
+    """How many more the run has, which somebody else started."""
+    hosted: Callable[[str], int] = _never
+    """How often a worker has loaded a version so far."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Role:
+    fork_server: ForkServer
+    pid: int | None = None
+    asked: bool = False
+    """The fork server was asked to start it, and has not said yet that it did."""
+    told: bool = False
+    """It was asked to end."""
+    done: bool = False
+    starts_s: deque[float] = field(default_factory=deque)
+    due_s: float = 0.0
+    """When to start it (again)."""
+    hosted: int = 0
+    fruitless: int = 0
+    """Starts of a worker in a row that hosted nothing, and how often it had hosted before."""
+
+
+class Supervisor:
+    """Keeps roles alive until they end by themselves.
+
+    `stop_order` lists names in the order in which they are asked to stop, those of one entry
+    together. A role of `spare` that ends for good takes the run not with it, nor does one of
+    `workers` before the last. Starts do not count while the run is `held_up` from outside.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, ForkServer],
+        *,
+        stop_order: tuple[tuple[str, ...], ...],
+        timing: Timing,
+        logs: Path,
+        watch: Callable[[], None],
+        spare: Collection[str] = (),
+        workers: Workers | None = None,
+        held_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._roles = {name: _Role(fork_server=fork_server) for name, fork_server in roles.items()}
+        self._stop_order = stop_order
+        self._timing = timing
+        self._logs = logs
+        self._watch = watch
+        self._spare = frozenset(spare)
+        self._workers = workers or Workers()
+        self._held_up = held_up
+        self._interrupts = 0
+
+    def run(self) -> bool:
+        """Until every role has ended in order; False when the user stopped it. Raises RunFailed."""
+        previous = {
+            number: signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            while not all(role.done for role in self._roles.values()):
+                self._turn(restart=True)
+                if self._interrupts:
+                    self._stop()
+                    return False
+            return True
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @property
+    def stopping(self) -> bool:
+        """The user, or a role that broke, ends the run: roles are asked to end, or will be."""
+        return self._interrupts > 0
+
+    def pid(self, name: str) -> int | None:
+        """The process id of a running role."""
+        return self._roles[name].pid
+
+    def _turn(self, *, restart: bool) -> None:
+        now_s = time.monotonic()
+        for name, role in self._roles.items():
+            if restart and not role.done and role.pid is None and role.due_s <= now_s:
+                role.due_s = float("inf")
+                role.asked = True
+                role.starts_s.append(now_s)
+                role.fork_server.spawn(name)
+        pause_s = TICK_S
+        reports: list[Report] = []
+        for fork_server in {
+            id(role.fork_server): role.fork_server for role in self._roles.values()
+        }.values():
+            reports += fork_server.reports(pause_s)
+            pause_s = 0.0
+        for report in reports:  # all, before one of them ends the run: nobody reports twice
+            self._note(report)
+        for report in reports:
+            if isinstance(report, Ended):
+                self._take(report, restart=restart)
+        self._watch()
+
+    def _note(self, report: Report) -> None:
+        role = self._roles[report.name]
+        if isinstance(report, Started):
+            role.pid, role.asked = report.pid, False
+        else:
+            role.pid = None
+
+    def _take(self, report: Ended, *, restart: bool) -> None:
+        role = self._roles[report.name]
+        if report.code == 0 or not restart:
+            role.done = True
+            return
+        waited_out = report.code - WAITED_OUT in PATIENT_CODES
+        if waited_out:
+            report = msgspec.structs.replace(report, code=report.code - WAITED_OUT)
+        may_be_lost = report.name in self._workers.names or report.name in self._spare
+        if (waited_out and not may_be_lost and not self._held_up()) or report.code in BROKEN_CODES:
+            self._fail(report)
+        elif report.code in FATAL_CODES:
+            self._give_up(report)
+        else:
+            self._again(report, role)
+
+    def _again(self, report: Ended, role: _Role) -> None:
+        now_s = time.monotonic()
+        if self._held_up():
+            role.starts_s.clear()
+            role.due_s = now_s + BACKOFF_MAX_S
+            return
+        while role.starts_s and role.starts_s[0] < now_s - self._timing.restart_window_s:
+            role.starts_s.popleft()
+        if max(len(role.starts_s), self._fruitless(report.name)) > self._timing.restarts_max:
+            self._give_up(report)
+            return
+        pause_s = min(BACKOFF_FIRST_S * 2 ** (len(role.starts_s) - 1), BACKOFF_MAX_S)
+        role.due_s = now_s + pause_s
+        message, _ = self._ended(report)
+        say(f"{message}; starting it again in {pause_s:.1f} s")
+
+    def _fruitless(self, name: str) -> int:
+        """Starts in a row after which a worker hosted nothing: loading may take longer than any
+        window."""
+        role = self._roles[name]
+        if name in self._workers.names:
+            hosted = self._workers.hosted(name)
+            role.fruitless = 1 if hosted > role.hosted else role.fruitless + 1
+            role.hosted = hosted
+        return role.fruitless
+
+    def _give_up(self, report: Ended) -> None:
+        """Go on without this role, if the run can."""
+        name, workers = report.name, self._workers.names
+        left = any(not self._roles[one].done for one in workers if one != name)
+        if name in workers and not left and not self._workers.elsewhere():
+            self._fail(report, "no worker is left that can host a version: ")
+        elif name in workers or name in self._spare:
+            self._roles[name].done = True
+            say(f"{self._ended(report)[0]}; the run goes on without it")
+        else:
+            self._fail(report)
+
+    def _ended(self, report: Ended) -> tuple[str, str]:
+        """How a role ended and what it said, and its hint."""
+        said, hint = self._last_error(report.name) if report.code > 0 else ("", "")
+        return f"{report.name} {how(report.code)}" + (f": {said}" if said else ""), hint
+
+    def _fail(self, report: Ended, why: str = "") -> None:
+        message, hint = self._ended(report)
+        self._interrupts = 1
+        self._stop()
+        code = report.code if report.code > 0 else 1
+        see = f"see {self._logs / report.name}.log"
+        raise RunFailed(why + message, code=code, hint=f"{hint}; {see}" if hint else see)
+
+    def _last_error(self, name: str) -> tuple[str, str]:
+        """What a role said last, and its hint."""
+        path = self._logs / f"{name}.log"
+        if not path.is_file():
+            return "", ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        places = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+        if not places:
+            return "", ""
+        said, after = lines[places[-1]], "".join(lines[places[-1] + 1 : places[-1] + 2])
+        hint = after.removeprefix("hint: ") if after.startswith("hint: ") else ""
+        return said.removeprefix("error: "), hint
+
+    def _stop(self) -> None:
+        say("stopping: workers, then trainer, then orchestrator (again Ctrl-C to kill)")
+        for names in self._stop_order:
+            self._end([self._roles[name] for name in names])
+        say("stopped")
+
+    def _end(self, roles: list[_Role]) -> None:
+        """Ask these roles to end, wait for them, and kill what takes too long."""
+        until_s = time.monotonic() + self._timing.stop_timeout_s
+        while any(role.pid is not None or role.asked for role in roles):
+            _signal([role for role in roles if not role.told], signal.SIGTERM)
+            if self._interrupts > 1 or time.monotonic() > until_s:
+                _signal(roles, signal.SIGKILL)
+            self._turn(restart=False)
+        for role in roles:
+            role.done = True
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupts += 1
+
+
+def how(code: int) -> str:
+    """An exit code in words. Example: ``how(-9) == "was killed (SIGKILL)"``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed ({signal.Signals(-code).name})"
+
+
+def _signal(roles: list[_Role], number: int) -> None:
+    for role in roles:
+        if role.pid is not None:
+            role.told = True
+            with suppress(ProcessLookupError):
+                os.kill(role.pid, number)

@@ -1,0 +1,108 @@
+"""Follows a run's statuses and says each alarm once: a wait beyond its limit, a role gone silent.
+
+It decides when silence is one: after a lease, on the clock of who looks. The first status that it
+reads of a role starts that role's clock, so that an old log raises nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.statuses import Statuses, epoch_of, role_of
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.observe.why.chain import span
+from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown
+
+POLL_RECORDS_MAX = 2000
+"""Statuses that one look takes in."""
+
+SAID_MAX = 1000
+"""Alarms that are remembered as said."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    heard_ns: int
+    """Monotonic."""
+    silent: bool = False
+
+
+class Alarms:
+    """The alarms of a run from now on.
+
+    Example: ``Alarms(bus, topics, lease_s=10.0, clock=SystemClock())``; call `lines` often.
+    """
+
+    def __init__(self, bus: Bus, topics: Topics, *, lease_s: float, clock: Clock) -> None:
+        count = bus.partitions(topics.metrics)
+        partitions = [TopicPartition(topics.metrics, one) for one in range(count)]
+        self._reader = bus.reader({at: bus.end(at) for at in partitions})
+        self._lease_ns = int(lease_s * 1e9)
+        self._clock = clock
+        self._statuses = Statuses()
+        self._roles: dict[str, _Watched] = {}
+        self._left: dict[str, int] = {}
+        self._said: dict[tuple[str, int, str, int], None] = {}
+
+    def lines(self, *, silence: bool = True) -> list[str]:
+        """New alarms since the last call, for people; those of `silence` only where roles are to
+        be heard."""
+        out: list[str] = []
+        for record in self._reader.poll(timeout_s=0.0, records_max=POLL_RECORDS_MAX):
+            try:
+                status = decode_metrics(record.value)
+            except SchemaError:
+                continue  # lossy by design
+            if not isinstance(status, Unknown):
+                out += self._take(status)
+        return out + (self._silences() if silence else [])
+
+    def forget(self, worker: str, epoch: int) -> None:
+        """This incarnation has left in order: it need not be heard any more."""
+        self._left[worker] = epoch
+        known = self._statuses.heard.get(worker)
+        if known is not None and known.epoch <= epoch:
+            self._roles.pop(worker, None)
+
+    def heard(self) -> set[str]:
+        """Roles that are not silent."""
+        return {name for name, role in self._roles.items() if not role.silent}
+
+    def close(self) -> None:
+        """Let go of the reader."""
+        self._reader.close()
+
+    def _take(self, status: AnyMetrics) -> list[str]:
+        name, epoch = role_of(status), epoch_of(status)
+        if epoch <= self._left.get(name, -1) or self._statuses.hear(status) is None:
+            return []  # of an incarnation that is over
+        self._roles[name] = _Watched(heard_ns=self._clock.now_ns())
+        out = []
+        for wait in status.waits:
+            key = (name, epoch, wait.name, wait.since_ns)
+            if wait.overdue and key not in self._said:
+                self._remember(key)
+                out.append(alarm_line(name, wait, (status.at_ns - wait.since_ns) / 1e9))
+        return out
+
+    def _remember(self, key: tuple[str, int, str, int]) -> None:
+        self._said[key] = None
+        if len(self._said) > SAID_MAX:
+            del self._said[next(iter(self._said))]
+
+    def _silences(self) -> list[str]:
+        now_ns = self._clock.now_ns()
+        out = []
+        for name, role in self._roles.items():
+            silent_ns = now_ns - role.heard_ns
+            if silent_ns > self._lease_ns and not role.silent:
+                role.silent = True
+                last = self._statuses.heard[name].status.waits_for
+                last = f"; it waited for {last}" if last else ""
+                out.append(f"ALARM {name}: nothing heard for {span(silent_ns / 1e9)}{last}")
+        return out

@@ -1,0 +1,1 @@
+"""Metrics of a run for Prometheus, made from its log; they decide nothing of the run."""

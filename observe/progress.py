@@ -1,0 +1,127 @@
+"""What the console says of a run: a line per step and evaluation, who comes and goes, alarms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.account import EvaluationEnded, GroupEnded, StepEnded
+from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.observe.alarms import Alarms
+from dora_pipe.observe.run_stats import RunStats, StepStats
+from dora_pipe.observe.since_step import GroupsSinceStep
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.topics import Topics
+
+PIECES_MAX: Final = 8
+"""Of the log in one look: whoever looks has other things to do."""
+
+
+class Progress(RunStats):
+    """Follows a run; `lines` are what happened since the last call, with alarms where there are."""
+
+    def __init__(self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None) -> None:
+        super().__init__(topics.run)
+        self.evaluations: dict[int, float] = {}
+        """Version to mean evaluation reward."""
+        self.hosted: Counter[str] = Counter()
+        """How often each worker has loaded a version."""
+        self.stopping = False
+        """The roles were asked to end: none need be heard any more."""
+        self._alarms = alarms
+        self._since_step = GroupsSinceStep()
+        self._say_at = 0
+        """Groups without a step that are said next."""
+        self._follower = LogFollower(bus, topics, self)
+        self._unreadable = 0
+        self._lines: list[str] = []
+
+    def lines(self) -> list[str]:
+        """New lines for people. Raises BusError, LogTruncated."""
+        for _ in range(PIECES_MAX):
+            if not self._follower.advance():
+                break
+        unreadable = self._follower.unreadable.total()
+        if unreadable > self._unreadable:
+            self._lines.append(f"{unreadable - self._unreadable} records cannot be read: see audit")
+            self._unreadable = unreadable
+        lines, self._lines = self._lines, []
+        ending = self.stopping or self.over or self.halted
+        return lines + (self._alarms.lines(silence=not ending) if self._alarms else [])
+
+    def elsewhere(self, names: Collection[str]) -> int:
+        """Workers that are heard of, beside these."""
+        there = {one.name for one in self.account.present()}
+        heard = self._alarms.heard() if self._alarms else there
+        return len((there & heard) - set(names))
+
+    def close(self) -> None:
+        """Let go of the readers."""
+        self._follower.close()
+        if self._alarms:
+            self._alarms.close()
+
+    def fact(self, offset: int, fact: AnyControl) -> None:
+        """See the base."""
+        super().fact(offset, fact)
+        match fact:
+            case WorkerReady():
+                self.hosted[fact.worker] += 1
+            case WorkerJoined():
+                self._say(f"{fact.worker} joined ({fact.engine}, {fact.slots} slots)")
+            case WorkerLeft():
+                if self._alarms:
+                    self._alarms.forget(fact.worker, fact.epoch)
+                self._say(f"{fact.worker} left: {fact.reason}")
+            case BatchRefused():
+                why = "; ".join(f"{one.trajectory}: {one.why}" for one in fact.offenders)
+                self._say(f"step {fact.step}: batch refused: {why}")
+            case WeightsAdopted():
+                self._say(f"step {fact.step}: weights adopted: {fact.why}")
+            case _:
+                pass
+
+    def _say(self, line: str) -> None:
+        self._lines.append(line)
+
+    def _group(self, ended: GroupEnded) -> None:
+        super()._group(ended)
+        self._since_step.happened(ended)
+        words = self._since_step.words(self.per_step)
+        count = self._since_step.count
+        if words and count >= self._say_at and self.account.batch is None:
+            self._say_at = 2 * count
+            self._say(words)
+
+    def _step(self, ended: StepEnded) -> None:
+        super()._step(ended)
+        self._since_step.happened(ended)
+        self._say_at = 0
+        self._say(_line(self.steps[-1]))
+
+    def _evaluated(self, ended: EvaluationEnded) -> None:
+        super()._evaluated(ended)
+        if ended.reward is not None:
+            self.evaluations[ended.version] = ended.reward
+            self._say(f"evaluation of version {ended.version}: reward {ended.reward:.3f}")
+
+
+def _line(step: StepStats) -> str:
+    """A committed step."""
+    reward = "  -  " if step.reward is None else f"{step.reward:5.3f}"
+    staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
+    seconds = step.seconds or 0.0
+    tokens_per_s = step.tokens / seconds if seconds > 0 else 0.0
+    return (
+        f"step {step.step:>4}  reward {reward}  staleness {staleness:<16}"
+        f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s"
+    )

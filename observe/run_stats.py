@@ -1,0 +1,458 @@
+"""A run in numbers while its log is followed; it decides what is counted.
+
+What became of groups, steps and workers the catalogue's account says, what roles said last its
+statuses. Nothing here knows the time: moments are those that records carry.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.account import (
+    BatchEnded,
+    EvaluationEnded,
+    Event,
+    GroupEnded,
+    RecordLogged,
+    RunAccount,
+    StepEnded,
+    WorkerGone,
+    WorkerHistory,
+    mean,
+    rewards_of,
+)
+from dora_pipe.catalogue.follower import LogFollower, LogMeter
+from dora_pipe.catalogue.statuses import Heard, Statuses, epoch_of, role_of
+from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RequestReleased,
+    RunStarted,
+    StepCommitted,
+    TrajectoryLogged,
+    WorkerReady,
+)
+from dora_pipe.schemas.metrics import AnyMetrics, WorkerStatus
+from dora_pipe.schemas.rounds import Dispatch, Halt, Move, Round
+from dora_pipe.schemas.topics import Topics
+
+SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+"""Bounds for what lasts as long as work does, s."""
+
+DELAYS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds for what the log adds, s."""
+
+LENGTHS: Final = tuple(float(2**power) for power in range(4, 18))
+"""Bounds for sampled tokens of a trajectory."""
+
+LOADS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
+"""Bounds for loading weights, s."""
+
+STALENESS: Final = tuple(float(value) for value in range(9))
+
+STEPS_KEPT: Final = 400
+"""Steps that are remembered one by one."""
+
+DECISIONS_KEPT: Final = 64
+"""Decisions that are remembered one by one."""
+
+WorkerState = Literal["joined", "loading", "idle", "generating", "draining", "left", "fenced"]
+
+STATES: Final[tuple[WorkerState, ...]] = (
+    "joined",
+    "loading",
+    "idle",
+    "generating",
+    "draining",
+    "left",
+    "fenced",
+)
+"""`joined`: it has no version yet. `loading`: it shall host another version than it does."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations counted by upper bounds, the last of which is infinity.
+
+    Example: ``Histogram((1.0, 2.0)).add(1.5)``
+    """
+
+    bounds: Sequence[float]
+    """Ascending, each the largest value that its bucket takes."""
+    counts: list[int] = field(default_factory=list)
+    """Per bucket, not added up; the last one is of what is above every bound."""
+    total: float = 0.0
+    """Sum of all observations."""
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Observe a value, so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def observations(self) -> int:
+        """How many there were."""
+        return sum(self.counts)
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """(bound, observations up to it), ascending; the last bound is infinity."""
+        below = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            below += count
+            yield bound, below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """The newest incarnation of a worker, and what was heard of it."""
+
+    history: WorkerHistory
+    heard: Heard | None
+    """What any incarnation said last; None before it was heard."""
+
+    @property
+    def status(self) -> WorkerStatus | None:
+        """The newest of this incarnation, while it is there."""
+        if self.heard is None or self.heard.epoch != self.history.epoch:
+            return None
+        status = self.heard.status
+        return status if isinstance(status, WorkerStatus) else None
+
+    @property
+    def name(self) -> str:
+        """Of the worker."""
+        return self.history.name
+
+    @property
+    def gone(self) -> Literal["", "left", "fenced"]:
+        """How its newest incarnation ended; empty while it is there."""
+        return "" if self.history.gone is None else self.history.gone.how
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled by all its incarnations."""
+        return 0 if self.heard is None else self.heard.sampled
+
+    @property
+    def state(self) -> WorkerState:
+        """What it does, by what was decided and what it said last."""
+        if self.gone:
+            return self.gone
+        if self.history.draining:
+            return "draining"
+        if self.status is not None and self.status.active:
+            return "generating"
+        if self.history.target < 0 and self.history.hosted < 0:
+            return "joined"
+        return "idle" if self.history.target == self.history.hosted else "loading"
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As of its last statuses; 0 of one that is gone."""
+        if self.heard is None or self.status is None or self.gone:
+            return 0.0
+        return self.heard.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """A committed step in numbers."""
+
+    step: int
+    committed_ns: int
+    seconds: float | None
+    """Since the commit before, or since the trainer began; None where that is not known."""
+    waited_s: float
+    """The trainer was free and had no batch."""
+    worker: str
+    """Who logged the trajectory that came last; empty where nobody was waited for."""
+    version: int
+    """Of that trajectory's group; -1 where nobody was waited for."""
+    training_s: float
+    reward: float | None
+    """Mean of the batch's valid rewards."""
+    tokens: int
+    """Sampled tokens of the batch."""
+    staleness: tuple[tuple[int, int], ...]
+    """(staleness, groups)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributed:
+    """What the contributions file of a step says of its ratios; see docs/reference/metrics.md."""
+
+    step: int
+    effective: float | None
+    """Effective sample size over the number of trajectories, 0 to 1."""
+    mismatch: tuple[tuple[int, float], ...]
+    """(staleness, mean of |ln(mean ratio)| over its trajectories)."""
+
+
+def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
+    """From the rows of a contributions file; trajectories without a gradient have no ratio.
+
+    The weight of a trajectory is its mean ratio, trained policy to sampler, over its tokens.
+    """
+    weights: list[float] = []
+    logs: dict[int, list[float]] = {}
+    for row in rows:
+        ratio = row["ratio_mean"]
+        if ratio is not None and ratio > 0:
+            weights.append(ratio)
+            logs.setdefault(row["staleness"], []).append(abs(math.log(ratio)))
+    squares = math.fsum(weight * weight for weight in weights)
+    effective = math.fsum(weights) ** 2 / (len(weights) * squares) if weights else None
+    mismatch = ((staleness, sum(own) / len(own)) for staleness, own in sorted(logs.items()))
+    return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
+
+
+class RunStats:
+    """A run in numbers. Example: ``stats.fact(offset, fact)``, ``stats.round(round_, offset)``,
+    ``stats.status(status)``; then read its fields."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.account = RunAccount()
+        self.statuses = Statuses()
+        self.log_up = True
+        """False while the log cannot be read."""
+        self.halted = False
+        """Groups fail, and nobody has resumed the run since."""
+        self.last_ns = 0
+        """The newest moment that any record carries: wall clock."""
+        self.rounds = 0
+        self.bound: int | None = None
+        """`max_staleness` as it stood at the newest dispatch; before the first, as configured."""
+        self.steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
+        self.commit: StepCommitted | None = None
+        """The newest that counts."""
+        self.contributed: Contributed | None = None
+        self.recent_decisions: deque[DecisionSummary] = deque(maxlen=DECISIONS_KEPT)
+        self.evaluation: tuple[int, float] | None = None
+        """(version, mean reward) of the newest evaluation that is complete."""
+        self.meter = LogMeter()
+        """Of who tells these numbers."""
+        self.control_folded = 0
+        """`control_next` of the newest round."""
+        self.dispatched: Counter[str] = Counter()
+        self.fates: Counter[str] = Counter()
+        self.decisions: Counter[str] = Counter()
+        self.trajectories: Counter[tuple[str, str]] = Counter()
+        """(finish, valid) of every trajectory that was logged, counting or not."""
+        self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
+        """Incarnations of workers that ended, by how."""
+        self.faults: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        """How attempts of requests on workers ended, of groups that have ended."""
+        self.moves = Counter({"decided": 0, "released": 0})
+        self.refused = 0
+        self.late = 0
+        """Groups that were trained behind their deadline: C3 is broken."""
+        self.waited_by: Counter[str] = Counter()
+        """ms that the trainer waited, by the worker that it waited for."""
+        self.compute_ms = 0
+        self.load_s = Histogram(LOADS)
+        self.step_s = Histogram(SECONDS)
+        self.training_s = Histogram(SECONDS)
+        self.wait_s = Histogram(SECONDS)
+        self.delay_s = Histogram(DELAYS)
+        self.lengths = Histogram(LENGTHS)
+        self.staleness = Histogram(STALENESS)
+        self._unfolded: deque[tuple[int, int]] = deque()
+        """(offset, moment) of facts that no round has folded."""
+
+    @property
+    def started(self) -> RunStarted | None:
+        """The run's first record, once it was read."""
+        return self.account.started
+
+    @property
+    def workers(self) -> dict[str, WorkerView]:
+        """The newest incarnation of every worker."""
+        heard = self.statuses.heard
+        return {
+            name: WorkerView(history=one, heard=heard.get(name))
+            for name, one in sorted(self.account.named.items())
+        }
+
+    def present(self) -> list[WorkerView]:
+        """Workers that are not gone, by name."""
+        return [one for one in self.workers.values() if not one.gone]
+
+    def worker_states(self) -> Counter[tuple[int, WorkerState]]:
+        """Workers by hosted version and state."""
+        return Counter((one.history.hosted, one.state) for one in self.workers.values())
+
+    @property
+    def heard(self) -> dict[str, AnyMetrics]:
+        """What every role said last that is there; a worker is once it has joined."""
+        roles = {
+            name: one.status
+            for name, one in self.statuses.heard.items()
+            if not isinstance(one.status, WorkerStatus)
+        }
+        workers = {one.name: one.status for one in self.present() if one.status is not None}
+        return roles | workers
+
+    @property
+    def version(self) -> int:
+        """The newest policy version."""
+        return 0 if self.commit is None else self.commit.step + 1
+
+    @property
+    def over(self) -> bool:
+        """The round that stops the run was read."""
+        return self.account.over
+
+    @property
+    def steps_planned(self) -> int | None:
+        """How many steps the run was configured to have."""
+        return self._configured("run", "steps")
+
+    @property
+    def per_step(self) -> int | None:
+        """Groups of a step."""
+        return self._configured("groups", "per_step")
+
+    @property
+    def heartbeat_s(self) -> float | None:
+        """Between two statuses of a role."""
+        config = {} if self.started is None else self.started.config
+        found = config.get("timing", {}).get("heartbeat_s")
+        return found if isinstance(found, int | float) else None
+
+    def _configured(self, section: str, key: str) -> int | None:
+        """A key of the configuration, which may be of another version."""
+        config = {} if self.started is None else self.started.config
+        found = config.get(section, {}).get(key)
+        return found if isinstance(found, int) else None
+
+    def follow(self, bus: Bus, topics: Topics) -> LogFollower:
+        """Who tells these numbers all of a log, statuses too."""
+        return LogFollower(bus, topics, self, statuses=self.status, meter=self.meter)
+
+    def status(self, status: AnyMetrics) -> None:
+        """A record of the metrics topic; what an incarnation says that is out is history."""
+        self.last_ns = max(self.last_ns, status.at_ns)
+        worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
+        if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
+            self.statuses.hear(status)
+
+    def fact(self, offset: int, fact: AnyControl) -> None:
+        """A control record, which a round folds."""
+        self.last_ns = max(self.last_ns, fact.at_ns)
+        self._unfolded.append((offset, fact.at_ns))
+        first = self.started is None
+        self._happened(self.account.fact(offset, fact))
+        match fact:
+            case RunStarted() if first:
+                self._begin(fact)
+            case WorkerReady():
+                self.load_s.add(fact.load_ms / 1000)
+            case RequestReleased():
+                self.moves["released"] += 1
+            case RequestFailed():
+                self.faults[fact.error] += 1
+            case BatchRefused():
+                self.refused += 1
+            case Command(verb="resume"):
+                self.halted = False
+            case _:
+                pass
+
+    def round(self, round_: Round, offset: int) -> None:
+        """A round, after the facts that it folds."""
+        self.rounds += 1
+        self.last_ns = max(self.last_ns, round_.now_ns)
+        self.control_folded = round_.control_next
+        while self._unfolded and self._unfolded[0][0] < round_.control_next:
+            _, at_ns = self._unfolded.popleft()
+            self.delay_s.add(max(0, round_.now_ns - at_ns) / 1e9)
+        for decision in round_.decisions:
+            self.decisions[str(type(decision).__struct_config__.tag)] += 1
+            if isinstance(decision, Dispatch):
+                spec = decision.spec
+                self.dispatched[spec.purpose] += 1
+                if spec.purpose == "train":
+                    self.bound = spec.deadline - spec.version
+            elif isinstance(decision, Move):
+                self.moves["decided"] += 1
+            elif isinstance(decision, Halt):
+                self.halted = True
+        self.recent_decisions.extend(summaries_of(round_))
+        self._happened(self.account.round(round_, offset))
+
+    def _begin(self, fact: RunStarted) -> None:
+        self.bound = self._configured("staleness", "max_staleness")
+
+    def _happened(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case RecordLogged():  # the most frequent first
+                    self._record(event.fact)
+                case GroupEnded():
+                    self._group(event)
+                case StepEnded():
+                    self._step(event)
+                case EvaluationEnded():
+                    self._evaluated(event)
+                case WorkerGone():
+                    self.lost[event.how] += event.epoch in self.account.workers
+                case BatchEnded():
+                    pass
+
+    def _record(self, fact: TrajectoryLogged) -> None:
+        valid = "no" if fact.reward is None else "yes"
+        self.trajectories[fact.finish, valid] += 1
+        self.lengths.add(fact.tokens)
+        self.meter.count("trajectories", fact.bytes)
+
+    def _group(self, ended: GroupEnded) -> None:
+        self.fates[ended.fate] += 1
+        for request in ended.group.requests.values():
+            self.outcomes.update(attempt.outcome for attempt in request.attempts if attempt.outcome)
+
+    def _evaluated(self, ended: EvaluationEnded) -> None:
+        if ended.reward is not None:
+            self.evaluation = ended.version, ended.reward
+
+    def _step(self, ended: StepEnded) -> None:
+        fact, last, results = ended.fact, ended.waited_for, ended.results
+        step = StepStats(
+            step=fact.step,
+            committed_ns=fact.at_ns,
+            seconds=ended.seconds,
+            waited_s=ended.waited_s,
+            worker="" if last is None else last.worker,
+            version=-1 if last is None else last.version,
+            training_s=max(0, fact.at_ns - max(ended.batch.taken_ns, ended.free_ns)) / 1e9,
+            reward=mean(rewards_of(results)),
+            tokens=sum(one.tokens for one in results),
+            staleness=tuple(sorted(Counter(ended.staleness).items())),
+        )
+        self.steps.append(step)
+        self.commit = fact
+        self.late += ended.late
+        self._measure(step, fact.compute_s)
+
+    def _measure(self, step: StepStats, compute_s: float) -> None:
+        if step.seconds is not None:
+            self.step_s.add(step.seconds)
+        self.training_s.add(step.training_s)
+        self.wait_s.add(step.waited_s)
+        self.waited_by[step.worker or "nobody"] += round(step.waited_s * 1000)
+        self.compute_ms += round(compute_s * 1000)
+        for value, groups in step.staleness:
+            self.staleness.add(value, groups)

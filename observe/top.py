@@ -1,0 +1,351 @@
+"""What `top` shows of a run, as lines in panels; it decides what is worth a line, and what is left
+out where there is no room."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Literal
+
+from dora_pipe.catalogue.account import GroupHistory
+from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
+from dora_pipe.observe.run_stats import RunStats, StepStats, WorkerState, WorkerView
+from dora_pipe.observe.spark import bar, short, sparkline
+from dora_pipe.observe.why.chain import SILENT_HEARTBEATS, SILENT_MIN_S, span
+from dora_pipe.schemas.metrics import AnyMetrics, Blocker, OrchestratorStatus, TrainerStatus, Wait
+
+Style = Literal["", "dim", "good", "busy", "alarm"]
+
+RECENT: Final = 10
+"""Steps that the estimate, the staleness and the tokens per second are made of."""
+
+STOPPED_NS: Final = 60_000_000_000
+"""A log that says nothing for so long is shown as of its last moment."""
+
+SPARKS: Final = 20
+"""Steps in the sparkline of the reward."""
+
+STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
+    "generating": "good",
+    "loading": "busy",
+    "joined": "busy",
+    "fenced": "alarm",
+}
+BAR_WIDTH: Final = 12
+HEARTBEAT_S: Final = 0.5
+"""Where the configuration does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of text, and how it is meant; nothing is said by the style alone."""
+
+    text: str
+    style: Style = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Lines under a title, the most important first."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    def fit(self, rows: int) -> tuple[Line, ...]:
+        """At most so many; the last one says how many are left out."""
+        if len(self.lines) <= rows:
+            return self.lines
+        if rows <= 1:
+            return self.lines[: max(0, rows)]
+        left_out = len(self.lines) - rows + 1
+        return (*self.lines[: rows - 1], Line(f"and {left_out} more", "dim"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A run at a moment."""
+
+    head: str
+    done: float
+    """Share of the steps, 0 to 1."""
+    workers: Panel
+    numbers: Panel
+    waits: Panel
+    decisions: Panel
+    over: bool
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """All of them, in order."""
+        return self.workers, self.numbers, self.waits, self.decisions
+
+    def lines(self) -> Iterator[str]:
+        """As plain lines, for a pipe."""
+        yield self.head
+        for panel in self.panels:
+            yield ""
+            yield panel.title
+            yield from (f"  {line.text}" for line in panel.lines)
+
+
+def moment_of(stats: RunStats, now_ns: int) -> int:
+    """The moment that is shown: now, or the last of a log that goes on no more."""
+    stopped = stats.over or now_ns - stats.last_ns > STOPPED_NS
+    return stats.last_ns if stopped else max(now_ns, stats.last_ns)
+
+
+def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Frame:
+    """The run as its log tells it; `now_ns` is the wall clock. `plain`: ASCII alone."""
+    at_ns = moment_of(stats, now_ns)
+    planned = stats.steps_planned or 0
+    return Frame(
+        head=_head(stats, at_ns, stopped=at_ns < now_ns),
+        done=min(1.0, stats.version / planned) if planned else 0.0,
+        workers=Panel(title="workers", lines=tuple(_workers(stats, at_ns))),
+        numbers=Panel(title="run", lines=tuple(_numbers(stats, at_ns, plain))),
+        waits=Panel(title="who waits for whom", lines=tuple(_waits(stats, at_ns))),
+        decisions=Panel(title="last decisions", lines=tuple(_recent_decisions(stats))),
+        over=stats.over,
+    )
+
+
+def step_line(step: StepStats) -> str:
+    """A committed step as one line."""
+    reward = "-" if step.reward is None else f"{step.reward:.3f}"
+    staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
+    waited = f"waited {span(step.waited_s)}"
+    if step.worker:
+        waited += f" for {step.worker}, version {step.version}"
+    seconds = "-" if step.seconds is None else span(step.seconds)
+    return f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
+
+
+def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
+    if stats.started is None:
+        return f"{stats.run}: has not started"
+    parts = [f"{stats.run}: step {stats.version} of {stats.steps_planned or '?'}"]
+    if stats.over:
+        parts[0] = f"{stats.run}: over after {stats.version} steps"
+    parts.append(f"{span(max(0, at_ns - stats.started.at_ns) / 1e9)} since its start")
+    if stats.over:
+        return ", ".join(parts)
+    left_s = _left_s(stats, at_ns)
+    if stopped:
+        parts.append("nothing was heard since")
+    elif left_s is not None:
+        parts.append(f"about {span(left_s)} to go")
+    return ", ".join(parts)
+
+
+def _left_s(stats: RunStats, at_ns: int) -> float | None:
+    """An estimate: steps to go, each as long as the median of the last ones."""
+    lasted = [one.seconds for one in list(stats.steps)[-RECENT:] if one.seconds is not None]
+    if not lasted or stats.steps_planned is None:
+        return None
+    left = max(0, stats.steps_planned - stats.version)
+    since_s = (at_ns - stats.steps[-1].committed_ns) / 1e9
+    return max(0.0, left * median(lasted) - min(since_s, median(lasted)))
+
+
+def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
+    """How many there are of each version and state, then each."""
+    workers = sorted(stats.workers.values(), key=_rank)
+    states = stats.worker_states()
+    for (version, state), count in sorted(states.items(), key=lambda item: (-item[0][0], item[0])):
+        hosted = f"version {version}" if version >= 0 else "no version"
+        yield Line(f"{count} {state}, {hosted}", _style_of(state))
+    width = max((len(one.name) for one in workers), default=0)
+    for worker in workers:
+        yield _worker(stats, worker, f"{worker.name:<{width}}", at_ns)
+    if not states:
+        yield Line("none has joined", "dim")
+
+
+def _rank(worker: WorkerView) -> tuple[bool, int, str]:
+    """Those that are there first, of the newest version first."""
+    return bool(worker.gone), -worker.history.hosted, worker.name
+
+
+def _style_of(state: WorkerState) -> Style:
+    return STATE_STYLES.get(state, "dim")
+
+
+def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
+    history, status = worker.history, worker.status
+    if history.gone is not None:
+        return Line(f"{name} {worker.gone}: {history.gone.why}", _style_of(worker.state))
+    version = f"v{history.hosted}" if history.hosted >= 0 else "-"
+    if worker.state == "loading":
+        version += f">v{history.target}"
+    text = f"{name} {version:<3} {worker.state}"
+    if status is None:
+        return Line(text, _style_of(worker.state))
+    silent_s = _silent_s(stats, status, at_ns)
+    if silent_s is not None:
+        return Line(f"{name} {version:<3} silent since {span(silent_s)}", "alarm")
+    capacity = history.joined.kv_tokens
+    kv = status.kv_used_tokens / capacity if capacity else 0.0
+    return Line(
+        f"{text} {status.active}/{history.joined.slots}+{status.waiting}"
+        f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}",
+        _style_of(worker.state),
+    )
+
+
+def _silent_s(stats: RunStats, status: AnyMetrics, at_ns: int) -> float | None:
+    """How long a role has said nothing, if that is too long."""
+    age_s = (at_ns - status.at_ns) / 1e9
+    limit_s = max(SILENT_MIN_S, SILENT_HEARTBEATS * (stats.heartbeat_s or HEARTBEAT_S))
+    return age_s if age_s > limit_s and not (stats.over or stats.halted) else None
+
+
+def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
+    """What fits into the smallest terminal comes first."""
+    recent = list(stats.steps)[-RECENT:]
+    found: Counter[int] = Counter()
+    for step in recent:
+        found.update(dict(step.staleness))
+    shares = {value: count / found.total() for value, count in sorted(found.items())}
+    bound = stats.bound
+    yield Line(_step_now(stats, at_ns))
+    said = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
+    late = bound is not None and any(value > bound for value in shares)
+    yield Line(f"staleness (bound {_or(bound)}) {said or '-'}", "alarm" if late else "")
+    yield from map(Line, _queue(stats))
+    yield Line(_tokens(stats))
+    yield from map(Line, _reward(stats, plain))
+    yield Line(_fates(stats), "dim")
+    yield Line(f"staleness of the last {len(recent)} steps:", "dim")
+    for value in range(max([bound or 0, *shares]) + 1):
+        share = shares.get(value, 0.0)
+        beyond = bound is not None and value > bound
+        text = f"{value:>3} {share:>4.0%} {bar(share, BAR_WIDTH, plain=plain)}".rstrip()
+        yield Line(f"{text} beyond the bound" if beyond else text, "alarm" if beyond else "")
+
+
+def _or(value: object) -> str:
+    return "?" if value is None else str(value)
+
+
+def _step_now(stats: RunStats, at_ns: int) -> str:
+    """How far the next step is."""
+    if stats.over:
+        return "no step is under way"
+    batch = stats.account.batch
+    if batch is not None:
+        since_s = max(0, at_ns - batch.taken_ns) / 1e9
+        usual = [one.training_s for one in list(stats.steps)[-RECENT:]]
+        of = f" of about {span(median(usual))}" if usual else ""
+        return f"step {batch.take.step} trains {span(since_s)}{of}"
+    return f"step {stats.version}: {_finished(stats)} of {_or(stats.per_step)} groups finished"
+
+
+def _finished(stats: RunStats) -> int:
+    """Training groups that are complete and in no batch."""
+    return sum(
+        group.spec.purpose == "train" and len(group.results) == group.spec.size
+        for group in stats.account.open.values()
+    )
+
+
+def _queue(stats: RunStats) -> Iterator[str]:
+    status = stats.heard.get(ORCHESTRATOR)
+    queued = status.queued_requests if isinstance(status, OrchestratorStatus) else None
+    yield f"queue {_or(queued)} requests, {len(stats.account.open)} open groups"
+    groups = [one for one in stats.account.open.values() if one.spec.purpose == "train"]
+    slack = Counter(one.spec.deadline - stats.version for one in groups)
+    if slack:
+        due = " ".join(f"{steps}:{count}" for steps, count in sorted(slack.items()))
+        yield f"groups by steps to deadline {due}"
+
+
+def _tokens(stats: RunStats) -> str:
+    now = sum(worker.tokens_per_s for worker in stats.present())
+    recent = [one for one in list(stats.steps)[-RECENT:] if one.seconds]
+    seconds = sum(one.seconds or 0.0 for one in recent)
+    trained = sum(one.tokens for one in recent) / seconds if seconds else 0.0
+    return f"tokens/s {short(now)} sampled now, {short(trained)} trained"
+
+
+def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
+    rewards = [one.reward for one in stats.steps][-SPARKS:]
+    last = "-" if not rewards or rewards[-1] is None else f"{rewards[-1]:.3f}"
+    yield f"reward {last} {sparkline(rewards, plain=plain)}".rstrip()
+    if stats.evaluation is not None:
+        version, reward = stats.evaluation
+        yield f"evaluation of version {version}: {reward:.3f}"
+
+
+def _fates(stats: RunStats) -> str:
+    fates = ", ".join(f"{count} {fate}" for fate, count in sorted(stats.fates.items()))
+    return f"groups: {fates or 'none has ended'}; {stats.moves['decided']} moves"
+
+
+def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
+    """Exclusive roles first; workers that work are left to the other panel."""
+    if stats.over:
+        yield Line("the run is over", "dim")
+        return
+    heard = stats.heard
+    for role in (TRAINER, ORCHESTRATOR):
+        status = heard.get(role)
+        if status is None:
+            yield Line(f"{role}: has said nothing yet", "dim")
+        else:
+            yield _role(stats, role, status, at_ns)
+    for worker in stats.present():
+        status = worker.status
+        if status is not None and (status.waits_for or any(one.overdue for one in status.waits)):
+            yield _role(stats, worker.name, status, at_ns)
+
+
+def _role(stats: RunStats, role: str, status: AnyMetrics, at_ns: int) -> Line:
+    silent_s = _silent_s(stats, status, at_ns)
+    if silent_s is not None:
+        return Line(f"{role}: silent since {span(silent_s)}", "alarm")
+    overdue = next((one for one in status.waits if one.overdue), None)
+    still = status.waits[0] if status.waits and status.waits[0].still else None
+    wait = overdue or still
+    if wait is None:
+        works = status.phase if isinstance(status, TrainerStatus) else "works"
+        return Line(f"{role}: {works}", "good")
+    for_s = max(0, at_ns - wait.since_ns) / 1e9
+    text = f"{role} waits since {span(for_s)} for {wait.words}{_blocked(stats, wait)}"
+    return Line(f"ALARM {text}", "alarm") if overdue else Line(text, "busy")
+
+
+def _blocked(stats: RunStats, wait: Wait) -> str:
+    named = [_named(stats, one) for one in wait.blockers if one.id not in wait.words]
+    named += [f"{wait.more} more"] if wait.more else []
+    return f" <- {', '.join(named)}" if named else ""
+
+
+def _named(stats: RunStats, blocker: Blocker) -> str:
+    """A blocker; a group with the workers that its missing trajectories are on."""
+    group = stats.account.open.get(blocker.id) if blocker.kind == "group" else None
+    if group is None:
+        return (
+            blocker.id
+            if blocker.kind in ("group", "role", "worker")
+            else (f"{blocker.kind} {blocker.id}")
+        )
+    return f"{blocker.id}{_at(_hosts(group))}"
+
+
+def _hosts(group: GroupHistory) -> Sequence[str]:
+    attempts = (request.attempts[-1] for request in group.requests.values())
+    return sorted({attempt.worker for attempt in attempts if not attempt.outcome})
+
+
+def _at(workers: Sequence[str]) -> str:
+    return f" on {', '.join(workers)}" if workers else ""
+
+
+def _recent_decisions(stats: RunStats) -> Iterator[Line]:
+    """Newest first, with their time after the start."""
+    began_ns = stats.started.at_ns if stats.started else 0
+    for one in reversed(stats.recent_decisions):
+        at = f"{max(0, one.at_ns - began_ns) / 1e9:>8.2f} s"
+        yield Line(f"{at}  {one.words}: {one.reason}")

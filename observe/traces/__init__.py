@@ -1,0 +1,1 @@
+"""Traces of groups and steps, made from the log; they decide nothing of the run."""

@@ -1,0 +1,485 @@
+"""Makes the spans of a group and of a step; it decides where one stage ends and the next begins,
+and which segments of a trajectory each attempt has made.
+
+The spans of a group tile its time: each sibling's are `queued`, `generated` (again after a move or
+the loss of a worker), `reward` and `published`, without a gap; then the group is `selected` and
+`trained`. Clocks of different machines may disagree: what would end before it began ends at once,
+and the group says by how much (`dora.clock_skew_ms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final
+
+from dora_pipe.catalogue.account import (
+    Attempt,
+    GroupEnded,
+    RequestHistory,
+    StepEnded,
+    WorkerHistory,
+)
+from dora_pipe.observe.traces import names
+from dora_pipe.observe.traces.ids import RunFacts, span_id
+from dora_pipe.observe.traces.span import (
+    Attributes,
+    Cursor,
+    Event,
+    Link,
+    Span,
+    SpanBuilder,
+    Value,
+    root_of,
+    step_span,
+    trajectory_span,
+    within,
+)
+from dora_pipe.schemas.batch import staleness_of
+from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
+
+PROVIDER: Final = "dora-pipe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a trajectory's record says of its making."""
+
+    segments: tuple[Segment, ...]
+    times: Times
+    prompt_tokens: int
+    moves: int
+    reward_error: str
+    error: str
+
+
+def content_of(trajectory: Trajectory) -> Content:
+    """What traces need of a record."""
+    meta = trajectory.meta
+    return Content(
+        segments=tuple(trajectory.segments),
+        times=meta.times,
+        prompt_tokens=meta.prompt_tokens,
+        moves=meta.moves,
+        reward_error=meta.reward_error or "",
+        error=meta.error or "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a sibling's spans go."""
+
+    at_ns: int
+    skew_ns: int
+    """Clocks disagreed by so much."""
+
+
+class TrajectorySpans:
+    """Makes the spans of one request of a group that has ended; `parent` is the group's root."""
+
+    def __init__(
+        self,
+        builder: SpanBuilder,
+        ended: GroupEnded,
+        request: RequestHistory,
+        content: Content | None,
+        workers: Mapping[int, WorkerHistory],
+    ) -> None:
+        self._builder, self._run = builder, builder.run
+        self._ended, self._spec = ended, ended.group.spec
+        self._request, self._content, self._workers = request, content, workers
+        self._name = span_id(builder.trace, "trajectory", request.trajectory)
+        self._cursor = Cursor(ended.group.dispatched_ns)
+        self._segments = _Segments(content)
+        batch = ended.batch
+        self._known_ns = ended.ended_ns if batch is None else batch.taken_ns
+        """When the orchestrator knew that the siblings had ended."""
+
+    def spans(self, parent: str) -> Reached:
+        """Add all of them, the trajectory's own first."""
+        request, cursor, began_ns = self._request, self._cursor, self._cursor.at_ns
+        place = len(self._builder.spans)
+        for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
+            self._queued(attempt)
+            cursor.limit_ns = self._known_ns if following is None else following.placed_ns
+            self._generated(attempt)
+        if request.logged is not None:
+            self._published(request.logged)
+        logged, content = request.logged, self._content
+        attrs: Attributes = {
+            names.TRAJECTORY: request.trajectory,
+            names.CONVERSATION: request.trajectory,
+            names.STAYS: len(request.attempts),
+            names.MOVES: None if content is None else content.moves,
+            names.STEP: None if logged is None else self._ended.step,
+            names.REWARD: None if logged is None else logged.reward,
+        }
+        times = began_ns, cursor.at_ns
+        self._builder.add(
+            "trajectory",
+            parent,
+            times,
+            attrs,
+            request.trajectory,
+            error=self._why(),
+            error_type="failed",
+        )
+        self._builder.spans.insert(place, self._builder.spans.pop())
+        return Reached(cursor.at_ns, cursor.skew_ns)
+
+    def _why(self) -> str:
+        """What went wrong with it, if anything did."""
+        if self._request.logged is None:
+            open_yet = self._ended.fate == "open"
+            return "" if open_yet else self._request.attempts[-1].why or self._ended.why
+        return "" if self._content is None else self._content.error
+
+    @property
+    def _unfinished(self) -> str:
+        """What became of an attempt of which nothing was said."""
+        return "running" if self._ended.fate == "open" else "cancelled"
+
+    def _queued(self, attempt: Attempt) -> None:
+        version = self._spec.version
+        times = self._cursor.to(attempt.placed_ns)
+        attrs: Attributes = {
+            names.VERSION: version,
+            names.ATTEMPT: attempt.attempt,
+            names.WORKER: attempt.worker,
+            names.REASON: attempt.reason,
+            names.WAITED_FOR: f"a slot of version {version}" if times[0] < times[1] else None,
+        }
+        about = self._request.trajectory, attempt.attempt
+        self._builder.add("queued", self._name, times, attrs, *about)
+
+    def _generated(self, attempt: Attempt) -> None:
+        content = self._content
+        until_ns = attempt.ended_ns or self._ended.ended_ns
+        if attempt.outcome == "logged" and content is not None:
+            until_ns = content.times.finished or until_ns
+        times = self._cursor.to(until_ns)
+        about = self._request.trajectory, attempt.attempt
+        first_ns = self._segments.first_token(times[1])
+        segments = self._segments.take(attempt, times[1])
+        attrs = self._request_attributes(attempt) | self._result_attributes(attempt, segments)
+        attrs[names.FIRST_TOKEN] = None if first_ns is None else max(0, first_ns - times[0]) / 1e9
+        lost = attempt.outcome in ("fenced", "failed")
+        name = self._builder.add(
+            "generated",
+            self._name,
+            times,
+            attrs,
+            *about,
+            events=_events(attempt, first_ns),
+            error=(attempt.why or "its worker was fenced") if lost else "",
+            error_type=attempt.outcome,
+        )
+        self._turns(segments, name, times, about, attempt)
+
+    def _request_attributes(self, attempt: Attempt) -> Attributes:
+        """The request, as the conventions for generative AI and this house name it."""
+        spec, run = self._spec, self._run
+        sampling = run.sampling if spec.purpose == "train" else run.eval_sampling
+        history = self._workers.get(attempt.epoch)
+        worker = None if history is None else history.joined
+        return {
+            names.OPERATION: "text_completion",
+            names.PROVIDER: PROVIDER,
+            names.MODEL: run.model,
+            names.ANSWERED_BY: f"{run.model}@{spec.version}",
+            names.RESPONSE: self._request.trajectory,
+            names.CONVERSATION: self._request.trajectory,
+            names.TEMPERATURE: _float(sampling.get("temperature")),
+            names.TOP_P: _float(sampling.get("top_p")),
+            names.TOP_K: sampling.get("top_k") or None,
+            names.MAX_TOKENS: sampling.get("max_tokens"),
+            names.VERSION: spec.version,
+            names.WORKER: attempt.worker,
+            names.EPOCH: attempt.epoch,
+            names.HOST: None if worker is None else worker.host,
+            names.ENGINE: None if worker is None else f"{worker.engine} {worker.engine_version}",
+        }
+
+    def _result_attributes(self, attempt: Attempt, segments: list[Segment]) -> Attributes:
+        """What came of an attempt."""
+        content = self._content
+        logged = self._request.logged if attempt.outcome == "logged" else None
+        sampled = sum(one.end - one.start for one in segments if one.kind == "model")
+        whole = None if logged is None else logged.tokens
+        return {
+            names.INPUT: None if content is None else content.prompt_tokens,
+            names.OUTPUT: whole if content is None else sampled,
+            names.FINISH: None if logged is None else (logged.finish,),
+            names.ATTEMPT: attempt.attempt,
+            names.RESUMED: attempt.resumed or None,
+            names.OUTCOME: attempt.outcome or self._unfinished,
+            names.MOVED_TO: attempt.move_to if attempt.outcome == "moved" else None,
+            names.REASON: attempt.reason,
+        }
+
+    def _turns(
+        self,
+        segments: list[Segment],
+        parent: str,
+        times: tuple[int, int],
+        about: tuple[str, int],
+        attempt: Attempt,
+    ) -> None:
+        """What an attempt consists of, each within it."""
+        began = next((one.start_ns for one in segments if one.kind == "model"), None)
+        if began is not None:
+            at_ns = within(began, times)
+            attrs: Attributes = {
+                names.WORKER: attempt.worker,
+                names.WAITED_FOR: f"a slot on {attempt.worker}" if at_ns > times[0] else None,
+            }
+            self._builder.add("slot", parent, (times[0], at_ns), attrs, *about)
+        for place, one in enumerate(segments):
+            # Tokens of a lost attempt are known by a progress record: it has their beginning alone.
+            ends_ns = one.end_ns if one.end_ns > one.start_ns else times[1]
+            span = within(one.start_ns, times), within(ends_ns, times)
+            attrs = {names.TURN: one.turn, names.TOKENS: one.end - one.start}
+            if one.kind == "model":
+                attrs[names.VERSION] = one.version
+                self._builder.add("sampled", parent, span, attrs, *about, place)
+                continue
+            attrs[names.OK] = one.ok
+            if one.kind == "tool":
+                attrs |= {names.OPERATION: "execute_tool", names.TOOL: one.tool}
+            error = "" if one.ok else f"the {one.kind} failed"
+            self._builder.add(one.kind, parent, span, attrs, *about, place, error=error)
+
+    def _published(self, logged: TrajectoryLogged) -> None:
+        content = self._content
+        if content is not None and content.times.rewarded is not None:
+            self._builder.add(
+                "reward",
+                self._name,
+                self._cursor.to(content.times.rewarded),
+                {names.REWARD: logged.reward},
+                logged.trajectory,
+                error=content.reward_error,
+                error_type="invalid",
+            )
+        attrs = self._builder.message("append", "send", Topics(self._run.key.run).trajectories)
+        attrs |= {
+            names.PARTITION: str(logged.partition),
+            names.OFFSET: logged.offset,
+            names.KEY: self._spec.group,
+            names.MESSAGE: logged.trajectory,
+            names.SIZE: logged.bytes,
+            names.SHA256: logged.sha256,
+            names.TRAJECTORY: logged.trajectory,
+        }
+        times = self._cursor.to(logged.at_ns)
+        self._builder.add("published", self._name, times, attrs, logged.trajectory)
+
+
+class _Segments:
+    """The segments of a record, given to the attempts that made them."""
+
+    def __init__(self, content: Content | None) -> None:
+        self.content = content
+        self._left = [] if content is None else [s for s in content.segments if s.kind != "prompt"]
+        self._first_ns = None if content is None else content.times.first_token
+
+    def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
+        """Those of an attempt, in order: up to its worker's last; of the last one all the rest."""
+        if attempt.outcome == "logged":
+            found, self._left = self._left, []
+            return found
+        upto = 0
+        for place, one in enumerate(self._left):
+            if one.kind == "model" and (one.epoch != attempt.epoch or one.start_ns > until_ns):
+                break
+            if one.kind == "model":
+                upto = place + 1
+        found, self._left = self._left[:upto], self._left[upto:]
+        return found
+
+    def first_token(self, until_ns: int) -> int | None:
+        """When the first token was sampled, if that was before this moment; told once."""
+        if self._first_ns is None or self._first_ns > until_ns:
+            return None
+        found, self._first_ns = self._first_ns, None
+        return found
+
+
+def _events(attempt: Attempt, first_ns: int | None) -> tuple[Event, ...]:
+    found = []
+    if first_ns is not None:
+        found.append(Event("first token", first_ns))
+    if attempt.move_ns:
+        attrs: dict[str, Value] = {
+            names.MOVED_TO: attempt.move_to,
+            names.REASON: attempt.move_why,
+        }
+        found.append(Event("move asked", attempt.move_ns, attrs))
+    return tuple(sorted(found, key=lambda one: one.at_ns))
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def group_spans(
+    run: RunFacts,
+    ended: GroupEnded,
+    contents: Mapping[str, Content],
+    workers: Mapping[int, WorkerHistory],
+    *,
+    sampled: str = "all",
+) -> list[Span]:
+    """The trace of a group that has ended, parents first.
+
+    `contents` by trajectory: one that is not there (its record is gone) is told by facts alone.
+    `workers` by role epoch.
+    """
+    return _Group(run, ended, contents, workers).spans(sampled)
+
+
+class _Group:
+    def __init__(
+        self,
+        run: RunFacts,
+        ended: GroupEnded,
+        contents: Mapping[str, Content],
+        workers: Mapping[int, WorkerHistory],
+    ) -> None:
+        self._ended, self._contents, self._workers = ended, contents, workers
+        self._spec = ended.group.spec
+        self._topics = Topics(run.key.run)
+        trace, self._root = root_of(run, self._spec.group)
+        self._builder = SpanBuilder(run, trace)
+
+    def spans(self, sampled: str) -> list[Span]:
+        ended, began_ns = self._ended, self._ended.group.dispatched_ns
+        self._dispatched()
+        came, skew_ns = self._siblings()
+        cursor = Cursor(max(came.values(), default=began_ns))
+        if ended.batch is not None:
+            self._consumed(cursor)
+        cursor.to(ended.ended_ns)
+        self._group((began_ns, cursor.at_ns), sampled, max(skew_ns, cursor.skew_ns))
+        return [self._builder.spans[-1], *self._builder.spans[:-1]]
+
+    def _group(self, times: tuple[int, int], sampled: str, skew_ns: int) -> None:
+        spec, ended = self._spec, self._ended
+        attrs: Attributes = {
+            names.GROUP: spec.group,
+            names.PURPOSE: spec.purpose,
+            names.VERSION: spec.version,
+            names.DIGEST: spec.digest,
+            names.DEADLINE: spec.deadline if spec.purpose == "train" else None,
+            names.SIBLINGS: spec.size,
+            names.ROW: spec.index,
+            names.PASS: spec.data_epoch,
+            names.FATE: ended.fate,
+            names.REASON: ended.why,
+            names.STEP: ended.step,
+            names.STALENESS: self._staleness(),
+            names.KEPT: sampled,
+            names.SKEW: skew_ns / 1e6 if skew_ns else None,
+        }
+        error = ended.why if ended.fate == "failed" else ""
+        self._builder.add("group", "", times, attrs, error=error, error_type=ended.fate)
+
+    def _staleness(self) -> int | None:
+        step = self._ended.step
+        return None if step is None else staleness_of(step, self._spec.version)
+
+    def _dispatched(self) -> None:
+        group = self._ended.group
+        attrs = self._builder.message("dispatch", "send", self._topics.decisions)
+        attrs |= {
+            names.OFFSET: group.offset,
+            names.GROUP: self._spec.group,
+            names.ROUND: group.round,
+            names.REASON: group.reason,
+        }
+        at = group.dispatched_ns, group.dispatched_ns
+        self._builder.add("dispatched", self._root, at, attrs)
+
+    def _siblings(self) -> tuple[dict[str, int], int]:
+        """All of them. When each was published, by its id; by how much clocks disagreed."""
+        came: dict[str, int] = {}
+        skew_ns = 0
+        for name, request in sorted(self._ended.group.requests.items()):
+            sibling = TrajectorySpans(
+                self._builder, self._ended, request, self._contents.get(name), self._workers
+            )
+            reached = sibling.spans(self._root)
+            skew_ns = max(skew_ns, reached.skew_ns)
+            if request.logged is not None:
+                came[name] = reached.at_ns
+        if len(came) > 1:
+            last = max(came, key=lambda name: (came[name], name))
+            logged = self._ended.group.requests[last].logged
+            attrs: Attributes = {names.WAITED_FOR: None if logged is None else _on(logged)}
+            self._builder.add("gathered", self._root, (min(came.values()), came[last]), attrs)
+        return came, skew_ns
+
+    def _consumed(self, cursor: Cursor) -> None:
+        """What the trainer did with the group."""
+        ended, batch = self._ended, self._ended.batch
+        assert batch is not None
+        shared: Attributes = {
+            names.COUNT: len(ended.group.results),
+            names.STEP: batch.take.step,
+            names.ATTEMPT: batch.take.attempt,
+            names.STALENESS: self._staleness(),
+        }
+        last = ended.batch_last
+        others = last is not None and last.group != self._spec.group
+        attrs = self._builder.message("take", "receive", self._topics.trajectories) | shared
+        attrs[names.REASON] = batch.take.reason
+        attrs[names.WAITED_FOR] = _on(last) if last is not None and others else None
+        self._builder.add("selected", self._root, cursor.to(batch.taken_ns), attrs)
+        attrs = self._builder.message("train", "process", self._topics.trajectories) | shared
+        link = Link(*step_span(self._builder.run, batch.take.step), {names.STEP: batch.take.step})
+        self._builder.add("trained", self._root, cursor.to(ended.ended_ns), attrs, links=(link,))
+
+
+def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
+    """The trace of a committed step: its wait, its work, and a link to every trajectory of it."""
+    fact, batch = ended.fact, ended.batch
+    trace, root = step_span(run, fact.step)
+    builder = SpanBuilder(run, trace)
+    began_ns = min(ended.free_ns, batch.taken_ns)
+    cursor = Cursor(began_ns)
+    waited, computed = cursor.to(batch.taken_ns), cursor.to(fact.at_ns)
+    attrs = builder.message("train", "process", Topics(run.key.run).trajectories)
+    attrs |= {
+        names.COUNT: sum(len(one.trajectories) for one in fact.groups),
+        names.STEP: fact.step,
+        names.ATTEMPT: fact.attempt,
+        names.GROUPS: len(fact.groups),
+        names.DIGEST: fact.digest_after,
+        names.COMPUTE: fact.compute_s,
+    }
+    figure = names.FIGURE.removesuffix("*")
+    attrs |= {figure + name: value for name, value in sorted(fact.figures.items())}
+    links = tuple(
+        Link(
+            *trajectory_span(run, taken.group, one.trajectory),
+            {names.TRAJECTORY: one.trajectory},
+        )
+        for taken in fact.groups
+        for one in taken.trajectories
+    )
+    builder.add("step", "", (began_ns, cursor.at_ns), attrs, links=links)
+    last = ended.last
+    if waited[0] < waited[1]:
+        what: Attributes = {names.WAITED_FOR: None if last is None else _on(last)}
+        builder.add("waited", root, waited, what)
+    builder.add("computed", root, computed, {names.COMPUTE: fact.compute_s})
+    return builder.spans
+
+
+def _on(logged: TrajectoryLogged) -> str:
+    """A record and who made it."""
+    return f"{logged.trajectory} on {logged.worker}"

@@ -1,0 +1,203 @@
+"""Spans as rows for people: a tree, when each began, how long it lasted, who waited for whom.
+
+It decides the words, and nothing else. A row is a mapping of plain values, so that it can be
+printed as JSON; `draw` makes the tree of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from dora_pipe.observe.traces import names
+from dora_pipe.observe.traces.span import Span, Value
+
+Row = dict[str, Any]
+
+COLUMNS: Final = ("span", "after s", "lasted s", "")
+"""Of the drawn tree."""
+
+
+def rows(spans: Sequence[Span], *, origin_ns: int | None = None) -> list[Row]:
+    """The spans of one trace, children under their parents in the order of time.
+
+    `after_s` counts from `origin_ns`, the root's beginning if None.
+    """
+    children: dict[str, list[Span]] = {}
+    for one in spans:
+        children.setdefault(one.parent_id, []).append(one)
+    roots = children.get("", [])
+    if origin_ns is None:
+        origin_ns = min((one.start_ns for one in roots), default=0)
+    found: list[Row] = []
+    for root in roots:
+        found += _below(root, 0, children, origin_ns)
+    return found
+
+
+def branch(spans: Sequence[Span], trajectory: str) -> list[Span]:
+    """The spans of a group's trace without those of other siblings than this one."""
+    others = {
+        one.span_id
+        for one in spans
+        if one.stage == "trajectory" and one.attributes[names.TRAJECTORY] != trajectory
+    }
+    found = []
+    for one in spans:  # parents come first
+        if one.parent_id in others or one.span_id in others:
+            others.add(one.span_id)
+        else:
+            found.append(one)
+    return found
+
+
+def row(span: Span, level: int, origin_ns: int) -> Row:
+    """One span."""
+    words = _WORDS.get(span.stage)
+    what = "" if words is None else "; ".join(one for one in words(span.attributes) if one)
+    if span.error and span.error not in what:
+        what += f"; error: {span.error}" if what else f"error: {span.error}"
+    return {
+        "level": level,
+        "stage": span.stage,
+        "after_s": (span.start_ns - origin_ns) / 1e9,
+        "lasted_s": span.lasted_s,
+        "what": what,
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+    }
+
+
+def draw(
+    found: Sequence[Mapping[str, Any]], *, plain: bool = False
+) -> Iterator[tuple[str, str, str, str]]:
+    """Rows as `COLUMNS`, the first with the lines of a tree; `plain`: of ASCII alone."""
+    down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
+    open_levels: list[bool] = []
+    for place, one in enumerate(found):
+        level = one["level"]
+        last = _is_last(found, place)
+        del open_levels[level:]
+        stem = "".join(down if more else "   " for more in open_levels[1:])
+        mark = "" if level == 0 else corner if last else branch_
+        open_levels.append(not last)
+        text = f"{stem}{mark}{one['stage']}"
+        yield text, f"{one['after_s']:.3f}", f"{one['lasted_s']:.3f}", one["what"]
+
+
+def _is_last(found: Sequence[Mapping[str, Any]], place: int) -> bool:
+    level = found[place]["level"]
+    for one in found[place + 1 :]:
+        if one["level"] <= level:
+            return bool(one["level"] < level)
+    return True
+
+
+def _below(
+    span: Span, level: int, children: Mapping[str, list[Span]], origin_ns: int
+) -> Iterator[Row]:
+    yield row(span, level, origin_ns)
+    # A stable sort: what begins at one moment stays in the order of the stages.
+    for one in sorted(children.get(span.span_id, []), key=lambda one: one.start_ns):
+        yield from _below(one, level + 1, children, origin_ns)
+
+
+Attributes = Mapping[str, Value]
+
+
+def _group(attrs: Attributes) -> Iterator[str]:
+    eval_ = attrs[names.PURPOSE] == "eval"
+    until = "evaluation" if eval_ else f"deadline step {attrs[names.DEADLINE]}"
+    yield f"{attrs[names.GROUP]}, version {attrs[names.VERSION]}, {until}"
+    fate = attrs[names.FATE]
+    if fate == "trained":
+        yield f"trained at step {attrs[names.STEP]}, staleness {attrs[names.STALENESS]}"
+    elif fate == "open" and names.STEP in attrs:
+        yield f"open: in the batch of step {attrs[names.STEP]}"
+    else:
+        yield f"{fate}: {attrs[names.REASON]}" if names.REASON in attrs else str(fate)
+
+
+def _trajectory(attrs: Attributes) -> Iterator[str]:
+    yield str(attrs[names.TRAJECTORY])
+    if names.REWARD in attrs:
+        yield f"reward {attrs[names.REWARD]:g}"
+    if attrs[names.STAYS] != 1:
+        yield f"{attrs[names.STAYS]} stays"
+
+
+def _queued(attrs: Attributes) -> Iterator[str]:
+    if names.WAITED_FOR in attrs:
+        yield f"waited for {attrs[names.WAITED_FOR]}"
+    yield f"to {attrs[names.WORKER]}: {attrs[names.REASON]}"
+
+
+def _generated(attrs: Attributes) -> Iterator[str]:
+    tokens = f"{attrs[names.OUTPUT]} tokens" if names.OUTPUT in attrs else "its tokens are unknown"
+    worker = f"{attrs[names.WORKER]} (incarnation {attrs[names.EPOCH]})"
+    yield f"{worker}, attempt {attrs[names.ATTEMPT]}"
+    on = f" from token {attrs[names.RESUMED]} on" if names.RESUMED in attrs else ""
+    yield tokens + on
+    if names.FIRST_TOKEN in attrs:
+        yield f"first token after {attrs[names.FIRST_TOKEN]:.3f} s"
+    outcome = attrs[names.OUTCOME]
+    if outcome == "moved":
+        yield f"moved to {attrs.get(names.MOVED_TO, 'another worker')}"
+    elif outcome != "logged":
+        yield str(outcome)
+
+
+def _turn(attrs: Attributes) -> Iterator[str]:
+    tool = f"{attrs[names.TOOL]}, " if names.TOOL in attrs else ""
+    yield f"{tool}turn {attrs[names.TURN]}, {attrs[names.TOKENS]} tokens"
+
+
+def _published(attrs: Attributes) -> Iterator[str]:
+    yield f"trajectories:{attrs[names.PARTITION]}:{attrs[names.OFFSET]}, {attrs[names.SIZE]} bytes"
+
+
+def _waited(attrs: Attributes) -> Iterator[str]:
+    if names.WAITED_FOR in attrs:
+        yield f"waited for {attrs[names.WAITED_FOR]}"
+
+
+def _selected(attrs: Attributes) -> Iterator[str]:
+    yield f"step {attrs[names.STEP]}, attempt {attrs[names.ATTEMPT]}"
+    if names.WAITED_FOR in attrs:
+        yield f"the batch waited for {attrs[names.WAITED_FOR]}"
+
+
+def _trained(attrs: Attributes) -> Iterator[str]:
+    yield f"step {attrs[names.STEP]}"
+
+
+def _reward(attrs: Attributes) -> Iterator[str]:
+    if names.REWARD in attrs:
+        yield f"{attrs[names.REWARD]:g}"
+
+
+def _step(attrs: Attributes) -> Iterator[str]:
+    yield f"step {attrs[names.STEP]}, attempt {attrs[names.ATTEMPT]}"
+    groups = attrs[names.GROUPS]
+    yield f"{groups} group{'' if groups == 1 else 's'}, {attrs[names.COUNT]} trajectories"
+
+
+_WORDS: Final[Mapping[str, Callable[[Attributes], Iterator[str]]]] = {
+    "group": _group,
+    "dispatched": lambda attrs: iter((str(attrs[names.REASON]),)),
+    "trajectory": _trajectory,
+    "queued": _queued,
+    "generated": _generated,
+    "slot": _waited,
+    "sampled": _turn,
+    "environment": _turn,
+    "tool": _turn,
+    "reward": _reward,
+    "published": _published,
+    "gathered": _waited,
+    "selected": _selected,
+    "trained": _trained,
+    "step": _step,
+    "waited": _waited,
+    "computed": lambda attrs: iter((f"{attrs[names.COMPUTE]:.3f} s of it computing",)),
+}

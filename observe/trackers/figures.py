@@ -1,0 +1,202 @@
+"""The figures of every step and evaluation, made from the log; it decides what goes into a row.
+
+A row is a function of what stands in the log before it, in the order of the fold, so that whoever
+reads the log again gets the same rows. Statuses are therefore no source of it: they are lossy, and
+a reader of a finished run meets them out of order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora_pipe.catalogue.account import EvaluationEnded, StepEnded, rewards_of
+from dora_pipe.observe.run_stats import Contributed, RunStats, StepStats, contributed
+from dora_pipe.observe.trackers.port import Figure, Spread
+from dora_pipe.schemas.control import RunStarted
+
+Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
+"""The rows of a contributions file by its sha256; none where it cannot be read."""
+
+FIGURES: Final = {
+    "reward/valid": "Mean of the batch's valid rewards.",
+    "reward/raw": "The same, where a trajectory without a valid reward counts as 0.",
+    "reward/invalid": "Share of the batch's trajectories without a valid reward.",
+    "evaluation/reward": "Mean valid reward of an evaluation; its step is the version evaluated.",
+    "staleness/groups": "Histogram: the batch's groups by staleness.",
+    "staleness/mean": "Mean staleness of the batch's groups.",
+    "staleness/max": "The largest of them.",
+    "staleness/bound": "`max_staleness` as it stood at the newest dispatch.",
+    "train/*": "Every figure of the commit: `loss`, `grad_norm`, `ratio_mean`, `clipped_share`, "
+    "`kl`, `tokens` and so on.",
+    "ratio/effective_sample_ratio": "Effective sample size over the number of trajectories.",
+    "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "
+    "trained policy to sampler.",
+    "time/step_s": "From commit to commit; the first one from the trainer's start.",
+    "time/trainer_waited_s": "The trainer was free and its batch not decided.",
+    "time/training_s": "From the batch decision, or from when the trainer was free, to the commit.",
+    "time/compute_s": "Forward, backward and update.",
+    "throughput/trained_tokens_per_s": "Sampled tokens of the batch over `time/step_s`.",
+    "throughput/trained_trajectories_per_s": "Trajectories of the batch over `time/step_s`.",
+    "throughput/sampled_tokens_per_s": "Sampled tokens of all trajectories that were logged since "
+    "the commit before, over `time/step_s`.",
+    "workers/present": "Workers that have joined and are not gone.",
+    "workers/versions": "Versions that they host: how many different ones.",
+    "workers/lost": "Incarnations that have left or were fenced so far.",
+    "moves/decided": "Moves of running requests decided since the commit before.",
+    "moves/released": "Requests that workers have let go of since.",
+    "groups/*": "Groups that ended since the commit before, by fate.",
+}
+"""What the names mean; `*` stands for a name that is not known beforehand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Figures at a step; those that are not known are left out."""
+
+    step: int
+    at_ns: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """What only grows, as it stood at a commit."""
+
+    sampled: float
+    moves: Counter[str]
+    fates: Counter[str]
+
+
+class FigureStats(RunStats):
+    """Numbers of a run, and a row of figures for every step and evaluation. `begin` is told of the
+    run, once, and says how many rows are not wanted: they were given before.
+
+    Example: ``FigureStats("demo", lambda sha256: [], begin=lambda fact: 0)``, then `take` after
+    every piece of the log.
+    """
+
+    def __init__(
+        self, run: str, contributions: Contributions, *, begin: Callable[[RunStarted], int]
+    ) -> None:
+        super().__init__(run)
+        self._contributions = contributions
+        self._on_begin = begin
+        self._skip = 0
+        self._rows: list[Row] = []
+        self._before = self._sums()
+
+    def take(self) -> list[Row]:
+        """The rows since the last call, in the order of the log."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def _begin(self, fact: RunStarted) -> None:
+        super()._begin(fact)
+        self._skip = self._on_begin(fact)
+
+    def _evaluated(self, ended: EvaluationEnded) -> None:
+        super()._evaluated(ended)
+        if ended.reward is not None:
+            figures: dict[str, Figure] = {"evaluation/reward": ended.reward}
+            self._add(lambda: Row(step=ended.version, at_ns=ended.ended_ns, figures=figures))
+
+    def _step(self, ended: StepEnded) -> None:
+        super()._step(ended)
+        step, before, now = self.steps[-1], self._before, self._sums()
+        self._before = now
+        self._add(
+            lambda: Row(
+                step=step.step,
+                at_ns=step.committed_ns,
+                figures={
+                    **_rewards(step, ended),
+                    **_staleness(step, self.bound),
+                    **{f"train/{name}": value for name, value in ended.fact.figures.items()},
+                    **_ratios(self._contributed(ended)),
+                    **_times(step, ended, now.sampled - before.sampled),
+                    **self._worker_figures(),
+                    **_counts("moves", before.moves, now.moves),
+                    **_counts("groups", before.fates, now.fates),
+                },
+            )
+        )
+
+    def _add(self, row: Callable[[], Row]) -> None:
+        if self._skip:
+            self._skip -= 1
+        else:
+            self._rows.append(row())
+
+    def _sums(self) -> _Sums:
+        return _Sums(
+            sampled=self.lengths.total, moves=Counter(self.moves), fates=Counter(self.fates)
+        )
+
+    def _contributed(self, ended: StepEnded) -> Contributed:
+        return contributed(ended.fact.step, self._contributions(ended.fact.contributions.sha256))
+
+    def _worker_figures(self) -> dict[str, Figure]:
+        """By facts and decisions alone."""
+        present = self.account.present()
+        return {
+            "workers/present": float(len(present)),
+            "workers/versions": float(len({one.hosted for one in present if one.hosted >= 0})),
+            "workers/lost": float(sum(self.lost.values())),
+        }
+
+
+def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
+    results = ended.results
+    if not results:
+        return {}
+    valid = rewards_of(results)
+    found: dict[str, Figure] = {
+        "reward/raw": math.fsum(one / len(results) for one in valid),
+        "reward/invalid": 1 - len(valid) / len(results),
+    }
+    return found if step.reward is None else {"reward/valid": step.reward, **found}
+
+
+def _staleness(step: StepStats, bound: int | None) -> dict[str, Figure]:
+    found: dict[str, Figure] = {} if bound is None else {"staleness/bound": float(bound)}
+    groups = sum(count for _, count in step.staleness)
+    if groups:
+        found["staleness/groups"] = Spread(step.staleness)
+        found["staleness/mean"] = sum(value * count for value, count in step.staleness) / groups
+        found["staleness/max"] = float(step.staleness[-1][0])
+    return found
+
+
+def _ratios(known: Contributed) -> dict[str, Figure]:
+    found: dict[str, Figure] = {
+        f"ratio/mismatch_staleness_{staleness}": value for staleness, value in known.mismatch
+    }
+    if known.effective is not None:
+        found["ratio/effective_sample_ratio"] = known.effective
+    return found
+
+
+def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, Figure]:
+    found: dict[str, Figure] = {
+        "time/trainer_waited_s": step.waited_s,
+        "time/training_s": step.training_s,
+        "time/compute_s": ended.fact.compute_s,
+    }
+    if step.seconds is None or step.seconds <= 0:
+        return found
+    trajectories = sum(len(group.trajectories) for group in ended.fact.groups)
+    return {
+        **found,
+        "time/step_s": step.seconds,
+        "throughput/trained_tokens_per_s": step.tokens / step.seconds,
+        "throughput/trained_trajectories_per_s": trajectories / step.seconds,
+        "throughput/sampled_tokens_per_s": sampled / step.seconds,
+    }
+
+
+def _counts(group: str, before: Counter[str], now: Counter[str]) -> dict[str, Figure]:
+    return {f"{group}/{name}": float(now[name] - before[name]) for name in sorted(now)}

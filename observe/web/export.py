@@ -1,0 +1,274 @@
+"""The pages as one file that needs nobody: the same scripts, with a sample of the answers inside.
+
+It decides what is in the sample. Sums, charts, steps and decisions are of everything, as far as
+they are short; of groups and trajectories those are taken that hang together: the groups of evenly
+spaced steps, some that were not trained, and of these groups' siblings some with their tokens. The
+file has a limit, and every part of it too.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.observe.web import tables
+from dora_pipe.observe.web.figures import spaced
+from dora_pipe.observe.web.query import Query
+from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.server import static_files
+from dora_pipe.observe.web.view import RunView
+
+FILE_BYTES_MAX: Final = 9_500_000
+
+SHARES: Final = {"step": 0.22, "group": 0.22, "version": 0.06, "trajectory": 0.3}
+"""Of the file, for pages of one kind, of all runs together."""
+
+STEPS_MAX: Final = 120
+"""Steps whose groups are in the file."""
+GROUPS_MAX: Final = 8
+"""Of such a step."""
+OTHERS_MAX: Final = 200
+"""Groups that were not trained."""
+SIBLINGS_MAX: Final = 2
+"""Of a group in the file, with their tokens."""
+ROWS_MAX: Final = 6000
+"""Of groups, and of trajectories, in the lists."""
+DECISIONS_MAX: Final = 4000
+
+MODULES: Final = (
+    "dom.js",
+    "data.js",
+    "charts.js",
+    "tokens.js",
+    "pages.js",
+    "lists.js",
+    "overview.js",
+    "app.js",
+)
+"""In an order in which none needs a later one."""
+
+_IMPORT: Final = re.compile(r"^import \{[^}]*\} from \"[^\"]+\";\n", re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export (?=async function|function|const|let|class)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    bytes: int
+    pages: int
+
+
+@dataclass(slots=True)
+class _Room:
+    """What may still go into the file."""
+
+    left: dict[str, int]
+    pages: dict[str, msgspec.Raw] = field(default_factory=dict)
+
+    def put(self, path: str, value: Any) -> None:
+        """A page that must be there."""
+        self.pages[path] = msgspec.Raw(msgspec.json.encode(value))
+
+    def offer(self, kind: str, path: str, value: Any) -> bool:
+        """A page that may be there; whether there was room for it."""
+        page = msgspec.json.encode(value)
+        if self.left[kind] < len(page):
+            return False
+        self.left[kind] -= len(page)
+        self.pages[path] = msgspec.Raw(page)
+        return True
+
+
+def export_file(workers: Sequence[QueryWorker], path: Path) -> Exported:
+    """Write the pages of runs that were read, all or nothing. Raises ResourceError."""
+    room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
+    room.put("runs", {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]})
+    for number, worker in enumerate(workers):
+        for name in ("run", "overview", "mismatch", "times", "replay"):
+            room.put(f"{number}/{name}", worker.ask(Query(path=(name,), fields={})))
+        _fill(worker, str(number), room, len(workers))
+    page = file_of(msgspec.json.encode({"pages": room.pages}))
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        unfinished.write_bytes(page)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ResourceError(f"{path} cannot be written: {error.strerror}") from None
+    return Exported(bytes=len(page), pages=len(room.pages))
+
+
+def _fill(worker: QueryWorker, run: str, room: _Room, runs: int) -> None:
+    """One run's lists, and pages of single things for as long as there is room."""
+    chosen, siblings = worker.work(_chosen)
+    lists = worker.work(lambda view: _lists(view, chosen, ROWS_MAX // runs))
+    for name, listed in lists.items():
+        room.put(f"{run}/{name}", listed)
+    steps = worker.work(lambda view: view.steps())
+    versions = range(worker.ask(_RUN)["version"] + 1)
+    _offer(worker, run, "step", [str(step) for step, _ in steps], room, runs)
+    _offer(worker, run, "version", [str(one) for one in spaced(versions, 400)], room, runs)
+    with _narrowed(worker, chosen):
+        _offer(worker, run, "group", chosen, room, runs)
+        _offer(worker, run, "trajectory", siblings, room, runs)
+
+
+@contextmanager
+def _narrowed(worker: QueryWorker, groups: list[str]) -> Iterator[None]:
+    """Pages of single groups and trajectories are made from the tables of these alone."""
+    block = ExitStack()
+    worker.work(lambda view: block.enter_context(view.catalogue.narrowed(groups)))
+    try:
+        yield
+    finally:
+        worker.work(lambda view: block.close())
+
+
+_RUN: Final = Query(path=("run",), fields={})
+
+
+def _offer(
+    worker: QueryWorker, run: str, kind: str, names: list[str], room: _Room, runs: int
+) -> None:
+    """As many evenly spaced pages of a kind as there is room for, by the size of the first few."""
+
+    def ask(name: str) -> dict[str, Any]:
+        return worker.ask(Query(path=(kind, name), fields={}))
+
+    probe = [len(msgspec.json.encode(ask(name))) for name in spaced(names, 5)]
+    if not probe:
+        return
+    fitting = int(room.left[kind] / runs / (sum(probe) / len(probe)))
+    for name in spaced(names, max(1, fitting)):
+        try:
+            if not room.offer(kind, f"{run}/{kind}/{name}", ask(name)):
+                return
+        except UsageError:
+            continue  # a step that was told of and is not there: its pages are not either
+
+
+def _chosen(view: RunView) -> tuple[list[str], list[str]]:
+    """Groups that hang together, newest first: of evenly spaced steps, and some that were not
+    trained. And their longest siblings."""
+    others = _names(view, "groups where fate <> 'trained' order by dispatched_ns, group_id")
+    groups = _names(
+        view,
+        """groups where group_id in (select unnest(?::varchar[])) or group_id in (
+               select group_id from groups
+               where fate = 'trained' and step in (select unnest(?::integer[]))
+               qualify row_number() over (partition by step order by group_id) <= ?)
+           order by dispatched_ns desc, group_id""",
+        spaced(others, OTHERS_MAX),
+        [step for step, _ in spaced(view.steps(), STEPS_MAX)],
+        GROUPS_MAX,
+    )
+    siblings = view.rows(
+        """select trajectory_id from trajectories t join groups g using (group_id)
+           where group_id in (select unnest(?::varchar[]))
+           qualify row_number() over (
+               partition by group_id order by t.tokens desc nulls last, sibling) <= ?
+           order by dispatched_ns desc, group_id, t.tokens desc nulls last, sibling""",
+        groups,
+        SIBLINGS_MAX,
+    )
+    return groups, [name for (name,) in siblings]
+
+
+def _names(view: RunView, source: str, *values: Any) -> list[str]:
+    """Ids of groups."""
+    return [name for (name,) in view.rows(f"select group_id from {source}", *values)]
+
+
+def _lists(view: RunView, chosen: list[str], rows_max: int) -> dict[str, Any]:
+    """The lists with all rows that are in the file; `of` says how many there are."""
+    siblings = view.rows(
+        "select trajectory_id from trajectories where group_id in (select unnest(?::varchar[]))",
+        chosen,
+    )
+    inside = [name for (name,) in siblings]
+    newest = tables.DECISIONS.rows(view, limit=DECISIONS_MAX)
+    return {
+        "steps": _listed(view, tables.STEPS, tables.STEPS.rows(view)),
+        "groups": _sampled(view, tables.GROUPS, "g.group_id", chosen, rows_max),
+        "trajectories": _sampled(view, tables.TRAJECTORIES, "t.trajectory_id", inside, rows_max),
+        "decisions": {
+            **_listed(view, tables.DECISIONS, newest),
+            "counts": tables.decision_counts(view),
+        },
+    }
+
+
+def _sampled(
+    view: RunView, listing: tables.Listing, key: str, chosen: list[str], rows_max: int
+) -> dict[str, Any]:
+    """Evenly spaced rows of a list, and those that are chosen."""
+    found = view.rows(f"select {key} from {listing.source} order by {listing.order}")
+    names = {*spaced([name for (name,) in found], rows_max), *chosen}
+    rows = listing.rows(view, [(f"{key} in (select unnest(?::varchar[]))", list(names))])
+    return _listed(view, listing, rows)
+
+
+def _listed(view: RunView, listing: tables.Listing, rows: list[tables.Row]) -> dict[str, Any]:
+    return {
+        "total": len(rows),
+        "offset": 0,
+        "columns": listing.names,
+        "rows": rows,
+        "kept": len(rows),
+        "of": listing.count(view),
+    }
+
+
+def file_of(data: bytes) -> bytes:
+    """The page with its script, its style and these answers inside; nothing else is allowed."""
+    static = static_files()
+    script, style = joined(static), static["style.css"].decode()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    inside = data.replace(b"<", b"\\u003c")
+    page = static["index.html"].decode()
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{meta}')
+    page = page.replace(
+        '<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>"
+    )
+    page = page.replace('<script type="module" src="/static/app.js"></script>\n', "")
+    head, _, tail = page.partition("</body>")
+    scripts = (
+        b'<script type="application/json" id="data">',
+        inside,
+        b"</script>\n",
+        f'<script type="module">{script}</script>\n'.encode(),
+    )
+    return b"".join((head.encode(), *scripts, b"</body>", tail.encode()))
+
+
+def joined(static: dict[str, bytes]) -> str:
+    """All modules as one script. Example: `export function h` becomes `function h`."""
+    return "\n".join(_plain(static[name].decode()) for name in MODULES)
+
+
+def _plain(module: str) -> str:
+    return _EXPORT.sub("", _IMPORT.sub("", module))
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

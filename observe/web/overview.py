@@ -1,0 +1,238 @@
+"""The first page's figures, from the tables alone; it decides how a long run becomes a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.report import FATES
+from dora_pipe.audit.sums import Bucket, bucket_of
+from dora_pipe.observe.web.figures import short
+from dora_pipe.observe.web.tables import decision_counts
+from dora_pipe.observe.web.timeline import timeline, utilisation
+from dora_pipe.observe.web.view import RunView
+
+POINTS_MAX: Final = 400
+"""Points of a series on a chart; neighbouring steps are taken together beyond."""
+
+NEWEST: Final = 12
+"""Decisions on the first page."""
+
+ROUTINE: Final = ("end", "plan-period")
+"""Decisions that the first page leaves out: there is one for every group that was not trained."""
+
+PHASES: Final = ("queued", "worker", "siblings", "batch", "training")
+"""Where the time of a trained trajectory went, from its dispatch to its commit: until it was placed
+first; until it was logged; until its group's last sibling was; until a batch took the group; until
+that step was committed."""
+
+_POINTS: Final = f"""(
+    select *, (row_number() over (order by step) - 1) * {POINTS_MAX}
+              // greatest(count(*) over (), {POINTS_MAX}) as point from steps)"""
+"""Steps with the point of a chart that they are part of."""
+
+
+def overview(view: RunView) -> dict[str, Any]:
+    """Everything on the first page."""
+    points = _points(view)
+    times, fates = _by_length(view)
+    return {
+        "run": run_of(view),
+        "totals": _totals(view),
+        "reward": _reward(points),
+        "evaluation": _evaluation(view),
+        "staleness": _staleness(view, points),
+        "timeline": timeline(view),
+        "utilisation": utilisation(view),
+        "bubble": _bubble(points),
+        "times": {"phases": list(PHASES), "rows": times},
+        "fates": fates,
+        "lengths": _lengths(points),
+        "decisions": {"counts": decision_counts(view), "newest": _newest(view)},
+    }
+
+
+def run_of(view: RunView) -> dict[str, Any]:
+    """What a run is, and how far it is."""
+    found = view.row("select config, seed, planner, package from runs")
+    text, seed, planner, package = found or ("{}", None, None, None)
+    config = msgspec.json.decode(text)
+    groups, staleness = config.get("groups", {}), config.get("staleness", {})
+    engines = view.rows(
+        """select distinct concat(engine, ' ', engine_version, ' on ', device) as engine
+           from workers order by engine"""
+    )
+    return {
+        "name": view.run,
+        "state": "finished" if view.finished else "open",
+        "read": round(view.read, 4),
+        "revision": view.revision,
+        "first_ns": str(view.first_ns),
+        "seconds": view.seconds(view.last_ns) or 0.0,
+        "steps": view.value("select count(*) from steps"),
+        "steps_last": config.get("run", {}).get("steps"),
+        "version": view.version,
+        "task": config.get("task", {}).get("kind"),
+        "group_size": groups.get("size"),
+        "per_step": groups.get("per_step"),
+        "max_staleness": staleness.get("max_staleness"),
+        "interruptible": staleness.get("interruptible", False),
+        "objective": config.get("objective", {}).get("kind"),
+        "seed": seed,
+        "planner": planner,
+        "package": package,
+        "engines": [one for (one,) in engines],
+    }
+
+
+def _totals(view: RunView) -> dict[str, Any]:
+    of_fate = view.rows("select fate, count(*), sum(tokens)::bigint from groups group by fate")
+    fates = {fate: count for fate, count, _ in of_fate}
+    tokens = sum(sampled for _, _, sampled in of_fate)
+    standings = dict(view.rows("select standing, count(*) from records group by standing"))
+    counted = standings.pop("bound", 0)
+    run_s = max(1e-9, (view.last_ns - view.first_ns) / 1e9)
+    return {
+        "groups": sum(fates.values()),
+        "open": fates.get("open", 0),
+        "trajectories": counted,
+        "not_counting": sum(standings.values()),
+        "tokens": tokens,
+        "tokens_per_s": short(tokens / run_s),
+        "workers": view.value("select count(*) from workers"),
+        "group_fates": {one: fates[one] for one in FATES if one in fates and one != "open"},
+    }
+
+
+def _points(view: RunView) -> list[dict[str, Any]]:
+    """Sums of steps, a point of the charts each; of several steps their means."""
+    return view.records(
+        f"""select min(step) as step, max(step) as last, sum(valid)::bigint as n,
+                   sum(trajectories - valid)::bigint as invalid,
+                   sum(reward * valid) / nullif(sum(valid), 0) as valid,
+                   sum(reward_raw * trajectories) / nullif(sum(trajectories), 0) as raw,
+                   min(staleness_min) as low, max(staleness_max) as high, max(bound) as bound,
+                   sum(reward_low * valid) / nullif(sum(valid), 0) as reward_low,
+                   sum(reward_high * valid) / nullif(sum(valid), 0) as reward_high,
+                   round(avg(tokens_p10))::bigint as p10, round(avg(tokens_p50))::bigint as p50,
+                   round(avg(tokens_p90))::bigint as p90, max(tokens_max)::bigint as longest,
+                   sum(staleness_mean * groups) / nullif(sum(groups), 0) as mean,
+                   avg(waited_s) as waited, avg(compute_s) as compute,
+                   avg(greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))) as whole,
+                   count(*) as steps
+            from {_POINTS} group by point order by point"""
+    )
+
+
+def _series(
+    points: Sequence[Mapping[str, Any]], names: Sequence[str], cut: Sequence[str] = ()
+) -> dict[str, list[Any]]:
+    """Columns of points; of those in `cut` a few digits are enough."""
+    return {
+        name: [short(one[name]) if name in cut else one[name] for one in points] for name in names
+    }
+
+
+def _reward(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per point: mean of valid rewards; raw, where one without a valid reward counts as 0; and
+    between which means the middle half of a step's groups lies."""
+    out = _series(points, ("step", "last", "valid", "raw", "invalid", "n"), ("valid", "raw"))
+    bounds = _series(points, ("reward_low", "reward_high"), ("reward_low", "reward_high"))
+    return {**out, "low": bounds["reward_low"], "high": bounds["reward_high"]}
+
+
+def _evaluation(view: RunView) -> dict[str, Any]:
+    found = view.rows("select version, reward, valid::bigint from evaluations where valid > 0")
+    return {
+        "version": [one for one, _, _ in found],
+        "reward": [short(reward) for _, reward, _ in found],
+        "n": [count for _, _, count in found],
+    }
+
+
+def _staleness(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    groups = view.rows(
+        """select staleness::varchar, count(*) from groups
+           where fate = 'trained' group by staleness order by staleness"""
+    )
+    series = _series(points, ("step", "last", "low", "mean", "high", "bound"), ("mean",))
+    return {**series, "groups": dict(groups)}
+
+
+def _bubble(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per point, seconds: until a batch was there, computing, and everything else a step took."""
+    out = _series(points, ("step", "last", "waited", "compute"), ("waited", "compute"))
+    rest = [max(0.0, one["whole"] - one["waited"] - one["compute"]) for one in points]
+    whole_s = sum(one["whole"] * one["steps"] for one in points)
+    waited_s = sum(one["waited"] * one["steps"] for one in points)
+    return {
+        **out,
+        "other": [short(one) for one in rest],
+        "share": short(waited_s / whole_s) if whole_s else None,
+    }
+
+
+def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training trajectories whose groups have ended, by length bucket: mean seconds of every phase
+    of those that were trained, and how many had which fate."""
+    marks = (
+        "g.dispatched_ns",
+        "t.placed_ns",
+        "t.logged_ns",
+        "coalesce(g.complete_ns, t.logged_ns)",
+        "g.taken_ns",
+        "g.ended_ns",
+    )
+    sums = ", ".join(
+        f"sum(greatest(0, {later} - {earlier}))::bigint" for earlier, later in pairwise(marks)
+    )
+    found = view.rows(
+        f"""select case when coalesce(t.tokens, 0) = 0 then -1
+                        else ceil(log2(t.tokens))::integer end as bits,
+                   g.fate, count(*), count(t.logged_ns), {sums}
+            from trajectories t join groups g using (group_id)
+            where g.purpose = 'train' and g.fate <> 'open' group by bits, g.fate"""
+    )
+    times: list[dict[str, Any]] = []
+    fates: dict[Bucket, dict[str, int]] = {}
+    for bits, fate, count, logged, *sums_ns in sorted(found, key=lambda row: row[:2]):
+        low, high = bucket_of(0 if bits < 0 else 1 << bits)
+        fates.setdefault((low, high), {})[fate] = count
+        if fate == "trained" and logged:
+            mean_s = [short(one / logged / 1e9) for one in sums_ns]
+            times.append({"low": low, "high": high, "n": logged, "seconds": mean_s})
+    return times, [_fates(bucket, counts) for bucket, counts in fates.items()]
+
+
+def _fates(bucket: Bucket, counts: Mapping[str, int]) -> dict[str, Any]:
+    low, high = bucket
+    count = sum(counts.values())
+    return {
+        "low": low,
+        "high": high,
+        "n": count,
+        "fates": {fate: counts[fate] for fate in FATES if fate in counts},
+        "trained_share": short(counts.get("trained", 0) / count),
+    }
+
+
+def _lengths(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sampled tokens of the trajectories of a batch."""
+    out = _series(points, ("step", "last", "p10", "p50", "p90"))
+    return {**out, "max": [one["longest"] for one in points]}
+
+
+def _newest(view: RunView) -> list[dict[str, Any]]:
+    marks = ", ".join("?" * len(ROUTINE))
+    found = view.rows(
+        f"""select at_ns, coalesce(round, -1), kind, subject, reason from events
+            where kind not in ({marks}) order by rowid desc limit {NEWEST}""",
+        *ROUTINE,
+    )
+    return [
+        {"at": view.seconds(at_ns), "round": number, "kind": kind, "subject": who, "reason": why}
+        for at_ns, number, kind, who, why in found
+    ]

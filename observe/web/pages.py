@@ -1,0 +1,313 @@
+"""The pages of one step, group, version and trajectory; it decides what `--redact` hides.
+
+Hidden are token ids and texts, and everything that a task may have said: errors of rewards, of
+environments and of attempts, and what it left in `extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.reading import record_at
+from dora_pipe.bus.logged import logged_trajectory
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.logged import counting_record
+from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError, UsageError
+from dora_pipe.observe.web import tables
+from dora_pipe.observe.web.figures import short
+from dora_pipe.observe.web.query import Query
+from dora_pipe.observe.web.view import RunView
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.store.store import PolicyStore
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+TOKENS_MAX: Final = 2048
+"""Tokens on one page of a trajectory."""
+
+HIDDEN: Final = "(hidden)"
+
+_GROUP: Final = (
+    *("group_id", "purpose", "row", "reason", "dispatched_ns", "taken_ns", "ended_ns", "version"),
+    *("step", "fate", "why"),
+)
+"""Columns of `groups` that a page tells beside the list's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a run's records lie; one thread uses it."""
+
+    bus: Bus
+    topics: Topics
+    policies: PolicyStore | None
+    """None where there is none: an archive may have been made without."""
+    decode: Decode | None
+    """None where there is no tokenizer."""
+    redact: bool = False
+    catalogue: Path | None = None
+    """Where the tables of a finished run are kept; None where nothing may be written."""
+
+    def said(self, text: str | None) -> str | None:
+        """What a task said, if it may be shown."""
+        return HIDDEN if text and self.redact else text
+
+    def contributions(self, sha256: str) -> list[dict[str, Any]]:
+        """Rows of a step; none where the file is gone or cannot be read."""
+        if self.policies is None:
+            return []
+        try:
+            if not self.policies.has_blob("contributions", sha256):
+                return []
+            return read_contributions(self.policies.blob("contributions", sha256))
+        except (DoraError, OSError, ValueError):
+            return []
+
+
+def step_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+    """A step: what it was made of, and what it made. Raises UsageError."""
+    number = _number(asked.path[-1])
+    listed = tables.STEPS.one(view, "step", number)
+    if listed is None:
+        last = view.version - 1 if view.version > 0 else "none"
+        raise UsageError(f"step {number} is not committed", hint=f"the last one is {last}")
+    (one,) = view.records(
+        """select s.*, b.last from steps s left join batches b
+           on b.step = s.step and b.attempt = s.attempt where s.step = ?""",
+        number,
+    )
+    versions = view.rows(
+        """select version, count(*) from groups where step = ? and fate = 'trained'
+           group by version order by version""",
+        number,
+    )
+    figures = msgspec.json.decode(one["figures"])
+    return {
+        "step": listed,
+        "facts": {
+            "attempt": one["attempt"],
+            "committed": f"control:{one['control_offset']}",
+            "why then": one["reason"],
+            "came last": one["last"],
+            "weights before": f"version {number} {one['digest_before']}",
+            "weights after": f"version {number + 1} {one['digest_after']}",
+            "adopted": one["adopted"],
+        },
+        "figures": {name: short(value, 6) for name, value in sorted(figures.items())},
+        "settings": dict(sorted(msgspec.json.decode(one["settings"]).items())),
+        "groups": {
+            "columns": tables.GROUPS.names,
+            "rows": tables.GROUPS.rows(
+                view, [("g.step = ?", number), ("g.fate = ?", "trained")], order="group"
+            ),
+        },
+        "versions": versions,
+        "sampled_from": view.sampled_from(number + 1),
+    }
+
+
+def group_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+    """A group: its dispatch, its siblings, its fate. Raises UsageError."""
+    name = asked.path[-1]
+    listed = tables.GROUPS.one(view, "g.group_id", name)
+    if listed is None:
+        raise UsageError(f"no group {name!r} in run {view.run}")
+    group = _group(view, name)
+    return {
+        "group": listed,
+        "facts": _group_facts(view, group),
+        "siblings": {
+            "columns": tables.TRAJECTORIES.names,
+            "rows": tables.TRAJECTORIES.of(view, "g.group_id", name),
+        },
+        "lineage": _lineage(view, group),
+    }
+
+
+def _group(view: RunView, name: str) -> dict[str, Any]:
+    (found,) = view.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
+    return dict(zip(_GROUP, found, strict=True))
+
+
+def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "purpose": group["purpose"],
+        "prompt": f"row {group['row']}",
+        "why dispatched": group["reason"],
+        "dispatched at s": view.seconds(group["dispatched_ns"]),
+        "taken at s": view.seconds(group["taken_ns"]),
+        "ended at s": view.seconds(group["ended_ns"]),
+    }
+
+
+def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
+    """Back: the step that made its version. Forward: the version that its step made."""
+    version = group["version"]
+    step = group["step"] if group["fate"] == "trained" else None
+    return {
+        "version": version,
+        "made_by": version - 1 if version > 0 else None,
+        "step": step,
+        "makes": None if step is None else step + 1,
+        "sampled_from_it": None if step is None else view.sampled_from(step + 1),
+    }
+
+
+def version_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+    """A version: who made it, who hosted it, what was sampled from it. Raises UsageError."""
+    number = _number(asked.path[-1])
+    if not 0 <= number <= view.version:
+        raise UsageError(f"no version {number}", hint=f"the newest is {view.version}")
+    hosts = view.rows(
+        """select worker, incarnation, ready_ns from hostings
+           where version = ? order by incarnation, ready_ns""",
+        number,
+    )
+    fates = view.rows(
+        """select concat(fate, ' (', purpose, ')') as fate, count(*) from groups
+           where version = ? group by all order by 1""",
+        number,
+    )
+    steps = view.rows(
+        """select step, count(*) from groups
+           where version = ? and fate = 'trained' group by step order by step""",
+        number,
+    )
+    return {
+        "version": number,
+        "made_by": number - 1 if number else None,
+        "hosts": {
+            "columns": ["worker", "incarnation", "ready at s"],
+            "rows": [[worker, epoch, view.seconds(ready_ns)] for worker, epoch, ready_ns in hosts],
+        },
+        "fates": dict(fates),
+        "steps": steps,
+    }
+
+
+def trajectory_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+    """A trajectory, with at most `TOKENS_MAX` tokens from `from` on. Raises UsageError."""
+    name = asked.path[-1]
+    listed = tables.TRAJECTORIES.one(view, "t.trajectory_id", name)
+    if listed is None:
+        raise UsageError(f"no trajectory {name!r} in run {view.run}")
+    group = _group(view, group_of(name))
+    columns = "attempt, placed_ns, worker, incarnation, resumed, reason"
+    attempts = view.keyed(columns, "attempts", "trajectory_id", name, order="attempt")
+    columns = "concat('attempt ', attempt, ': ', error, ': ', message)"
+    errors = view.keyed(columns, "failures", "trajectory_id", name, order="rowid")
+    return {
+        "row": listed,
+        "group": group["group_id"],
+        "facts": _group_facts(view, group) | {"fate": group["fate"], "why": group["why"]},
+        "attempts": {
+            "columns": ["attempt", "placed", "worker", "incarnation", "goes on at token", "why"],
+            "rows": [[number, view.seconds(at_ns), *rest] for number, at_ns, *rest in attempts],
+        },
+        "errors": [source.said(text) for (text,) in errors],
+        "record": _record(view, source, name, max(0, asked.whole("from"))),
+        "contribution": _contribution(view, source, group, name),
+        "lineage": _lineage(view, group),
+        "redacted": source.redact,
+    }
+
+
+def _contribution(
+    view: RunView, source: Source, group: dict[str, Any], name: str
+) -> dict[str, Any] | None:
+    if group["fate"] != "trained":
+        return None
+    digests = view.keyed("contributions", "steps", "step", group["step"], order="step")
+    rows = [row for (digest,) in digests for row in source.contributions(digest)]
+    return next((one for one in rows if one["trajectory"] == name), None)
+
+
+def _record(view: RunView, source: Source, name: str, start: int) -> dict[str, Any]:
+    """What the record says; why it says nothing, where it does not."""
+    named = counting_record(view.catalogue, name)
+    if named is None:
+        return {"missing": "no record of it counts yet"}
+    at = TopicPartition(source.topics.trajectories, named.partition)
+    record = record_at(source.bus, at, named.offset)
+    try:
+        found = logged_trajectory(record, named)
+    except (InvariantBroken, SchemaError) as error:
+        return {"missing": error.message}
+    assert record is not None
+    meta = found.meta
+    return {
+        "place": f"trajectories:{named.partition}:{named.offset}",
+        "bytes": len(record.value),
+        "reward_raw": meta.reward_raw,
+        "reward_parts": meta.reward_parts,
+        "reward_error": source.said(meta.reward_error),
+        "error": source.said(meta.error),
+        "finish": meta.finish,
+        "moves": meta.moves,
+        "prefills": list(meta.prefills),
+        "prompt_tokens": meta.prompt_tokens,
+        "times": _times(found),
+        "segments": _segments(source, found),
+        "tokens": _tokens(source, found, start),
+    }
+
+
+def _times(found: Trajectory) -> list[list[Any]]:
+    """[what, ms after it was placed] for everything that happened to it."""
+    times = found.meta.times
+    names = ("started", "first_token", "finished", "rewarded")
+    marks = [(name, getattr(times, name)) for name in names]
+    return [[name, short((at - times.placed) / 1e6, 6)] for name, at in marks if at is not None]
+
+
+def _segments(source: Source, found: Trajectory) -> dict[str, Any]:
+    rows = [
+        [
+            one.kind,
+            one.turn,
+            one.start,
+            one.end,
+            one.worker or None,
+            one.version if one.version >= 0 else None,
+            short((one.end_ns - one.start_ns) / 1e6, 6),
+        ]
+        for one in found.segments
+    ]
+    columns = ["kind", "turn", "from token", "to token", "worker", "version", "ms"]
+    return {"columns": columns, "rows": rows}
+
+
+def _tokens(source: Source, found: Trajectory, start: int) -> dict[str, Any]:
+    """Arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
+
+    `text` is null where there is no tokenizer, ids and text are null where they are hidden. A token
+    that is part of a character shows as the replacement character.
+    """
+    end = min(len(found.token_ids), start + TOKENS_MAX)
+    ids = list(found.token_ids[start:end])
+    decode = None if source.redact else source.decode
+    return {
+        "total": len(found.token_ids),
+        "from": start,
+        "ids": None if source.redact else ids,
+        "text": None if decode is None else [decode([one]) for one in ids],
+        "mask": list(found.loss_mask[start:end]),
+        "logprob": [short(one) for one in found.logprobs[start:end]],
+        "sampler": [short(one) for one in found.sampler_logprobs[start:end]],
+    }
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is no number") from None

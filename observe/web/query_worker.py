@@ -1,0 +1,253 @@
+"""Answers what pages ask of one run, in one thread that owns its log; it decides when to read on.
+
+A log is opened, read and asked in that thread alone, so nothing here is locked. Of a run that is
+over the tables that were kept beside it are taken, and kept there if they were not. While a log is
+read for the first time, queries are answered between two pieces of it, with what is known so far;
+later a query first looks whether the log has grown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final, Protocol
+
+from dora_pipe.catalogue.database import Catalogue, fresh_catalogue
+from dora_pipe.catalogue.database import Source as LogSource
+from dora_pipe.catalogue.reading import LivingCatalogue, log_source, save_finished
+from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.web import pages, tables
+from dora_pipe.observe.web.mismatch import mismatch
+from dora_pipe.observe.web.overview import overview, run_of
+from dora_pipe.observe.web.pages import Source
+from dora_pipe.observe.web.query import Query
+from dora_pipe.observe.web.replayed import ReplayLine, replay_page
+from dora_pipe.observe.web.sampled import sampled_times
+from dora_pipe.observe.web.timeline import timeline
+from dora_pipe.observe.web.view import RunView, view_of
+
+ANSWER_S: Final = 60.0
+"""Of one query."""
+
+LOOK_S: Final = 0.25
+"""A log is looked at for news at most so often."""
+
+PIECES_MAX: Final = 4
+"""Of a log that has grown, before a query about it is answered with what is known."""
+
+Opener = Callable[[], AbstractContextManager[Source]]
+
+
+class Tables(Protocol):
+    """The tables of a run, whether they grow or not."""
+
+    def advance(self) -> bool:
+        """Read one piece of the log; whether there is more. Raises BusError, LogTruncated."""
+        ...
+
+    def view(self) -> RunView:
+        """The tables as of now."""
+        ...
+
+
+class SavedTables:
+    """Of a run that is over, as they were kept."""
+
+    def __init__(self, catalogue: Catalogue, run: str) -> None:
+        self._view = view_of(catalogue, run)
+
+    def advance(self) -> bool:
+        """See the port: everything is there."""
+        return False
+
+    def view(self) -> RunView:
+        """See the port."""
+        return self._view
+
+
+class GrowingTables:
+    """Of a log that is read; they are kept at `path` when it turns out that the run is over."""
+
+    def __init__(self, source: Source, end: LogSource | None) -> None:
+        self.living = LivingCatalogue(source.bus, source.topics)
+        self._run = source.topics.run
+        self._path, self._end = source.catalogue, end
+        self._view: RunView | None = None
+
+    def advance(self) -> bool:
+        """See the port."""
+        before = self.living.follower.places
+        more = self.living.advance()
+        if self.living.follower.places != before:
+            self._view = None
+        elif not more:
+            self._keep()
+        return more
+
+    def view(self) -> RunView:
+        """See the port."""
+        if self._view is None:
+            self.living.refresh()
+            follower = self.living.follower
+            self._view = view_of(
+                self.living.catalogue,
+                self._run,
+                read=follower.share,
+                revision=sum(follower.places),
+            )
+        return self._view
+
+    def _keep(self) -> None:
+        if self._path is not None and self._end is not None and self.living.follower.over:
+            self.view()
+            save_finished(self.living, self._path, self._end)
+        self._end = None
+
+
+class QueryWorker:
+    """One run. Example: ``worker.ask(parse_query("/overview"))``; close it."""
+
+    def __init__(self, opener: Opener, replayed: list[ReplayLine] | None = None) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ui-query")
+        self._stack = ExitStack()
+        self._opener = opener
+        self._replayed = replayed
+        self._closing = False
+        self._whole = False
+        self._looked_s = 0.0
+        self._failed: BaseException | None = None
+        self._answers: dict[str, tuple[int, Any]] = {}
+        opening = self._thread.submit(self._open)
+        if opening.exception(ANSWER_S) is not None:
+            self._thread.shutdown()
+        opening.result()
+
+    def ask(self, asked: Query) -> dict[str, Any]:
+        """The answer to a query, path without the run. Raises UsageError, the log's errors."""
+        found: dict[str, Any] = self._run(lambda: self._answer(asked))
+        return found
+
+    def read_all(self) -> None:
+        """Wait until the log was read up to its present end. Raises the log's errors."""
+        self._later()
+        while not self._run(lambda: self._whole):
+            pass  # behind every piece
+        if self._failed is not None:
+            raise self._failed
+
+    def start(self) -> None:
+        """Read the log from its beginning while queries are answered."""
+        self._later()
+
+    def close(self) -> None:
+        """Stop reading and let go of the log."""
+        self._closing = True
+        self._run(self._stack.close)
+        self._thread.shutdown()
+
+    def work(self, job: Callable[[RunView], Any]) -> Any:
+        """Do something with the tables in the thread that owns them."""
+        return self._run(lambda: job(self._tables.view()))
+
+    def _run(self, job: Callable[[], Any]) -> Any:
+        found: Future[Any] = self._thread.submit(job)
+        return found.result(ANSWER_S)
+
+    def _open(self) -> None:
+        self._source = source = self._stack.enter_context(self._opener())
+        end = saved = None
+        if source.catalogue is not None:
+            end = log_source(source.bus, source.topics)
+        if source.catalogue is not None and end is not None:
+            saved = fresh_catalogue(source.catalogue, end)
+        self._tables: Tables
+        if saved is not None:
+            self._stack.callback(saved.close)
+            self._tables = SavedTables(saved, source.topics.run)
+            return
+        growing = GrowingTables(source, end)
+        self._stack.callback(growing.living.catalogue.close)
+        self._stack.callback(growing.living.close)
+        self._tables = growing
+
+    def _later(self) -> None:
+        if not self._closing:
+            self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
+
+    def _read_on(self, piece: Future[bool]) -> None:
+        """Another piece; queries that came meanwhile are answered before it."""
+        self._failed = piece.exception()
+        if self._failed is None and piece.result():
+            self._later()
+        else:
+            self._whole = True
+
+    def _answer(self, asked: Query) -> dict[str, Any]:
+        if self._failed is not None:
+            raise self._failed
+        if self._whole:
+            self._read_news()
+        view = self._tables.view()
+        name = asked.path[0] if asked.path else ""
+        if name in ONE and len(asked.path) == 2:
+            return ONE[name](view, self._source, asked)
+        if name in LISTS and len(asked.path) == 1:
+            return LISTS[name](view, asked)
+        if len(asked.path) != 1 or name not in WHOLE:
+            raise UsageError(f"no page {'/'.join(asked.path)!r}")
+        return self._whole_run(view, name, asked)
+
+    def _read_news(self) -> None:
+        """Look whether the log has grown, if nobody has looked just now."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        for _ in range(PIECES_MAX):
+            if not self._tables.advance():
+                break
+        self._looked_s = time.monotonic()
+
+    def _whole_run(self, view: RunView, name: str, asked: Query) -> dict[str, Any]:
+        match name:
+            case "run":
+                return run_of(view) | {"replay": self._replayed is not None}
+            case "timeline":
+                window = timeline(view, asked.number("from"), asked.number("until"))
+                return {"timeline": window}
+            case "replay":
+                return replay_page(self._replayed or [])
+            case "overview":
+                return self._kept(name, view.revision, lambda: overview(view))
+            case "mismatch":
+                return self._kept(name, view.version, lambda: mismatch(view, self._source))
+            case _:
+                return self._kept(name, view.version, lambda: sampled_times(view, self._source))
+
+    def _kept(self, name: str, revision: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """An answer that costs something: made again only when there is something new."""
+        known = self._answers.get(name)
+        if known is None or known[0] != revision:
+            known = self._answers[name] = revision, make()
+        found: dict[str, Any] = known[1]
+        return found
+
+
+ONE: Final = {
+    "step": pages.step_page,
+    "group": pages.group_page,
+    "version": pages.version_page,
+    "trajectory": pages.trajectory_page,
+}
+"""Pages of one thing, by the word in their address."""
+
+LISTS: Final = {
+    "steps": tables.steps,
+    "groups": tables.groups,
+    "trajectories": tables.trajectories,
+    "decisions": tables.decisions,
+}
+
+WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times", "replay"})
+"""Figures of a whole run."""

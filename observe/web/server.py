@@ -1,0 +1,148 @@
+"""Serves the pages on this machine alone; it decides which requests are answered at all.
+
+Rules:
+
+1. It listens on 127.0.0.1, and answers only who calls it by a name of this machine: a page of
+   elsewhere whose name was rebound to this address still sends its own name.
+2. GET and HEAD. Nothing changes anything.
+3. Nothing is loaded from elsewhere: the content security policy forbids it, and there are no
+   scripts or styles inside of pages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dora_pipe.core.errors import DoraError, UsageError
+from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
+from dora_pipe.observe.web.query import Query, parse_query
+from dora_pipe.observe.web.query_worker import QueryWorker
+
+REQUESTS_MAX: Final = 32
+"""At once; more are refused."""
+
+IDLE_S: Final = 30.0
+"""A connection that sends nothing is closed."""
+
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+def static_files() -> dict[str, bytes]:
+    """The files of the pages by name."""
+    folder = files("dora_pipe.observe.web") / "static"
+    found = [one for one in folder.iterdir() if one.name[one.name.rfind(".") :] in TYPES]
+    return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
+
+
+class Server(LocalServer):
+    """The pages of some runs. Example: ``Server([worker], port=0).serve_forever()``."""
+
+    def __init__(self, workers: Sequence[QueryWorker], *, port: int) -> None:
+        self.workers = workers
+        self.static = static_files()
+        super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away before its answer is no news; anything else is a mistake."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def address(self) -> str:
+        """Where the pages are."""
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+
+
+class _Handler(LocalHandler):
+    server: Server
+    timeout = IDLE_S
+
+    def answer(self) -> None:
+        """See the base."""
+        path = urlsplit(self.path).path
+        if path.startswith("/api/"):
+            self._api()
+            return
+        name = "index.html" if path == "/" else path.removeprefix("/static/")
+        body = self.server.static.get(name)
+        if body is None or (path != "/" and not path.startswith("/static/")):
+            self.say(HTTPStatus.NOT_FOUND, "there is nothing here")
+            return
+        self._send(HTTPStatus.OK, TYPES[name[name.rfind(".") :]], body)
+
+    def _api(self) -> None:
+        try:
+            found = _ask(self.server.workers, parse_query(self.path.removeprefix("/api")))
+        except UsageError as error:
+            self._send_json(HTTPStatus.NOT_FOUND, _said(error))
+        except DoraError as error:
+            self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, _said(error))
+        except TimeoutError:
+            self._send_json(HTTPStatus.GATEWAY_TIMEOUT, {"error": "the log does not answer"})
+        else:
+            self._send_json(HTTPStatus.OK, found)
+
+    def _send_json(self, status: HTTPStatus, value: Any) -> None:
+        self._send(status, "application/json", msgspec.json.encode(value))
+
+    def say(self, status: HTTPStatus, text: str) -> None:
+        """See the base."""
+        self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_whole(status, {**HEADERS, "Content-Type": kind}, body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses by itself: other methods, what is no HTTP."""
+        method = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
+        self.close_connection = True
+        self.say(status, "only GET and HEAD" if method else status.phrase)
+
+
+def _ask(workers: Sequence[QueryWorker], asked: Query) -> dict[str, Any]:
+    """``/runs``, or ``/N/...`` of the N-th run."""
+    if asked.path == ("runs",):
+        return {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]}
+    if not asked.path or not asked.path[0].isdecimal() or int(asked.path[0]) >= len(workers):
+        raise UsageError("no such run")
+    return workers[int(asked.path[0])].ask(Query(path=asked.path[1:], fields=asked.fields))
+
+
+def _said(error: DoraError) -> dict[str, str]:
+    return {"error": error.message, "hint": error.hint or ""}

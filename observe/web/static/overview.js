@@ -1,0 +1,262 @@
+// The first page, and two runs side by side.
+
+import { bars, empty, lines, timeline } from "./charts.js";
+import { get, has } from "./data.js";
+import { addressOf, bucket, facts, h, show, span, table } from "./dom.js";
+
+const PHASES = {
+  queued: "queued", worker: "on a worker", siblings: "for siblings", batch: "for a batch",
+  training: "in training",
+};
+const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
+
+export async function overviewPage(run) {
+  const found = await get(`${run}/overview`);
+  const own = found.run;
+  return {
+    title: `${own.name}: overview`,
+    body: [
+      h("h1", { tabindex: -1 }, own.name, h("span", { class: "state" }, ` ${stateOf(own)}`)),
+      own.read < 1 ? reading(own.read) : null,
+      facts(factsOf(found)),
+      h("div", { class: "charts" },
+        reward(found), staleness(found),
+        h("div", { class: "wide" }, workers(run, found.timeline)),
+        bars(times(found.times)), later(run, "times", sampled),
+        fates(found.fates), lengths(found.lengths),
+        utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
+        later(run, "mismatch", mismatch), histogram(found.staleness)),
+      h("h2", null, "Newest decisions"),
+      decisions(run, found.decisions.newest),
+      h("p", null, h("a", { href: `#/${run}/decisions` }, "All decisions with their reasons")),
+    ],
+  };
+}
+
+export function stateOf(own) {
+  const of = own.steps_last ? ` of ${own.steps_last}` : "";
+  return `${own.state}, ${own.steps}${of} steps in ${span(own.seconds)}`;
+}
+
+export function reading(share) {
+  return h("p", { class: "reading", role: "status" },
+    `The log is being read: ${Math.floor(share * 100)} % so far. `,
+    h("progress", { max: 1, value: share, "aria-label": "share of the log that was read" }));
+}
+
+function factsOf({ run, totals, bubble: idle, decisions: told }) {
+  const fates = Object.entries(totals.group_fates).map(([name, count]) => `${show(count)} ${name}`);
+  return {
+    task: run.task, engine: run.engines.join(", "), objective: run.objective,
+    groups: `${show(totals.groups)}: ${fates.join(", ") || "none ended"}; ${show(totals.open)} open`,
+    trajectories: `${show(totals.trajectories)}, ${show(totals.not_counting)} records do not count`,
+    "sampled tokens": `${show(totals.tokens)}, ${show(totals.tokens_per_s)} a second`,
+    "a batch": `${show(run.per_step)} groups of ${show(run.group_size)}`,
+    "staleness bound": `${show(run.max_staleness)}${run.interruptible ? ", interruptible" : ""}`,
+    "trainer waited": idle.share === null ? null : `${(idle.share * 100).toFixed(1)} % of its time`,
+    moves: told.counts.move || 0, seed: run.seed, planner: run.planner,
+  };
+}
+
+// A chart whose figures come later, because records are opened for them.
+function later(run, name, draw) {
+  const place = h("div", null, empty(name === "times" ? "Time on a worker" :
+    "Mismatch against staleness", "Records are being read."));
+  get(`${run}/${name}`).then((found) => place.replaceChildren(draw(found)))
+    .catch((error) => place.replaceChildren(empty(name, error.message)));
+  return place;
+}
+
+function reward({ reward: own, evaluation }) {
+  const series = [
+    { name: "valid rewards", y: own.valid, thick: true },
+    { name: "raw: invalid counts as 0", y: own.raw },
+  ];
+  if (evaluation.version.length) {
+    series.push({ name: "evaluation", x: evaluation.version, y: evaluation.reward, points: true });
+  }
+  return lines({
+    title: "Reward", note: "Mean of a batch. Band: the middle half of its groups' means.",
+    xs: own.step, series, band: { name: "middle half", low: own.low, high: own.high },
+    xLabel: "step", yLabel: "reward", floor: null,
+  });
+}
+
+function staleness({ staleness: own }) {
+  return lines({
+    title: "Staleness", note: "Of the groups of a batch. No group may be trained above its bound.",
+    xs: own.step, band: { name: "least to most", low: own.low, high: own.high },
+    series: [{ name: "mean", y: own.mean, thick: true },
+      { name: "bound", y: own.bound, step: true, colour: "#000", dash: "8 4" }],
+    xLabel: "step", yLabel: "steps",
+  });
+}
+
+function histogram(own) {
+  const rows = Object.entries(own.groups).map(([name, count]) =>
+    ({ name, values: [count], after: show(count) }));
+  return bars({ title: "Trained groups by staleness", rows, parts: ["groups"], unit: "groups",
+    rowsAre: "staleness", note: "How old the policy was that a trained group was sampled from." });
+}
+
+function workers(run, data) {
+  const place = h("div", null);
+  const draw = (window) => place.replaceChildren(timeline({
+    title: "Workers by version", data: window,
+    note: "What each worker hosted, with the version's number. Hatched white: weights are loaded. " +
+      "A cross: the worker left or was fenced.",
+  }));
+  draw(data);
+  const low = h("input", { type: "number", step: "any", id: "from", value: data.from });
+  const high = h("input", { type: "number", step: "any", id: "until", value: data.until });
+  const look = async (event) => {
+    event.preventDefault();
+    const found = await get(`${run}/timeline?from=${low.value}&until=${high.value}`);
+    draw(found.timeline);
+  };
+  const form = has(`#/${run}/timeline/any`) && h("form", { class: "inline", onsubmit: look },
+    h("label", { for: "from" }, "from s "), low, h("label", { for: "until" }, "until s "), high,
+    h("button", { type: "submit" }, "Look closer"));
+  return h("div", null, place, form);
+}
+
+function times(data) {
+  return {
+    title: "Where a trajectory's time went",
+    note: "Trained trajectories by sampled tokens, mean seconds from dispatch to commit.",
+    rows: data.rows.map((row) => ({ name: bucket(row), values: row.seconds,
+      after: `n ${show(row.n)}` })),
+    parts: data.phases.map((one) => PHASES[one] || one), unit: "seconds",
+    rowsAre: "sampled tokens", afterIs: "trajectories",
+  };
+}
+
+function sampled(data) {
+  return bars({
+    title: "Time on a worker",
+    note: `From ${show(data.sampled)} records of ${show(data.of)}: for a slot, to the first ` +
+      "token, to the last (environments included), to the reward." + (data.damaged.length ?
+        ` Left out, not what was logged: ${data.damaged.join("; ")}.` : ""),
+    rows: data.rows.map((row) => ({ name: bucket(row), values: row.seconds,
+      after: `n ${show(row.n)}` })),
+    parts: data.phases, unit: "seconds", rowsAre: "sampled tokens", afterIs: "records",
+    without: "No record could be read.",
+  });
+}
+
+function fates(rows) {
+  const colours = ["#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9"];
+  return bars({
+    title: "Fates by length", shares: true, unit: "share of trajectories", colours, parts: FATES,
+    note: "Training trajectories whose group has ended, by sampled tokens: no length is dropped " +
+      "for being long.",
+    rows: rows.map((row) => ({ name: bucket(row), values: FATES.map((one) => row.fates[one] || 0),
+      after: `n ${show(row.n)}` })),
+    rowsAre: "sampled tokens", afterIs: "trajectories", without: "No group has ended yet.",
+  });
+}
+
+function lengths(own) {
+  return lines({
+    title: "Lengths", note: "Sampled tokens of the trajectories of a batch.", xs: own.step,
+    series: [{ name: "longest", y: own.max }, { name: "9 of 10 below", y: own.p90 },
+      { name: "median", y: own.p50, thick: true }, { name: "1 of 10 below", y: own.p10 }],
+    xLabel: "step", yLabel: "tokens",
+  });
+}
+
+function utilisation(own) {
+  return lines({
+    title: "Utilisation of the workers", xs: own.at, time: true, ceiling: 1,
+    note: "Share of slots in use: from a request's placement until its trajectory is logged.",
+    band: { name: "least to most used worker", low: own.low, high: own.high },
+    series: [{ name: "mean", y: own.mean, thick: true }], xLabel: "seconds of the run",
+    yLabel: "share of slots", floor: 0,
+  });
+}
+
+function speed(own) {
+  return lines({
+    title: "Sampled tokens", xs: own.at, time: true, note: "Of the trajectories that were logged.",
+    series: [{ name: "tokens per second", y: own.tokens_per_s, thick: true }],
+    xLabel: "seconds of the run", yLabel: "tokens/s",
+  });
+}
+
+function bubble(own) {
+  return lines({
+    title: "The trainer's time", xs: own.step,
+    note: "Seconds of a step. The bubble: the trainer was free and its batch was not there.",
+    series: [{ name: "bubble", y: own.waited, thick: true, colour: "#D55E00" },
+      { name: "computing", y: own.compute, colour: "#0072B2" },
+      { name: "everything else", y: own.other, colour: "#009E73" }],
+    xLabel: "step", yLabel: "seconds",
+  });
+}
+
+function mismatch(data) {
+  if (!data.rows.length) {
+    return empty("Mismatch against staleness", "The store has no contributions of these steps.");
+  }
+  return lines({
+    title: "Mismatch against staleness", xs: data.rows.map((row) => row.staleness),
+    note: `|ln of the mean ratio| of a trajectory, from the contributions of ${data.looked} steps.`,
+    band: { name: "1 to 9 of 10", low: data.rows.map((row) => row.p10),
+      high: data.rows.map((row) => row.p90) },
+    series: [{ name: "median", y: data.rows.map((row) => row.p50), thick: true, points: true },
+      { name: "clipped share", y: data.rows.map((row) => row.clipped), points: true }],
+    xLabel: "staleness", yLabel: "|ln ratio|, share",
+  });
+}
+
+export function decisions(run, rows) {
+  return h("ol", { class: "decisions" }, rows.map((one) => {
+    const address = /^\d+$/.test(one.subject) ? null : addressOf(run, one.subject);
+    const subject = address && has(address) ? h("a", { href: address }, one.subject) : one.subject;
+    return h("li", null, h("time", null, `${show(one.at)} s`), " ", h("strong", null, one.kind),
+      " ", subject, one.reason ? `: ${one.reason}` : "");
+  }));
+}
+
+// Two runs on the same axes, and what differs in figures.
+export async function comparePage(runs) {
+  const found = await Promise.all(runs.map((_, at) => get(`${at}/overview`)));
+  const names = found.map((one, at) => `${one.run.name} (${at ? "beside" : "first"})`);
+  const series = (part, column, over = "step") => found.map((one, at) =>
+    ({ name: names[at], x: one[part][over], y: one[part][column], thick: at === 0 }));
+  const chart = (title, part, column, yLabel, xLabel = "step", over = "step") => lines({ title,
+    xs: [], series: series(part, column, over), xLabel, yLabel, time: over !== "step" });
+  const pairs = found.map((one) => factsOf(one));
+  const columns = ["what", ...names];
+  const rows = ["state", ...Object.keys(pairs[0])].map((name) => [name, ...found.map((one, at) =>
+    show(name === "state" ? stateOf(one.run) : pairs[at][name]))]);
+  const replays = await Promise.all(runs.map((one, at) =>
+    (one.replay ? get(`${at}/replay`) : null)));
+  return {
+    title: "Side by side",
+    body: [
+      h("h1", { tabindex: -1 }, "Side by side"),
+      found.length > 1 ? table(0, { columns, rows }, { caption: "In figures" }) : null,
+      h("div", { class: "charts" }, found.length < 2 ? null : [
+        chart("Reward", "reward", "valid", "valid reward"),
+        chart("Evaluation", "evaluation", "reward", "reward", "version", "version"),
+        chart("Staleness", "staleness", "mean", "mean staleness"),
+        chart("Bubble", "bubble", "waited", "seconds the trainer waited"),
+        chart("Computing", "bubble", "compute", "seconds"),
+        chart("Length", "lengths", "p50", "median of sampled tokens"),
+        chart("Utilisation", "utilisation", "mean", "share of slots", "seconds of the run", "at"),
+        found.map((one, at) => h("div", { class: "wide" }, timeline({
+          title: `Workers by version: ${names[at]}`, data: one.timeline, note: "" }))),
+      ], replays.map((one, at) => (one ? replay(at, names[at], one) : null))),
+    ],
+  };
+}
+
+function replay(run, name, found) {
+  const column = (at) => found.rows.map((row) => row[at]);
+  return h("div", { class: "wide" },
+    h("h2", null, `${name} and its replay: ${found.equal} of ${found.rows.length} steps bit-equal`),
+    lines({ title: "Computing, then and now", xs: column(0), xLabel: "step", yLabel: "seconds",
+      series: [{ name: "committed", y: column(5) }, { name: "replayed", y: column(6) }] }),
+    table(run, found, { caption: "Replayed steps", has }));
+}

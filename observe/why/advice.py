@@ -1,0 +1,48 @@
+"""What to do about a wait, by its name; docs/why.md has the names and what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+SILENT: Final = "see its log; start it again"
+"""About a role that is not heard."""
+
+ADVICE: Final[Mapping[str, str]] = {
+    # The trainer's, cut by who had the trajectory that came last of the batch.
+    "admission": "admit more: staleness.max_staleness, staleness.in_flight_batches, more slots",
+    "queue": "more slots: workers.slots, workers.count",
+    "lost": "see that worker's log: it died, or was fenced",
+    "sampling": "generate faster: more workers; or sampling.max_tokens",
+    "decision": "the orchestrator or the log is slow: bench plan, bench bus",
+    "batch": "see whom it ends at",
+    "trajectories": "the log is slow to read: bench bus",
+    "commit": "the log is slow to acknowledge: bench bus",
+    "refusal": "the log is slow to acknowledge: bench bus",
+    "replay": "passes; shorter after a restart with trainer.checkpoint_every",
+    "decisions": "passes: it reads the log once, at its start",
+    # The orchestrator's.
+    "trainer": "training is the bottleneck: a faster trainer, or fewer workers",
+    "groups": "generation is the bottleneck: more workers or slots",
+    "worker": "start a worker: dora-pipe worker; see its log if it does not join",
+    "host": "no worker has that version: see the workers' logs",
+    "pause": "dora-pipe tell RUN resume",
+    "halted": "mend what the groups failed with, then run --resume",
+    "start": "start the other roles",
+    # A worker's.
+    "requests": "nothing may be admitted: a larger bound, a faster trainer, or fewer workers",
+    "version": "no version was assigned yet: see the orchestrator",
+    "weights": "the policy store is slow: transfers.kind, bench moves --weights",
+    "prompt": "the task is slow: task.processes",
+    "environment": "the task's environment is slow: task.processes",
+    "reward": "the reward is slow: task.processes, task.reward_timeout_s",
+    "progress": "the log is slow: bench bus",
+    "append": "the log is slow: bench bus",
+    "slot": "the engine has no slot free: see its log",
+    "tokens": "the engine gives no tokens: see the worker's log",
+    "codec": "the machine is busy: a core more",
+    "leaving": "passes: it publishes how far its requests are",
+    "kv": "the other worker does not hand over: see its log",
+    "silent": SILENT,
+}
+"""What to look at or to change. What `passes` needs nothing."""

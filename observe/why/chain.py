@@ -1,0 +1,400 @@
+"""Follows a wait from role to role, group, request and version, down to who does not move.
+
+It decides whom to believe: a role that was not heard for `SILENT_HEARTBEATS` is called silent, and
+what it said last is history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, Heard
+from dora_pipe.observe.why.log import Picture
+from dora_pipe.orchestrator.planner import may_still_admit
+from dora_pipe.orchestrator.queues import queue_key
+from dora_pipe.orchestrator.residents import holders
+from dora_pipe.orchestrator.state import Group, Request, Worker
+from dora_pipe.orchestrator.waits import blockers, waits
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.metrics import TrainerStatus, Wait, WorkerStatus
+
+SILENT_HEARTBEATS: Final = 12
+"""A role that was not heard for so many heartbeats is silent."""
+
+SILENT_MIN_S: Final = 2.0
+"""And never sooner: a loaded machine is late."""
+
+BRANCHES_MAX: Final = 3
+"""Groups, requests or workers that one sentence leads to; the others are counted."""
+
+
+NOT_SAID_NS: Final = -1
+"""The beginning of a wait that follows from the state and has not been said yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A sentence of the answer, and the sentences that say why."""
+
+    kind: str
+    """`role`, `wait`, `group`, `trajectory`, `worker`, `version`, `bound` or `more`."""
+    id: str
+    text: str
+    since_s: float | None = None
+    """Seconds before the moment at which it began, where that is known."""
+    alarm: bool = False
+    wait: str = ""
+    """The name of the wait that stops a role."""
+    because: tuple[Node, ...] = ()
+
+    @property
+    def end(self) -> Node:
+        """Where the chain ends: who or what does not move."""
+        return self.because[0].end if self.because else self
+
+
+def roles_of(picture: Picture) -> list[Node]:
+    """Every role with what it waits for: orchestrator, trainer, workers by name."""
+    chain = Chain(picture)
+    names = [TRAINER, ORCHESTRATOR, *sorted({*picture.state.workers, *picture.gone()})]
+    return [chain.role(name) for name in names]
+
+
+class Chain:
+    """Makes the nodes of one picture."""
+
+    def __init__(self, picture: Picture) -> None:
+        self._picture = picture
+        self._state = picture.state
+        timing = self._state.config.timing if self._state.config else None
+        heartbeat_s = timing.heartbeat_s if timing else 0.5
+        self._silent_s = max(SILENT_MIN_S, SILENT_HEARTBEATS * heartbeat_s)
+        self._lease_s = timing.lease_s if timing else 10.0
+        self._path: list[str] = []
+
+    def role(self, name: str) -> Node:
+        """A role; one that stands above in the same branch is only named."""
+        if name in self._path:
+            return Node(kind="role", id=name, text=f"{name}: see above")
+        self._path.append(name)
+        try:
+            return self._role(name)
+        finally:
+            self._path.pop()
+
+    def _role(self, name: str) -> Node:
+        kind = "role" if name in (TRAINER, ORCHESTRATOR) else "worker"
+        heard = self._heard(name)
+        if heard is None:
+            return self._never_heard(kind, name)
+        age_s = self._ago_s(heard.status.at_ns)
+        if age_s > self._silent_s and not self._state.done:
+            return self._silent(kind, name, heard, age_s)
+        if self._state.done:
+            return Node(kind=kind, id=name, text=f"{name}: the run is over")
+        present = self._decided(heard) if name == ORCHESTRATOR else heard.status.waits
+        nodes = tuple(self._wait(one) for one in present)
+        if not present or not present[0].still:
+            text = f"{name}: {self._work(name, heard)}"
+            return Node(kind=kind, id=name, text=text, because=nodes)
+        first = nodes[0]
+        return Node(
+            kind=kind,
+            id=name,
+            text=f"{name}: {first.text}",
+            since_s=first.since_s,
+            alarm=first.alarm,
+            wait=present[0].name,
+            because=(*first.because, *nodes[1:]),
+        )
+
+    def _heard(self, name: str) -> Heard | None:
+        """What the present incarnation said; an earlier one is not believed."""
+        heard = self._picture.heard.get(name)
+        worker = self._state.workers.get(name)
+        if heard is None or not isinstance(heard.status, WorkerStatus):
+            return heard
+        if worker is None or heard.status.epoch != worker.epoch:
+            return None
+        return heard
+
+    def _never_heard(self, kind: str, name: str) -> Node:
+        known = self._picture.account.named.get(name)
+        gone = None if known is None else known.gone
+        worker = self._state.workers.get(name)
+        if gone is not None and worker is None:
+            ago_s = self._ago_s(gone.at_ns)
+            text = f"{name}: is out since {span(ago_s)} ({gone.why})"
+            return Node(kind=kind, id=name, text=text, since_s=ago_s)
+        if worker is None and kind == "worker":
+            return Node(kind=kind, id=name, text=f"{name}: is unknown to this run")
+        if worker is None:
+            return Node(kind=kind, id=name, text=f"{name}: has said nothing yet")
+        joined_ns = self._picture.at_ns if known is None else known.joined.at_ns
+        text = f"{name}: has joined, and said nothing since"
+        return Node(kind=kind, id=name, text=text, since_s=self._ago_s(joined_ns))
+
+    def _silent(self, kind: str, name: str, heard: Heard, age_s: float) -> Node:
+        last = heard.status.waits_for
+        said = f"waits for {last}" if last else self._work(name, heard)
+        text = f"{name}: is silent since {span(age_s)}; dead, stopped or cut off from the log"
+        if kind == "worker" and age_s <= self._lease_s:
+            text += f" (fenced after {self._lease_s:g} s)"
+        text += f"; its last word was: {said}"
+        alarm = age_s > self._lease_s
+        return Node(kind=kind, id=name, text=text, since_s=age_s, alarm=alarm, wait="silent")
+
+    def _work(self, name: str, heard: Heard) -> str:
+        """What a role does that does not wait."""
+        status = heard.status
+        if isinstance(status, TrainerStatus):
+            return f"works: {status.phase}, step {status.step}"
+        if isinstance(status, WorkerStatus):
+            rate = _rate(heard)
+            text = f"samples {counted(status.active, 'request')} of version {status.version}"
+            text += f", {status.waiting} ahead of its slots" if status.waiting else ""
+            return text + ("" if rate is None else f", {rate:,.0f} tok/s")
+        return "works"
+
+    # Waits
+
+    def _decided(self, heard: Heard) -> tuple[Wait, ...]:
+        """What the orchestrator waits for by the state, which is newer than what it said."""
+        said = {one.name: one for one in heard.status.waits}
+        return tuple(
+            Wait(
+                name=one.name,
+                words=one.words,
+                since_ns=said[one.name].since_ns if one.name in said else NOT_SAID_NS,
+                limit_ms=said[one.name].limit_ms if one.name in said else None,
+                overdue=one.name in said and said[one.name].overdue,
+                still=one.still,
+                blockers=tuple(one.blockers),
+                more=one.more,
+            )
+            for one in waits(self._state)
+        )
+
+    def _wait(self, wait: Wait) -> Node:
+        lasts_s = None if wait.since_ns == NOT_SAID_NS else self._ago_s(wait.since_ns)
+        text = f"waits for {self._words(wait)}"
+        text += "" if lasts_s is None else f", since {span(lasts_s)}"
+        if wait.overdue and wait.limit_ms is not None:
+            text += f": ALARM, its limit is {wait.limit_ms / 1000:.4g} s"
+        return Node(
+            kind="wait",
+            id=wait.name,
+            text=text,
+            since_s=lasts_s,
+            alarm=wait.overdue,
+            because=self._because(wait),
+        )
+
+    def _words(self, wait: Wait) -> str:
+        """What the wait is for; the state knows what the groups of a batch have come to."""
+        state = self._state
+        if wait.name != "batch" or state.config is None or state.facts is None:
+            return wait.words
+        fates = state.tally.fates
+        said = f"{len(state.finished)} of {state.config.groups.per_step} groups are finished"
+        ends = ", ".join(f"{fates[one]} {one}" for one in ("failed", "filtered") if fates.get(one))
+        ends = f" ({ends} so far)" if ends else ""
+        return f"batch of step {state.standing().step}: {said}{ends}"
+
+    def _because(self, wait: Wait) -> tuple[Node, ...]:
+        """What the wait's blockers do; where the state knows more than the status, the state."""
+        match wait.name:
+            case "groups" | "admission":
+                return self.step_blockers()
+            case "host":
+                return tuple(self.version(int(one.id)) for one in wait.blockers)
+            case "requests" | "version":
+                return (self._no_work(), self.role(ORCHESTRATOR))
+            case _:
+                pass
+        nodes = []
+        for one in wait.blockers:
+            if one.kind in ("role", "worker"):
+                nodes.append(self.role(one.id))
+            elif one.kind == "group" and one.id in self._state.groups:
+                nodes.append(self.group(self._state.groups[one.id]))
+            elif one.kind == "trajectory" and one.id in self._state.requests:
+                nodes.append(self._named(one.id))
+        return tuple(nodes)
+
+    def _no_work(self) -> Node:
+        """Why a worker has nothing to do."""
+        state = self._state
+        worker = state.workers.get(self._path[-1]) if self._path else None
+        queued = sum(map(len, state.queues.values()))
+        if state.config is None or state.facts is None:
+            text = "the run has not started"
+        elif worker is not None and worker.loading:
+            text = f"it was told {self._ago(worker.target_ns)} ago to load version {worker.target}"
+        elif worker is not None and worker.requests:
+            text = f"{counted(len(worker.requests), 'request')} was placed on it just now"
+        elif queued:
+            versions = ", ".join(map(str, sorted(state.queues)))
+            text = f"queued: {counted(queued, 'request')}, of version {versions}"
+        elif state.paused:
+            text = "the run is paused: no group is admitted"
+        elif may_still_admit(state):
+            groups = counted(may_still_admit(state), "group")
+            text = f"{groups} may be admitted, as soon as a slot is free on a worker of the newest"
+        else:
+            at = state.standing()
+            text = (
+                f"no request is queued, and no group may be admitted yet: "
+                f"{counted(sum(state.deadlines.values()), 'group')} dispatched and not taken"
+            )
+            text += ", a batch is being trained" if at.training else ""
+            text += f" (max_staleness {at.max_staleness}, in_flight_batches "
+            text += f"{at.in_flight_batches:g}, {at.per_step} groups a step)"
+        return Node(kind="bound", id="admission", text=text)
+
+    # Groups and requests
+
+    def step_blockers(self) -> tuple[Node, ...]:
+        """The groups that the next step waits for, and what each waits for."""
+        state = self._state
+        if state.config is None or state.done:
+            return ()
+        found = blockers(state, BRANCHES_MAX)
+        nodes = [self.group(group) for group in found.first]
+        if not found.count and state.training is None:
+            nodes.append(self._no_work())
+            nodes += [self.role(one.name) for one in _loading(state.workers)[:BRANCHES_MAX]]
+        return (*nodes, *_more(found.count - BRANCHES_MAX, "group"))
+
+    def group(self, group: Group) -> Node:
+        """A group with its open siblings."""
+        spec, state = group.spec, self._state
+        names = [trajectory_id(spec.group, sibling) for sibling in range(spec.size)]
+        still_open = [name for name in names if name in state.requests]
+        due = f", deadline {spec.deadline}" if spec.purpose == "train" else ", evaluation"
+        since_s = None
+        text = f"{spec.group} (version {spec.version}{due}): "
+        text += f"{len(still_open)} of {counted(spec.size, 'sibling')} open"
+        history = self._picture.account.open.get(spec.group)
+        if history is not None:
+            since_s = self._ago_s(history.dispatched_ns)
+            text += f", dispatched {span(since_s)} ago"
+        nodes = [self._named(name) for name in still_open[:BRANCHES_MAX]]
+        return Node(
+            kind="group",
+            id=spec.group,
+            text=text,
+            since_s=since_s,
+            because=(*nodes, *_more(len(still_open) - BRANCHES_MAX, "sibling")),
+        )
+
+    def _named(self, trajectory: str) -> Node:
+        request = self._state.requests[trajectory]
+        if not request.worker:
+            return self._queued(trajectory, request)
+        since_ns = self._picture.placed_ns(trajectory)
+        since_s = None if since_ns is None else self._ago_s(since_ns)
+        text = f"{trajectory}: on {request.worker}"
+        text += "" if since_s is None else f" since {span(since_s)}"
+        text += f", attempt {request.attempt}" if request.attempt > 1 else ""
+        text += f", {self._tokens(trajectory, request)}"
+        if request.moving is not None:
+            text += f"; to be moved to {request.moving[0]}"
+        return Node(
+            kind="trajectory",
+            id=trajectory,
+            text=text,
+            since_s=since_s,
+            because=() if request.worker in self._path else (self.role(request.worker),),
+        )
+
+    def _tokens(self, trajectory: str, request: Request) -> str:
+        """How far a request has come, as far as progress records say."""
+        tokens = request.resume.tokens if request.resume else 0
+        heard = self._heard(request.worker)
+        if heard is not None and isinstance(heard.status, WorkerStatus):
+            known = heard.status.progress.get(trajectory)
+            tokens = max(tokens, known.tokens if known else 0)
+        return (
+            f"{tokens} tokens at its last progress record" if tokens else "no progress record yet"
+        )
+
+    def _queued(self, trajectory: str, request: Request) -> Node:
+        spec = self._state.groups[request.group].spec
+        queue = self._state.queues.get(spec.version, [])
+        before = sum(key < queue_key(spec, request.sibling) for key in queue)
+        text = f"{trajectory}: queued for a slot of version {spec.version}, {before} before it"
+        if request.attempt:
+            text += f"; attempt {request.attempt} was lost with its worker or failed"
+        node = self.version(spec.version)
+        return Node(kind="trajectory", id=trajectory, text=text, because=(node,))
+
+    def version(self, version: int) -> Node:
+        """Who hosts a version, or gets it, and how full they are."""
+        hosts = [one for one in self._state.workers.values() if one.target == version]
+        hosts += [one for one in holders(self._state, version) if one.target != version]
+        hosts.sort(key=lambda one: one.name)
+        if not hosts:
+            text = f"version {version}: no worker hosts it, or loads it"
+            rest = sorted(self._state.workers)[:BRANCHES_MAX]
+            return Node(
+                kind="version",
+                id=str(version),
+                text=text,
+                because=tuple(self.role(name) for name in rest),
+            )
+        text = f"version {version}: " + ", ".join(map(_room, hosts[:BRANCHES_MAX]))
+        text += f" and {len(hosts) - BRANCHES_MAX} more" if len(hosts) > BRANCHES_MAX else ""
+        nodes = tuple(self.role(one.name) for one in hosts[:BRANCHES_MAX] if one.loading)
+        return Node(kind="version", id=str(version), text=text, because=nodes)
+
+    def _ago(self, ns: int) -> str:
+        return span(self._ago_s(ns))
+
+    def _ago_s(self, ns: int) -> float:
+        return max(0.0, (self._picture.at_ns - ns) / 1e9)
+
+
+def span(seconds: float) -> str:
+    """A duration for people. Example: ``span(0.34) == "0.3 s"``, ``span(190) == "3 min 10 s"``."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def counted(count: int, what: str) -> str:
+    """Example: ``counted(1, "group") == "1 group"``."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _room(worker: Worker) -> str:
+    if worker.loading:
+        return f"{worker.name} is to load it"
+    held, room = len(worker.requests), worker.slots + worker.prefetch
+    if not worker.usable:
+        return f"{worker.name} takes nothing more ({held} requests)"
+    return f"{worker.name} holds {held} of {room}"
+
+
+def _loading(workers: dict[str, Worker]) -> list[Worker]:
+    return [workers[name] for name in sorted(workers) if workers[name].loading]
+
+
+def _rate(heard: Heard) -> float | None:
+    """Tokens per second between a worker's last two statuses."""
+    now, before = heard.status, heard.before
+    if not isinstance(now, WorkerStatus) or not isinstance(before, WorkerStatus):
+        return None
+    seconds = (now.at_ns - before.at_ns) / 1e9
+    return (now.tokens_total - before.tokens_total) / seconds if seconds > 0 else None
+
+
+def _more(count: int, what: str) -> tuple[Node, ...]:
+    if count <= 0:
+        return ()
+    return (Node(kind="more", id=what, text=f"and {counted(count, f'more {what}')}"),)

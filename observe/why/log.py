@@ -1,0 +1,128 @@
+"""Reads what a run's log says of one moment: the state then, and what each role said last.
+
+It decides up to where the log is read: rounds and statuses that lie behind the moment are left out.
+What a status says is a claim of its role; what the state says was decided, and is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.account import Event, RunAccount
+from dora_pipe.catalogue.statuses import Heard, Statuses, read_statuses
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.observe.since_step import GroupsSinceStep
+from dora_pipe.orchestrator.fold import fold_round
+from dora_pipe.orchestrator.recovery import ReadRound, read_rounds
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import decode_control
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown
+
+TAIL_RECORDS: Final = 20_000
+"""Statuses at the end of the metrics topic that a look at the present reads."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Picture:
+    """A moment of a run."""
+
+    at_ns: int = 0
+    """The moment, wall clock."""
+    state: State = field(default_factory=State)
+    """What the orchestrator knew."""
+    account: RunAccount = field(default_factory=RunAccount)
+    """When things happened, and who has come and gone."""
+    since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
+    heard: dict[str, Heard] = field(default_factory=dict)
+    """By role: `orchestrator`, `trainer`, a worker's name."""
+
+    @property
+    def started_ns(self) -> int:
+        """`run started`; 0 before it."""
+        return 0 if self.account.started is None else self.account.started.at_ns
+
+    def gone(self) -> list[str]:
+        """Workers that left or were fenced, and have not come back."""
+        return [name for name, one in self.account.named.items() if one.gone is not None]
+
+    def placed_ns(self, trajectory: str) -> int | None:
+        """When a request of an open group was placed last."""
+        group = self.account.open.get(group_of(trajectory))
+        request = None if group is None else group.requests.get(trajectory)
+        return None if request is None else request.attempts[-1].placed_ns
+
+
+def look(bus: Bus, topics: Topics, *, now_ns: int) -> Picture:
+    """The run at present, as far as its log goes; `now_ns` is the wall clock.
+
+    Raises InvariantBroken, LogTruncated, SchemaError, BusError for a log that cannot be folded.
+    """
+    picture = _folded(bus, topics, lambda _: False)
+    picture.at_ns = now_ns
+    picture.heard = _heard(bus, topics)
+    return picture
+
+
+def look_back(bus: Bus, topics: Topics, *, at_ns: int) -> Picture:
+    """The run at a moment of the past. Raises what `look` raises."""
+    picture = _folded(bus, topics, lambda round_: round_.now_ns > at_ns)
+    picture.at_ns = at_ns
+    picture.heard = _heard(bus, topics, at_ns)
+    return picture
+
+
+def look_before(bus: Bus, topics: Topics, *, step: int) -> Picture | None:
+    """The run when the batch of a step was about to be taken; None if it was not taken yet."""
+    taken_ns: list[int] = []
+
+    def stops(round_: Round) -> bool:
+        for one in round_.decisions:
+            if isinstance(one, TakeBatch) and one.step == step:
+                taken_ns.append(round_.now_ns)
+        return bool(taken_ns)
+
+    picture = _folded(bus, topics, stops)
+    if not taken_ns:
+        return None
+    picture.at_ns = taken_ns[0]
+    picture.heard = _heard(bus, topics, picture.at_ns)
+    return picture
+
+
+def _folded(bus: Bus, topics: Topics, stops: Callable[[Round], bool]) -> Picture:
+    """The rounds before the first one at which `stops` says so."""
+    picture = Picture()
+    for at in read_rounds(bus, topics):
+        if stops(at.round):
+            break
+        fold_round(picture.state, at.round, at.folded())
+        _note(picture, at)
+    return picture
+
+
+def _note(picture: Picture, at: ReadRound) -> None:
+    """A round and what it folds, to the catalogue's account."""
+    events: list[Event] = []
+    for record in at.control:
+        with suppress(SchemaError):  # it is among the dead letters, and the fold has counted it
+            fact = decode_control(record.value)
+            if not isinstance(fact, Unknown):
+                events += picture.account.fact(record.offset, fact)
+    events += picture.account.round(at.round, at.offset)
+    for event in events:
+        picture.since_step.happened(event)
+
+
+def _heard(bus: Bus, topics: Topics, until_ns: int | None = None) -> dict[str, Heard]:
+    """What every role had said last at a moment, at present without one."""
+    statuses = Statuses()
+    for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=until_ns):
+        statuses.hear(status)
+    return statuses.heard

@@ -1,0 +1,266 @@
+"""Adds up who waited how long for what, over a whole run; it decides nothing.
+
+The trainer's waits for batches come from the catalogue, to the turn. Those of the orchestrator and
+of the workers come from their statuses: exact where a wait was still there at a status, to half a
+heartbeat where it ended between two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
+from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.observe.why.advice import ADVICE, SILENT
+from dora_pipe.observe.why.chain import counted, span
+from dora_pipe.observe.why.steps import Kind, Piece, StepWait, piece_words, waits_of
+from dora_pipe.schemas.metrics import AnyMetrics, Wait
+from dora_pipe.schemas.topics import Topics
+
+TOP_MAX: Final = 3
+"""Waits of a role that are named one by one."""
+
+STEPS_MAX: Final = 4
+"""Steps, those that waited longest."""
+
+ADVICE_SHARE_MIN: Final = 0.05
+"""Of a role's time: a shorter wait is worth no change."""
+
+RUN: Final = """
+    select started_ns, last_ns, stopped, cast(config->>'$.timing.heartbeat_s' as double)
+    from runs"""
+
+HEARTBEAT_S: Final = 0.5
+"""Where the configuration does not say: a role's news and the status that says them are at most so
+far apart."""
+
+SILENT_HEARTBEATS: Final = 6.0
+"""Statuses that are so many times further apart than usual have a silence between them."""
+
+WORDS: Final[Mapping[str, str]] = {
+    "trainer": "the trainer",
+    "groups": "groups to finish",
+    "worker": "a worker",
+    "admission": "new groups",
+    "pause": "the end of a pause",
+    "start": "the start of the run",
+    "requests": "requests",
+    "version": "a first version",
+    "weights": "weights to be loaded",
+    "prompt": "prompts",
+    "progress": "progress records",
+    "slot": "slots",
+    "tokens": "tokens that did not come",
+    "environment": "environments",
+    "reward": "rewards",
+    "codec": "the codec",
+    "append": "the trajectories topic",
+    "leaving": "its last progress records",
+    "replay": "the replay of committed steps",
+    "decisions": "the decisions before its start",
+    "trajectories": "its batch to be read",
+    "commit": "the acknowledgement of a commit",
+    "refusal": "the acknowledgement of a refusal",
+}
+"""What a wait is for, whatever its step or version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleWaits:
+    """What one role waited for, all its incarnations together. Seconds."""
+
+    role: str
+    there_s: float
+    waited_s: float
+    silent_s: float
+    waits: tuple[tuple[str, float], ...]
+    """(what for, how long), longest first."""
+    names: tuple[str, ...] = ()
+    """Of these waits: as docs/why.md lists them, or the kind of a piece of the trainer's."""
+
+    def share(self, seconds: float) -> float:
+        """Of the time that it was there."""
+        return seconds / self.there_s if self.there_s else 0.0
+
+    def rows(self) -> Iterator[tuple[str, float, float, str, str]]:
+        """(role, seconds, share, what for, what to do), the whole first, then the longest."""
+        silent = f"it was silent for {span(self.silent_s)}" if self.silent_s else ""
+        whole_s = self.waited_s
+        yield self.role, whole_s, self.share(whole_s), silent, SILENT if silent else ""
+        named = zip(self.waits[:TOP_MAX], self.names[:TOP_MAX], strict=True)
+        for (what, seconds), name in named:
+            share = self.share(seconds)
+            advice = ADVICE.get(name, "") if share >= ADVICE_SHARE_MIN else ""
+            yield "", seconds, share, what, advice
+        rest_s = sum(seconds for _, seconds in self.waits[TOP_MAX:])
+        if rest_s:
+            more = counted(len(self.waits) - TOP_MAX, "other thing")
+            yield "", rest_s, self.share(rest_s), more, ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run's waits."""
+
+    run: str
+    run_s: float
+    over: bool
+    steps: int
+    untold_s: float
+    """At the run's beginning: statuses of that time are deleted, and no role's waits counted."""
+    roles: tuple[RoleWaits, ...]
+    longest: tuple[StepWait, ...]
+    """The steps with the longest waits for their batch."""
+    alarms: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        """How far the run is."""
+        state = "is over" if self.over else "is not over"
+        head = f"{self.run} {state}: {counted(self.steps, 'step')} in {span(self.run_s)}"
+        if not self.untold_s:
+            return head
+        return f"{head}; what roles waited for in the first {span(self.untold_s)} is not kept"
+
+
+def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
+    """A run's waits: the trainer's for its batches from the catalogue, all others from statuses.
+
+    Raises BusError, LogTruncated.
+    """
+    started_ns, ended_ns, over, heartbeat_s = catalogue.one(RUN) or (0, 0, False, None)
+    heartbeat_ns = int((heartbeat_s or HEARTBEAT_S) * 1e9)
+    waits = waits_of(catalogue)
+    found = read_statuses(bus, topics)
+    roles = _by_role(found)
+    kept_ns = _kept_ns(bus, topics, found, ended_ns)
+    told = _for_batches([one for one in waits if one.free_ns >= kept_ns])
+    trainer = _role(TRAINER, roles.pop(TRAINER, []), heartbeat_ns, told=told, skip="batch")
+    waited = sorted(waits, key=lambda one: (-one.waited_s, one.step))
+    return Summary(
+        run=topics.run,
+        run_s=(ended_ns - started_ns) / 1e9,
+        over=over,
+        steps=sum(one.committed_ns is not None for one in waits),
+        untold_s=max(0, kept_ns - started_ns) / 1e9 if kept_ns else 0.0,
+        roles=(trainer, *(_role(name, roles[name], heartbeat_ns) for name in sorted(roles))),
+        longest=tuple(one for one in waited[:STEPS_MAX] if one.waited_s),
+        alarms=tuple(_alarms(found)),
+    )
+
+
+def _kept_ns(bus: Bus, topics: Topics, found: Sequence[AnyMetrics], ended_ns: int) -> int:
+    """From when on there are statuses, wall clock; 0 where none was deleted."""
+    partitions = range(bus.partitions(topics.metrics))
+    if not any(bus.begin(TopicPartition(topics.metrics, one)) for one in partitions):
+        return 0
+    return min((status.at_ns for status in found), default=ended_ns)
+
+
+def _by_role(found: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
+    roles: dict[str, list[AnyMetrics]] = defaultdict(list)
+    for status in found:
+        roles[role_of(status)].append(status)
+    return roles
+
+
+def _for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
+    """How long the trainer waited for batches, by what that was put down to."""
+    pieces: dict[tuple[Kind, str], list[Piece]] = defaultdict(list)
+    for wait in waits:
+        for piece in wait.pieces:
+            pieces[piece.kind, piece.worker].append(piece)
+    return {
+        (kind, piece_words(kind, worker, {one.version for one in of})): sum(
+            one.seconds for one in of
+        )
+        for (kind, worker), of in pieces.items()
+    }
+
+
+def _role(
+    name: str,
+    found: Sequence[AnyMetrics],
+    heartbeat_ns: int,
+    *,
+    told: Mapping[tuple[str, str], float] | None = None,
+    skip: str = "",
+) -> RoleWaits:
+    """What statuses say; `told`, by (name, what for), is known better, and is what waits called
+    `skip` were for."""
+    lasted: dict[tuple[str, str], float] = defaultdict(float, told or {})
+    there_s = silent_s = 0.0
+    usual_ns = _usual_ns(found)
+    for before, now in _intervals(found):
+        length_ns = now.at_ns - before.at_ns
+        if length_ns > SILENT_HEARTBEATS * usual_ns:
+            silent_s += length_ns / 1e9
+            continue
+        there_s += length_ns / 1e9
+        for wait, seconds in _waited(before, now, heartbeat_ns):
+            if wait.name != skip:
+                lasted[wait.name, WORDS.get(wait.name, wait.name)] += seconds
+    waits = [(*key, seconds) for key, seconds in lasted.items() if seconds]
+    waits.sort(key=lambda one: (-one[2], one[1]))
+    return RoleWaits(
+        role=name,
+        there_s=there_s,
+        waited_s=sum(seconds for _, _, seconds in waits),
+        silent_s=silent_s,
+        waits=tuple((what, seconds) for _, what, seconds in waits),
+        names=tuple(name for name, _, _ in waits),
+    )
+
+
+def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
+    """Statuses of one incarnation that follow each other."""
+    last: dict[int, AnyMetrics] = {}
+    for status in found:
+        before = last.get(epoch_of(status))
+        if before is not None and before.at_ns < status.at_ns:
+            yield before, status
+        last[epoch_of(status)] = status
+
+
+def _usual_ns(found: Sequence[AnyMetrics]) -> float:
+    """How far apart statuses usually are: progress brings some forward, a silence is rare."""
+    lengths = sorted(now.at_ns - before.at_ns for before, now in _intervals(found))
+    return lengths[len(lengths) * 9 // 10] if lengths else 0.0
+
+
+def _waited(before: AnyMetrics, now: AnyMetrics, heartbeat_ns: int) -> Iterator[tuple[Wait, float]]:
+    """How long the role stood still between two statuses.
+
+    A role that says nothing has no news: what had ended at the second status lasted until a
+    heartbeat before it at least.
+    """
+    length_ns, covered_ns = now.at_ns - before.at_ns, 0
+    last, present = _still(before), _still(now)
+    if present is not None:
+        covered_ns = min(length_ns, max(0, now.at_ns - present.since_ns))
+        yield present, covered_ns / 1e9
+    ended = present is None or (last is not None and last.since_ns != present.since_ns)
+    if last is not None and ended:
+        open_ns = length_ns - covered_ns
+        yield last, (open_ns - min(open_ns, heartbeat_ns) / 2) / 1e9
+
+
+def _still(status: AnyMetrics) -> Wait | None:
+    return status.waits[0] if status.waits and status.waits[0].still else None
+
+
+def _alarms(found: Sequence[AnyMetrics]) -> list[str]:
+    """Every wait that became an alarm, with how long it had lasted when it was said last."""
+    last: dict[tuple[str, int, str, int], str] = {}
+    for status in found:
+        for wait in status.waits:
+            if wait.overdue:
+                key = (role_of(status), epoch_of(status), wait.name, wait.since_ns)
+                lasted_s = (status.at_ns - wait.since_ns) / 1e9
+                last[key] = alarm_line(role_of(status), wait, lasted_s)
+    return list(last.values())

@@ -1,0 +1,155 @@
+"""Decides what a user's commands change: set, pause, resume, drain, stop, fail-batch.
+
+| verb | args | what it does |
+| --- | --- | --- |
+| set | logged keys of the configuration | in force from the next step |
+| pause | | no group is admitted; what is open goes on |
+| resume | | the end of a pause; a run that was halted goes on, and counts failed groups anew |
+| drain | `worker`, else all | workers leave when what they have has moved away or is finished |
+| stop | | the run ends when the groups in flight are trained |
+| stop | `after`: a step | the run ends when that step is committed |
+| stop | `now`: true | no step is taken any more, evaluations are not waited for |
+| fail-batch | `step`, to be sure | ends the groups in training as failed(non-finite) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.objectives import settled
+from dora_pipe.orchestrator.apply_training import fail_batch
+from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.state_ops import go_on_after_failures
+from dora_pipe.schemas.control import Command
+
+
+def apply_command(state: State, offset: int, record: Command) -> str:
+    """Obey a command, or say why not."""
+    if state.config is None:
+        return "the run has not started"
+    handler = _VERBS.get(record.verb)
+    if handler is None:
+        return f"no such verb: {record.verb}"
+    allowed = ARGS[record.verb]
+    extra = sorted(record.args.keys() - allowed)
+    if extra and record.verb != "set":
+        return f"{record.verb} takes no {extra[0]}"
+    return handler(state, record.args)
+
+
+def with_settings(config: Config, changes: dict[str, Any]) -> Config:
+    """The configuration with logged keys changed. Raises ValueError saying why not."""
+    plain = msgspec.to_builtins(config)
+    objective: dict[str, Any] = {}
+    for key, value in changes.items():
+        if key not in LOGGED:
+            raise ValueError(f"{key} is not a logged key")
+        section, _, name = key.partition(".")
+        if section == "objective":
+            objective[name] = value
+        else:
+            plain[section][name] = value
+    plain["objective"] = settled(plain["objective"], objective)
+    changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
+    if in_flight_batches(changed.staleness) < 1:
+        raise ValueError("staleness.in_flight_batches is below 1: no batch would ever fill")
+    return changed
+
+
+def _set(state: State, args: dict[str, Any]) -> str:
+    assert state.config is not None
+    if not args:
+        return "it sets nothing"
+    try:
+        config = with_settings(state.config, args)
+    except ValueError as error:
+        return str(error)
+    step = state.standing().step
+    if config.run.steps < step:
+        return f"run.steps = {config.run.steps}, but step {step} comes next"
+    state.config = config
+    state.trigger = "a user changed the settings"
+    return ""
+
+
+def _pause(state: State, args: dict[str, Any]) -> str:
+    if state.paused:
+        return "the run is paused already"
+    state.paused = True
+    return ""
+
+
+def _resume(state: State, args: dict[str, Any]) -> str:
+    if not state.paused and not state.failures.halted:
+        return "the run is not paused, nor halted"
+    if state.failures.halted:
+        go_on_after_failures(state)
+    else:
+        state.paused = False
+        state.trigger = "the pause is over"
+    return ""
+
+
+def _drain(state: State, args: dict[str, Any]) -> str:
+    name = args.get("worker")
+    if name is not None and name not in state.workers:
+        return f"no such worker: {name}"
+    for worker in state.workers.values():
+        if worker.drain == "no" and name in (None, worker.name):
+            worker.drain = "asked"
+            state.mark(worker)
+    state.trigger = "a user drains workers"
+    return ""
+
+
+def _stop(state: State, args: dict[str, Any]) -> str:
+    now, after = args.get("now", False), args.get("after")
+    if not isinstance(now, bool):
+        return "`now` is true or false"
+    at = state.standing()
+    if after is None:
+        batches = 0 if now else sum(state.deadlines.values()) // at.per_step
+        state.stop_at = min(at.steps, at.step + batches)
+        state.stop_now = state.stop_now or now
+        return ""
+    if now or isinstance(after, bool) or not isinstance(after, int):
+        return "`after` is a step, without `now`"
+    if after + 1 < at.step:
+        return f"step {after} is over, step {at.step} comes next"
+    state.stop_at = after + 1
+    state.trigger = f"the run ends after step {after}"
+    return ""
+
+
+def _fail_batch(state: State, args: dict[str, Any]) -> str:
+    training = state.training
+    if training is None:
+        return "no batch is in training"
+    if args.get("step", training.step) != training.step:
+        return f"step {training.step} is in training, not {args['step']}"
+    fail_batch(state, training)
+    return ""
+
+
+_VERBS: Final[dict[str, Callable[[State, dict[str, Any]], str]]] = {
+    "set": _set,
+    "pause": _pause,
+    "resume": _resume,
+    "drain": _drain,
+    "stop": _stop,
+    "fail-batch": _fail_batch,
+}
+
+ARGS: Final[dict[str, frozenset[str]]] = {
+    "set": LOGGED,
+    "pause": frozenset(),
+    "resume": frozenset(),
+    "drain": frozenset({"worker"}),
+    "stop": frozenset({"now", "after"}),
+    "fail-batch": frozenset({"step"}),
+}
+"""Verbs with the arguments they take."""

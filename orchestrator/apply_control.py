@@ -1,0 +1,283 @@
+"""Decides what each fact changes in the state, and which facts are illegal where they stand.
+
+Rules:
+
+1. `apply_control` is total: whatever a record says, it is applied, or counted and changes nothing
+   else. It never raises for a record's sake.
+2. Every handler checks everything before it changes anything. It returns why the record is illegal,
+   and the empty string when it is not.
+3. A record of an incarnation that is out is `fenced`. A trajectory or failure that is not the
+   present attempt of an open request is `superseded`: normal life, not a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.logged import logged_config
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.orchestrator.apply_command import apply_command
+from dora_pipe.orchestrator.apply_training import (
+    adopted,
+    batch_refused,
+    step_committed,
+    versions_dropped,
+)
+from dora_pipe.orchestrator.residents import VERSIONS_MAX
+from dora_pipe.orchestrator.state import Facts, Request, Result, State, Worker
+from dora_pipe.orchestrator.state_ops import (
+    close_worker,
+    end_sibling,
+    fail_sibling,
+    fault,
+    join_worker,
+    note_progress,
+    ready,
+    release,
+)
+from dora_pipe.schemas.control import (
+    AnyControl,
+    BatchRefused,
+    Command,
+    LoggedEntry,
+    RequestFailed,
+    RequestReleased,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
+    TakenTrajectory,
+    TrajectoriesLogged,
+    VersionsDropped,
+    WeightsAdopted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReady,
+    decode_control,
+)
+from dora_pipe.schemas.wire import Unknown
+
+REJECTION_CHARACTERS_MAX: Final = 300
+
+SLOTS_MAX: Final = 65_536
+"""A worker that claims more slots, or more prefetch, is not believed."""
+
+MOVES: Final = "moves"
+"""What a worker declares that can let go of running requests and go on with those of others."""
+
+LOAD_MS_MAX: Final = 3_600_000.0
+"""A worker that claims to have loaded longer is believed so much."""
+
+
+def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
+    """A control record from its bytes; what cannot be read comes back as its error."""
+    try:
+        return decode_control(value)
+    except SchemaError as error:
+        return error
+
+
+def apply_control(state: State, offset: int, record: AnyControl | Unknown | SchemaError) -> None:
+    """Fold one control record that lies at `offset`; constant cost in the number of requests."""
+    if isinstance(record, Unknown):
+        state.tally.unknown += 1
+        return
+    if isinstance(record, SchemaError):
+        state.tally.unreadable += 1
+        return
+    why = _APPLY[type(record)](state, offset, record)
+    if why:
+        state.tally.rejected += 1
+        kind = type(record).__struct_config__.tag
+        state.tally.rejection = f"{kind} at offset {offset}: {why}"[:REJECTION_CHARACTERS_MAX]
+
+
+def _run_started(state: State, offset: int, record: RunStarted) -> str:
+    if state.facts is not None:
+        return "the run has started already"
+    try:
+        config = logged_config(record.config)
+    except msgspec.ValidationError as error:
+        return f"its configuration cannot be read: {error}"
+    if record.dataset_rows < 1:
+        return "the data set has no rows"
+    state.facts = Facts(
+        run=record.run,
+        seed=record.seed,
+        dataset_digest=record.dataset_digest,
+        dataset_rows=record.dataset_rows,
+        eval_digest=record.eval_digest,
+        eval_rows=record.eval_rows,
+        assets_digest=record.assets_digest,
+    )
+    state.config, state.planner = config, record.planner
+    state.policies[0] = record.policy.digest
+    return ""
+
+
+def _role_started(state: State, offset: int, record: RoleStarted) -> str:
+    if record.role == "orchestrator":
+        if record.role_epoch <= state.orchestrator_epoch:
+            return f"role epoch {record.role_epoch} is not newer than {state.orchestrator_epoch}"
+        state.orchestrator_epoch = record.role_epoch
+        return ""
+    if record.role_epoch <= state.trainer_epoch:
+        return f"role epoch {record.role_epoch} is not newer than {state.trainer_epoch}"
+    state.trainer_epoch = record.role_epoch
+    return ""
+
+
+def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
+    if state.facts is None:
+        return "the run has not started"
+    if not record.worker:
+        return "it has no name"
+    if not (1 <= record.slots <= SLOTS_MAX and 0 <= record.prefetch <= SLOTS_MAX):
+        return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
+    if not 1 <= record.versions_resident <= VERSIONS_MAX:
+        return f"{record.versions_resident} versions at once are not a worker's"
+    if record.assets_digest != state.facts.assets_digest:
+        return f"{record.worker} has another model configuration or tokenizer than the run"
+    older = state.workers.get(record.worker)
+    if older is not None:
+        close_worker(state, older, orderly=False)
+    worker = Worker(
+        name=record.worker,
+        epoch=offset,
+        slots=record.slots,
+        prefetch=record.prefetch,
+        moves=MOVES in record.declares,
+        kv_tokens=max(0, record.kv_tokens),
+    )
+    # What goes on under every version that comes has no use for those that were.
+    join_worker(state, worker, versions=1 if state.interruptible else record.versions_resident)
+    return ""
+
+
+def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
+    worker = _living(state, record.worker, record.epoch)
+    if worker is None:
+        return ""
+    if (record.version, record.digest) != (worker.target, worker.digest):
+        return f"{worker.name} has version {record.version}, its target is {worker.target}"
+    ready(state, worker, int(min(max(record.load_ms, 0.0), LOAD_MS_MAX) * 1e6))
+    return ""
+
+
+def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
+    worker = _living(state, record.worker, record.epoch)
+    if worker is None:
+        return ""
+    for trajectory in sorted(worker.requests & record.progress.keys()):
+        note_progress(state, trajectory, record.progress[trajectory])
+    close_worker(state, worker, orderly=True)
+    return ""
+
+
+def _trajectories_logged(state: State, offset: int, record: TrajectoriesLogged) -> str:
+    """Each entry is judged by itself; the others count even if one is illegal."""
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    why = ""
+    for entry in record.trajectories:
+        why = _logged(state, record, entry) or why
+    return why
+
+
+def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str:
+    name = entry.trajectory
+    request = _present(state, record, name, entry.attempt)
+    if request is None:
+        return ""
+    spec = state.groups[request.group].spec
+    if (record.version, record.digest) != (spec.version, spec.digest):
+        return f"{name} is of version {record.version}, not {spec.version} (C1)"
+    if entry.partition != spec.partition:
+        return f"{name} lies in the wrong partition"
+    taken = TakenTrajectory(
+        trajectory=name,
+        attempt=entry.attempt,
+        epoch=record.epoch,
+        partition=entry.partition,
+        offset=entry.offset,
+        sha256=entry.sha256,
+    )
+    state.tally.logged += 1
+    state.tally.tokens += entry.tokens
+    result = Result(taken=taken, reward=entry.reward, tokens=entry.tokens)
+    end_sibling(state, name, result, error=entry.error)
+    return ""
+
+
+def _request_released(state: State, offset: int, record: RequestReleased) -> str:
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    name = record.trajectory
+    request = _present(state, record, name, record.attempt)
+    if request is None:
+        return ""
+    if request.moving is None:
+        return f"{name} was released although nobody asked to move it"
+    if record.resume is not None:
+        note_progress(state, name, record.resume)
+    release(state, name, record.kv)
+    return ""
+
+
+def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
+    if _living(state, record.worker, record.epoch) is None:
+        return ""
+    if _present(state, record, record.trajectory, record.attempt) is None:
+        return ""
+    error = f"{record.error}: {record.message}"
+    if record.retryable:
+        fault(state, record.trajectory, error)
+    else:
+        fail_sibling(state, record.trajectory, error)
+    return ""
+
+
+def _present(
+    state: State,
+    record: TrajectoriesLogged | RequestFailed | RequestReleased,
+    trajectory: str,
+    attempt: int,
+) -> Request | None:
+    """The open request that the writer of this record still has; None, and counted, if it has not.
+
+    Whether that incarnation is still there was asked before.
+    """
+    request = state.requests.get(trajectory)
+    placed = (attempt, record.worker, record.epoch)
+    if request is None or (request.attempt, request.worker, request.epoch) != placed:
+        state.tally.superseded += 1
+        return None
+    return request
+
+
+def _living(state: State, name: str, epoch: int) -> Worker | None:
+    """The worker whose present incarnation this is; None, and counted, if it is out."""
+    worker = state.workers.get(name)
+    if worker is None or worker.epoch != epoch:
+        state.tally.fenced += 1
+        return None
+    return worker
+
+
+_APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {
+    RunStarted: _run_started,
+    RoleStarted: _role_started,
+    WorkerJoined: _worker_joined,
+    WorkerReady: _worker_ready,
+    WorkerLeft: _worker_left,
+    TrajectoriesLogged: _trajectories_logged,
+    RequestReleased: _request_released,
+    RequestFailed: _request_failed,
+    StepCommitted: step_committed,
+    BatchRefused: batch_refused,
+    Command: apply_command,
+    WeightsAdopted: adopted,
+    VersionsDropped: versions_dropped,
+}

@@ -1,0 +1,300 @@
+"""Decides what each decision changes in the state, and refuses those that no plan may contain.
+
+The planner and the fold of the log use the same functions: `apply_decision` is the only way in. It
+raises InvariantBroken for an illegal decision and changes nothing then: either the planner has a
+mistake, or the log was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator import residents
+from dora_pipe.orchestrator.hosting import may_be_interrupted
+from dora_pipe.orchestrator.specs import (
+    eval_spec,
+    evaluation_due,
+    evaluation_rows,
+    pinned,
+    train_spec,
+)
+from dora_pipe.orchestrator.staleness import may_admit, surplus, take
+from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
+from dora_pipe.orchestrator.state_ops import (
+    admit,
+    aim,
+    assign,
+    close_worker,
+    drop,
+    forget,
+    halt_now,
+    note_failure,
+    place,
+    set_ending,
+    take_group,
+)
+from dora_pipe.schemas.batch import lines_digest
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fence,
+    GroupSpec,
+    Halt,
+    Move,
+    Place,
+    PlacedSibling,
+    StopRun,
+    TakeBatch,
+)
+
+
+def apply_decision(state: State, decision: AnyDecision) -> None:
+    """Fold one decision. Raises InvariantBroken, and changes nothing, if it is illegal."""
+    under_way = state.facts is not None and not state.done and not state.failures.halted
+    _require(under_way, "the run is not under way")
+    _APPLY[type(decision)](state, decision)
+
+
+def _dispatch(state: State, decision: Dispatch) -> None:
+    spec = decision.spec
+    _require(not state.paused, f"{spec.group}: the run is paused")
+    if spec.purpose == "train":
+        _require(spec == train_spec(state), f"{spec.group} is not the group that comes next")
+        _require(may_admit(state.deadlines, state.standing()), f"{spec.group} breaks the bound")
+    else:
+        _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
+        _require(spec == eval_spec(state), f"{spec.group} is not the group that comes next")
+    dispatch(state, spec)
+
+
+def dispatch(state: State, spec: GroupSpec) -> None:
+    """Admit the group that comes next; the caller has made sure that it is that, and may come."""
+    if spec.purpose == "train":
+        state.ordinal += 1
+        state.tally.dispatched += 1
+    else:
+        state.eval_ordinal += 1
+        state.eval_row += 1
+        state.tally.evaluations += 1
+        if state.eval_row == evaluation_rows(state):
+            state.evaluated, state.eval_row = state.version, 0
+    admit(state, spec)
+
+
+def _place(state: State, decision: Place) -> None:
+    spec = decision.spec
+    group = _group(state, spec.group)
+    worker = _worker(state, decision.worker, decision.epoch)
+    if group.phase == "ending":
+        raise InvariantBroken(f"{spec.group} is a group that ends")
+    if spec != group.spec:
+        raise InvariantBroken(f"{spec.group} is dispatched otherwise")
+    resident = worker.name in state.residents
+    if not worker.usable or (worker.loading and not resident):
+        raise InvariantBroken(f"{worker.name} takes no requests")
+    has = residents.has(state, worker, spec.version)
+    if not (has if resident else state.may_run(spec, worker.target)):
+        raise InvariantBroken(f"{worker.name} hosts another version (C1)")
+    if not decision.siblings:
+        raise InvariantBroken("a placement of nothing")
+    names = [trajectory_id(spec.group, one.sibling) for one in decision.siblings]
+    if len(set(names)) != len(names):
+        raise InvariantBroken(f"a sibling of {spec.group} is placed twice")
+    both = zip(names, decision.siblings, strict=True)
+    expected = sum(_check_placed(state, name, one, worker) for name, one in both)
+    if worker.room + expected < len(names):
+        raise InvariantBroken(f"{worker.name} is full")
+    for name, one in zip(names, decision.siblings, strict=True):
+        place(state, name, one.attempt, worker)
+
+
+def _check_placed(state: State, name: str, one: PlacedSibling, worker: Worker) -> bool:
+    """Whether the worker keeps a place for this request already; it must be queued as it says."""
+    request = _request(state, name)
+    if request.worker:
+        raise InvariantBroken(f"{name} is placed already")
+    if one.attempt != request.attempt + 1:
+        raise InvariantBroken(f"{name}: not the next attempt")
+    if one.resume != request.resume:
+        raise InvariantBroken(f"{name} has come to another place")
+    if one.kv != request.kv:
+        raise InvariantBroken(f"{name} has left another KV cache")
+    return request.moving == (worker.name, worker.epoch)
+
+
+def _move(state: State, decision: Move) -> None:
+    name = decision.trajectory
+    request = _request(state, name)
+    group = state.groups[request.group]
+    placed = (decision.attempt, decision.worker, decision.epoch)
+    at = (request.attempt, request.worker, request.epoch)
+    to = _worker(state, decision.to, decision.to_epoch)
+    _require(at == placed, f"{name} is not placed there")
+    _require(request.moving is None, f"{name} moves already")
+    _require(group.phase != "ending", f"{name} is of a group that ends")
+    _require(to.name != request.worker, f"{name} is on {to.name} already")
+    _require(to.usable and not to.loading, f"{to.name} takes no requests")
+    has = residents.has(state, to, group.spec.version)
+    _require(has, f"{to.name} hosts another version (C1)")
+    _require(to.room > 0, f"{to.name} is full")
+    _require(to.moves and state.workers[request.worker].moves, f"{name} is where nothing moves")
+    aim(state, name, to)
+
+
+def _cancel(state: State, decision: Cancel) -> None:
+    request = _request(state, decision.trajectory)
+    placed = (decision.attempt, decision.worker, decision.epoch)
+    at = (request.attempt, request.worker, request.epoch)
+    _require(at == placed, f"{decision.trajectory} is not placed there")
+    drop(state, decision.trajectory)
+
+
+def _assign(state: State, decision: Assign) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.usable, f"{worker.name} takes no version")
+    _require(not worker.loading, f"{worker.name} is loading")
+    goes_on = state.interruptible and may_be_interrupted(state, worker)
+    goes_on = goes_on and decision.version > worker.target
+    goes_on = goes_on or worker.name in state.residents
+    _require(not worker.requests or goes_on, f"{worker.name} has open requests")
+    _require(not worker.arriving, f"{worker.name} is where requests move to")
+    _require(worker.target != decision.version, f"{worker.name} has that version")
+    digest = state.policies.get(decision.version)
+    _require(digest == decision.digest, f"version {decision.version} is not that policy")
+    why = residents.why_not(state, worker, decision.version, decision.drop)
+    _require(not why, why)
+    assign(state, worker, decision.version, decision.digest, decision.drop)
+
+
+def _drain(state: State, decision: Drain) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.drain == "asked", f"nobody asked to drain {worker.name}")
+    worker.drain = "told"
+    state.mark(worker)
+
+
+def _fence(state: State, decision: Fence) -> None:
+    worker = _worker(state, decision.worker, decision.epoch)
+    _require(worker.silent, f"the lease of {worker.name} has not expired")
+    close_worker(state, worker, orderly=False)
+
+
+def _take_batch(state: State, decision: TakeBatch) -> None:
+    at, groups = state.standing(), [_group(state, one.group) for one in decision.groups]
+    key = (decision.step, decision.attempt)
+    _require(state.training is None, f"step {state.version} is training")
+    _require(key == (state.version, state.attempt), f"batch {key} is not the next one")
+    _require(decision.step < at.steps, f"no step {decision.step} is left")
+    allowed = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    _require(bool(groups), "a batch without groups")
+    _require([one.key for one in groups] == list(allowed), "not the batch that may be taken (C3)")
+    _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
+    for group, taken in zip(groups, decision.groups, strict=True):
+        _require(group.taken() == taken, f"{taken.group} has other trajectories")
+    take_batch(state, decision)
+
+
+def take_batch(state: State, decision: TakeBatch) -> None:
+    """The batch that may be taken is; the caller has made it of this state, or compared."""
+    for one in decision.groups:
+        take_group(state, state.groups[one.group])
+    in_order = sorted(decision.groups, key=attrgetter("group"))
+    state.training = Training(
+        step=decision.step,
+        attempt=decision.attempt,
+        digest=lines_digest(state.leaves.batch_lines(one) for one in in_order),
+        groups=tuple(one.group for one in decision.groups),
+    )
+
+
+def _end(state: State, decision: End) -> None:
+    group = _group(state, decision.group)
+    names = [trajectory_id(decision.group, sibling) for sibling in range(group.spec.size)]
+    left = [name for name in names if name in state.requests]
+    running = [name for name in left if state.requests[name].worker]
+    _require(not running, f"{running[:1]} runs and was not cancelled")
+    if decision.fate == "cancelled" and group.verdict is None:
+        _require(may_cancel(state, group), f"{decision.group} is not surplus")
+        set_ending(state, group, Verdict(fate="cancelled", why=decision.reason))
+    fate = group.verdict.fate if group.verdict is not None else None
+    _require(decision.fate == fate, f"{decision.group} is not {decision.fate}")
+    for name in left:
+        drop(state, name)
+    state.ending.remove(decision.group)
+    forget(state, group)
+    state.tally.fates[decision.fate] = state.tally.fates.get(decision.fate, 0) + 1
+    if decision.fate == "failed":
+        note_failure(state, group)
+
+
+def may_cancel(state: State, group: Group) -> bool:
+    """Whether no step is left for this group (late stop), or the run ends at once."""
+    if group.phase not in ("generating", "finished"):
+        return False
+    if group.spec.purpose == "eval":
+        return state.stop_now
+    return surplus(state.deadlines, state.standing()) > 0
+
+
+def _stop_run(state: State, decision: StopRun) -> None:
+    _require(not state.groups, f"{len(state.groups)} groups are open")
+    _require(state.version >= state.steps, f"step {state.version} is left")
+    state.done = True
+
+
+def _halt(state: State, decision: Halt) -> None:
+    due = halt_now(state)
+    same = due is not None and (due.error, due.trajectory) == (decision.error, decision.trajectory)
+    _require(same, "not enough groups have failed, or others")
+    state.failures = msgspec.structs.replace(state.failures, halted=decision.reason)
+
+
+def _request(state: State, trajectory: str) -> Request:
+    request = state.requests.get(trajectory)
+    if request is None:
+        raise InvariantBroken(f"{trajectory} is not open")
+    return request
+
+
+def _group(state: State, name: str) -> Group:
+    group = state.groups.get(name)
+    if group is None:
+        raise InvariantBroken(f"{name} is not open")
+    return group
+
+
+def _worker(state: State, name: str, epoch: int) -> Worker:
+    worker = state.workers.get(name)
+    if worker is None or worker.epoch != epoch:
+        raise InvariantBroken(f"{name} of incarnation {epoch} is not there")
+    return worker
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InvariantBroken(otherwise)
+
+
+_APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
+    Dispatch: _dispatch,
+    Place: _place,
+    Move: _move,
+    Cancel: _cancel,
+    Assign: _assign,
+    Drain: _drain,
+    Fence: _fence,
+    TakeBatch: _take_batch,
+    End: _end,
+    StopRun: _stop_run,
+    Halt: _halt,
+}

@@ -1,0 +1,348 @@
+"""The few moves that records and decisions are made of; each keeps the indexes of State in step.
+
+They check nothing: whoever calls them has made sure that the move is legal. What they change they
+touch in the leaves, be it only that it is gone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
+from dora_pipe.orchestrator.group_outcome import COMPLETE, verdict_of
+from dora_pipe.orchestrator.queues import pull, push, queue_key
+from dora_pipe.orchestrator.residents import Residence
+from dora_pipe.orchestrator.state import Group, Request, Result, State, Verdict, Worker
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.identity import group_of, trajectory_id
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import GroupSpec, Halt
+
+
+def admit(state: State, spec: GroupSpec) -> None:
+    """A dispatched group is open and its siblings queue; a training group enters U."""
+    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.size)
+    state.leaves.touch("group", spec.group)
+    state.pins[spec.version] = state.pins.get(spec.version, 0) + 1
+    if spec.purpose == "train":
+        _count(state, spec.deadline, 1)
+        state.index.begin(spec)
+    for sibling in range(spec.size):
+        trajectory = trajectory_id(spec.group, sibling)
+        state.requests[trajectory] = Request(group=spec.group, sibling=sibling)
+        state.leaves.touch("request", trajectory)
+        push(state.queues, state.queue_of(spec), queue_key(spec, sibling))
+
+
+def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
+    """A queued request is on a worker now."""
+    request = state.requests[trajectory]
+    spec = state.groups[request.group].spec
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    _unaim(state, trajectory, request)
+    request.attempt = attempt
+    request.worker, request.epoch = worker.name, worker.epoch
+    request.kv = None
+    if request.began_ns < 0:
+        request.began_ns = state.now_ns
+    worker.requests.add(trajectory)
+    state.leaves.touch("request", trajectory)
+    state.touch(worker)
+
+
+def aim(state: State, trajectory: str, to: Worker) -> None:
+    """A placed request moves: its worker shall let go of it, and its place on `to` is kept."""
+    request = state.requests[trajectory]
+    worker = state.workers[request.worker]
+    request.moving = (to.name, to.epoch)
+    request.moves += 1
+    request.moved_ns = state.now_ns
+    worker.leaving += 1
+    to.arriving += 1
+    state.leaves.touch("request", trajectory)
+    state.touch(worker)
+    state.touch(to)
+
+
+def requeue(state: State, trajectory: str) -> None:
+    """A placed request waits for a worker again."""
+    request = state.requests[trajectory]
+    _unplace(state, trajectory, request)
+    spec = state.groups[request.group].spec
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    state.tally.requeued += 1
+
+
+def release(state: State, trajectory: str, kv: Blob | None) -> None:
+    """Its worker has let go of a request: it queues, and its place on the one it moves to stays."""
+    request = state.requests[trajectory]
+    moving = request.moving
+    if moving is not None:
+        state.seen.released(state.now_ns - request.moved_ns)
+    _take_off(state, trajectory, request)
+    spec = state.groups[request.group].spec
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    request.kv = kv
+    state.tally.moved += 1
+    if moving is not None:
+        state.released[trajectory] = None
+
+
+def note_progress(state: State, trajectory: str, resume: Resume) -> None:
+    """An open request goes on from there, unless it is known to have come further."""
+    request = state.requests[trajectory]
+    if request.resume is None or resume.tokens > request.resume.tokens:
+        request.resume = resume
+        state.leaves.touch("request", trajectory)
+
+
+def fault(state: State, trajectory: str, error: str) -> None:
+    """A placement came to nothing: the request queues again, or has had all its attempts."""
+    assert state.config is not None
+    request = state.requests[trajectory]
+    request.faults += 1
+    state.leaves.touch("request", trajectory)
+    if request.faults < state.config.groups.attempts_max:
+        requeue(state, trajectory)
+    else:
+        fail_sibling(state, trajectory, error)
+
+
+def fail_sibling(state: State, trajectory: str, error: str) -> None:
+    """A sibling ends without a trajectory."""
+    state.tally.siblings_failed += 1
+    end_sibling(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
+
+
+def end_sibling(state: State, trajectory: str, result: Result, *, error: str) -> None:
+    """A placed request ends; its group may be complete now, or beyond hope.
+
+    `error` says why it is not valid, where it is not and that is known.
+    """
+    assert state.config is not None
+    request = state.requests.pop(trajectory)
+    if result.taken is not None:
+        state.seen.lived(state.now_ns - request.began_ns)
+    _unplace(state, trajectory, request)
+    group = state.groups[request.group]
+    state.leaves.touch("group", request.group)
+    assert group.results[request.sibling] is None
+    group.results[request.sibling] = result
+    group.ended += 1
+    group.valid += result.reward is not None
+    if group.phase != "generating":
+        return
+    found = verdict_of(group, state.config.groups)
+    if found is COMPLETE:
+        group.phase = "finished"
+        state.leaves.complete(group.taken())
+        state.index.end(group.spec)
+        insort(state.finished, group.key)
+    elif found is not None:
+        if found.fate == "failed":
+            found = Verdict(fate="failed", why=found.why, error=error, trajectory=trajectory)
+        set_ending(state, group, found)
+
+
+def drop(state: State, trajectory: str) -> None:
+    """An open request, queued or placed, is not needed any more."""
+    request = state.requests.pop(trajectory)
+    if request.worker:
+        _unplace(state, trajectory, request)
+        return
+    _unaim(state, trajectory, request)
+    spec = state.groups[request.group].spec
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+
+
+def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
+    """A fresh incarnation is there, which hosts so many versions at once."""
+    state.workers[worker.name] = worker
+    if versions > 1:
+        state.residents[worker.name] = Residence(most=versions)
+    state.mark(worker)
+    state.trigger = f"{worker.name} joined"
+
+
+def assign(
+    state: State, worker: Worker, version: int, digest: str, drop: tuple[int, ...] = ()
+) -> None:
+    """A worker shall host another version; without requests, unless they go on under it, or keep
+    theirs beside it."""
+    worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
+    for one in drop:
+        state.residents[worker.name].held.remove(one)
+    state.touch(worker)
+
+
+def ready(state: State, worker: Worker, load_ns: int) -> None:
+    """A worker hosts what it was assigned."""
+    worker.hosted, worker.load_ns = worker.target, load_ns
+    residence = state.residents.get(worker.name)
+    if residence is not None and worker.hosted not in residence.held:
+        insort(residence.held, worker.hosted)
+    state.touch(worker)
+    state.trigger = f"{worker.name} is ready"
+
+
+def press(state: State, worker: Worker, used_tokens: int) -> None:
+    """How full the KV cache of a worker is now, if that is too full."""
+    assert state.config is not None
+    threshold = state.config.planner.kv_pressure * worker.kv_tokens
+    worker.pressed = used_tokens if worker.requests and used_tokens > threshold > 0 else 0
+    state.mark(worker)
+    state.trigger = f"the KV cache of {worker.name} holds {used_tokens} tokens"
+
+
+def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
+    """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
+    state.remove(worker)
+    state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
+    for trajectory in sorted(worker.requests):
+        if orderly:
+            requeue(state, trajectory)
+        else:
+            fault(state, trajectory, f"WorkerLost: {worker.name} was lost")
+
+
+def set_ending(state: State, group: Group, verdict: Verdict) -> None:
+    """A group's fate is known: it leaves U at once and waits for its `end` decision."""
+    leave_u(state, group)
+    state.leaves.touch("group", group.spec.group)
+    group.phase = "ending"
+    group.verdict = verdict
+    state.ending.append(group.spec.group)
+
+
+def take_group(state: State, group: Group) -> None:
+    """A finished group is in a batch now."""
+    leave_u(state, group)
+    state.leaves.touch("group", group.spec.group)
+    group.phase = "taken"
+
+
+def leave_u(state: State, group: Group) -> None:
+    """A group of U is taken, or ends; its phase is the caller's to change."""
+    if group.spec.purpose == "eval" or group.phase not in ("generating", "finished"):
+        return
+    _count(state, group.spec.deadline, -1)
+    if group.phase == "finished":
+        del state.finished[bisect_left(state.finished, group.key)]
+    else:
+        state.index.end(group.spec)
+
+
+def return_to_u(state: State, group: Group) -> None:
+    """A group of a batch that was refused waits for the next one, with its deadline."""
+    group.phase = "finished"
+    state.leaves.touch("group", group.spec.group)
+    _count(state, group.spec.deadline, 1)
+    insort(state.finished, group.key)
+
+
+def forget(state: State, group: Group) -> None:
+    """A group has ended: it leaves the state, and so does its policy if nothing else needs it."""
+    spec = group.spec
+    del state.groups[spec.group]
+    state.leaves.touch("group", spec.group)
+    state.pins[spec.version] -= 1
+    if not state.pins[spec.version]:
+        del state.pins[spec.version]
+        if spec.version != state.version:
+            del state.policies[spec.version]
+
+
+def note_failure(state: State, group: Group) -> None:
+    """A training group has ended as failed; what that may come to is `failures`' to say."""
+    assert state.config is not None and group.verdict is not None
+    verdict = group.verdict
+    state.failures = note(
+        state.failures,
+        state.config.groups,
+        at=ended(state.tally.fates),
+        error=verdict.error or verdict.why,
+        trajectory=verdict.trajectory or trajectory_id(group.spec.group, 0),
+    )
+
+
+def halt_now(state: State) -> Halt | None:
+    """The decision that the run stops because its groups fail, if that is due."""
+    if state.config is None:
+        return None
+    return halt_due(state.failures, state.config.groups, at=ended(state.tally.fates))
+
+
+def go_on_after_failures(state: State) -> None:
+    """A halted run goes on, and counts anew."""
+    state.failures = resumed(ended(state.tally.fates))
+    state.trigger = "the run was resumed"
+
+
+def new_version(state: State, digest: str) -> None:
+    """Version t becomes t + 1; the old one stays known while an open group carries it."""
+    if state.version not in state.pins:
+        del state.policies[state.version]
+    state.version += 1
+    if state.interruptible:
+        _follow(state)
+    state.policies[state.version] = digest
+    state.trigger = f"version {state.version} is there"
+
+
+def _follow(state: State) -> None:
+    """Queued requests that may run under the newest version wait for that from now on."""
+    older = state.queues.pop(state.version - 1, [])
+    for key in older:
+        spec = state.groups[group_of(key.trajectory)].spec
+        push(state.queues, state.queue_of(spec), key)
+
+
+def _unplace(state: State, trajectory: str, request: Request) -> None:
+    """Take a request off its worker, if that incarnation is there; nobody expects it any more."""
+    _unaim(state, trajectory, request)
+    _take_off(state, trajectory, request)
+    request.kv = None
+
+
+def _take_off(state: State, trajectory: str, request: Request) -> None:
+    """Take a request off its worker, which may have nothing left to do then."""
+    state.leaves.touch("request", trajectory)
+    worker = state.workers.get(request.worker)
+    if worker is not None and worker.epoch == request.epoch:
+        worker.requests.discard(trajectory)
+        if request.moving is not None:
+            worker.leaving -= 1
+        state.touch(worker)
+        if not worker.requests:
+            state.trigger = f"{worker.name} is idle"
+            if worker.pressed:
+                worker.pressed = 0
+                state.mark(worker)
+    request.worker, request.epoch = "", -1
+
+
+def _unaim(state: State, trajectory: str, request: Request) -> None:
+    """The worker that a request was to move to does not wait for it any more."""
+    state.leaves.touch("request", trajectory)
+    if request.moving is None:
+        return
+    name, epoch = request.moving
+    to = state.workers.get(name)
+    if to is not None and to.epoch == epoch:
+        to.arriving -= 1
+        state.touch(to)
+    source = state.workers.get(request.worker)
+    if source is not None and source.epoch == request.epoch:
+        source.leaving -= 1
+        state.touch(source)
+    request.moving = None
+    state.released.pop(trajectory, None)
+
+
+def _count(state: State, deadline: int, by: int) -> None:
+    count = state.deadlines.get(deadline, 0) + by
+    assert count >= 0
+    if count:
+        state.deadlines[deadline] = count
+    else:
+        del state.deadlines[deadline]

@@ -1,0 +1,194 @@
+"""The engines that a worker may have: a row for each, and `module:attribute` for a user's own; and
+whether one can what a run asks for.
+
+Nothing of an engine is imported here: `open` does that, in the worker's process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    KV_EXPORT,
+    LORA,
+    PREFILL_EXACT,
+    Engine,
+)
+from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.tasks.imports import load_attribute, nearest
+
+ROLE: Final = "dora_pipe.producers.worker.role"
+
+MOVES: Final = "moves"
+"""What a worker declares that lets go of running requests; see `Requests.move`."""
+
+VLLM_RANK_MAX: Final = 512
+"""Of an adapter that vLLM hosts."""
+
+VLLM_HINT: Final = "make vllm (CPU), make gpu or pip install 'dora-pipe[vllm]'; see docs/vllm.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """What a run has to know of an engine before one is opened."""
+
+    open: Callable[[Path, Config, Decode], Engine]
+    """With the model's directory and the worker's keys. Raises ConfigError, PolicyError."""
+    packages: tuple[str, ...] = ()
+    """Modules that it needs."""
+    hint: str = ""
+    """What to do where one is missing."""
+    preload: tuple[str, ...] = (ROLE,)
+    """What its workers need, imported once per machine before they are forked."""
+    check_model: Callable[[Path, Config], None] | None = None
+    """Raises PolicyError for a model directory that it does not take, before anything starts."""
+    gpus: bool = True
+    """Whether it computes on a GPU that `workers.gpus` gives it."""
+    lora_rank_max: int | None = None
+    """Of an adapter that it hosts; None: as large as one likes."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The row of an engine. Raises ConfigError for an unknown one, TaskError for a module of a
+    user's that cannot be used."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        own = f"one of {', '.join(BUILT_IN)}, or module:attribute of your own"
+        raise ConfigError(
+            f"workers.engine: no engine `{name}`", hint=nearest(name, BUILT_IN) or own
+        )
+    found = load_attribute("workers.engine", name)
+    if not isinstance(found, EngineKind):
+        raise ConfigError(
+            f"workers.engine: `{name}` is a {type(found).__name__}, not an EngineKind",
+            hint="docs/extending.md says what an engine brings",
+        )
+    return found
+
+
+def need_engines(names: Iterable[str]) -> None:
+    """Raise ConfigError, before anything starts, where these engines cannot run."""
+    for name in sorted(set(names)):
+        kind = engine_kind(name)
+        for package in kind.packages:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"engine {name!r} needs {package}, which is not installed",
+                    hint=kind.hint or None,
+                )
+
+
+def check_engines(config: Config, names: Iterable[str]) -> None:
+    """Raise ConfigError where these engines and the run's keys do not go together."""
+    kinds = {name: engine_kind(name) for name in sorted(set(names))}
+    if config.workers.gpus and not any(kind.gpus for kind in kinds.values()):
+        raise ConfigError(
+            f"workers.gpus: {' and '.join(kinds)} compute on the CPU",
+            hint="vllm and vllm-server have GPUs",
+        )
+    rank = config.lora.rank
+    for name, kind in kinds.items():
+        if kind.lora_rank_max is not None and rank > kind.lora_rank_max:
+            raise ConfigError(
+                f"lora.rank: {name} hosts adapters of ranks up to {kind.lora_rank_max}, not {rank}"
+            )
+
+
+def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
+    """Raise PolicyError for a model directory that one of these engines does not take."""
+    for name in sorted(set(names)):
+        check = engine_kind(name).check_model
+        if check is not None:
+            check(directory, config)
+
+
+def capabilities(engine: Engine, *, single_turn: bool) -> tuple[str, ...]:
+    """What a worker says it can. Requests stay where they are unless they go on elsewhere with
+    their cache, or after a prefill with the same random stream."""
+    goes_on = {KV_EXPORT, PREFILL_EXACT, COUNTER_SAMPLING} & engine.declares
+    return tuple(sorted(engine.declares | ({MOVES} if goes_on and single_turn else set())))
+
+
+def check_capabilities(engine: Engine, config: Config) -> None:
+    """Raises ConfigError for an engine that cannot do what the run asks for."""
+    if config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
+        raise ConfigError(
+            f"the run is interruptible, and engine {engine.name} cannot change weights under"
+            " running requests",
+            hint="use another engine, or start a run with staleness.interruptible = false",
+        )
+    if config.lora.rank and LORA not in engine.declares:
+        raise ConfigError(
+            f"the run trains a LoRA adapter, and engine {engine.name} cannot host one",
+            hint="workers.engine = torch or vllm, or start a run with lora.rank = 0",
+        )
+
+
+def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
+    """The engine that a worker's configuration means. Raises ConfigError where it cannot run."""
+    need_engines([config.workers.engine])
+    return engine_kind(config.workers.engine).open(assets, config, decode)
+
+
+def _open_torch(assets: Path, config: Config, decode: Decode) -> Engine:
+    from dora_pipe.producers.engines.torch.engine import TorchEngine
+
+    workers = config.workers
+    return TorchEngine.open(
+        assets,
+        slots=workers.slots,
+        context_tokens=workers.context_tokens,
+        threads=workers.threads,
+        decode=decode,
+        lora_rank=config.lora.rank,
+        versions_resident=versions_resident(config),
+    )
+
+
+def _check_torch_model(directory: Path, config: Config) -> None:
+    from dora_pipe.producers.engines.torch.causal_lm import read_causal_lm
+
+    read_causal_lm(directory, context_tokens=config.workers.context_tokens)
+
+
+def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
+    from dora_pipe.producers.engines.vllm.open import open_vllm
+
+    return open_vllm(assets, config, decode)
+
+
+BUILT_IN: Final[Mapping[str, EngineKind]] = {
+    "torch": EngineKind(
+        open=_open_torch,
+        packages=("torch", "transformers", "safetensors"),
+        hint="pip install 'dora-pipe[torch]'",
+        # It does without transformers.
+        preload=("torch", ROLE, "dora_pipe.producers.engines.torch.engine"),
+        check_model=_check_torch_model,
+        gpus=False,
+    ),
+    "vllm": EngineKind(
+        open=_open_vllm,
+        packages=("vllm", "torch", "transformers", "safetensors"),
+        hint=VLLM_HINT,
+        preload=(ROLE, "dora_pipe.producers.engines.vllm.preload"),
+        lora_rank_max=VLLM_RANK_MAX,
+    ),
+    "vllm-server": EngineKind(
+        open=_open_vllm,
+        packages=("vllm", "torch", "transformers", "safetensors", "h11"),
+        hint=VLLM_HINT,
+        # Who has a server does without torch.
+        preload=(ROLE, "dora_pipe.producers.engines.vllm.server"),
+        lora_rank_max=VLLM_RANK_MAX,
+    ),
+}

@@ -1,0 +1,216 @@
+"""The attention of one step: decides which products read which keys, never what they compute.
+
+Every token row attends by the same two products for each key-value head, [group, head_dim] x
+[head_dim, keys] and [group, keys] x [keys, head_dim]; `keys` is a function of its position. Only
+where the keys come from differs: the rows of a pool as they lie (decode), a gathered copy for the
+prompts' tokens at low positions, and for the others the one row in place, for all its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from dora_pipe.producers.engines.slots import Integers
+from dora_pipe.producers.engines.torch.kv import KvCache, Pool
+
+GATHER_KEYS_MAX = 128
+"""A gathered copy is read once: worth it for few keys, where it saves calls, not for many."""
+GATHER_TOKENS_MAX = 24
+"""Longer runs of one prompt read their keys in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Prompt tokens to prefill: positions [start, end) of the sequence in a slot."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The part of a piece whose positions read the same number of keys."""
+
+    slot: int
+    start: int
+    end: int
+    keys: int
+    pool: int
+    row: int
+
+    @property
+    def gathered(self) -> bool:
+        """Whether its tokens read a copy, together with those of other runs."""
+        return self.keys <= GATHER_KEYS_MAX and self.end - self.start <= GATHER_TOKENS_MAX
+
+
+def split_pieces(kv: KvCache, pieces: Sequence[Piece]) -> list[Run]:
+    """Runs in the order of their token rows: those that are gathered together side by side."""
+    runs = [run for piece in pieces for run in _runs(kv, piece)]
+    return sorted(runs, key=lambda run: (not run.gathered, run.pool, run.keys))
+
+
+def _runs(kv: KvCache, piece: Piece) -> Iterator[Run]:
+    number, row = kv.place(piece.slot)
+    start = piece.start
+    while start < piece.end:
+        keys = kv.pools[kv.pool_of(start)].keys
+        end = min(piece.end, keys)
+        yield Run(slot=piece.slot, start=start, end=end, keys=keys, pool=number, row=row)
+        start = end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Token rows [start, end) that attend in one batch; `mask` is [batch, 1, keys]."""
+
+    start: int
+    end: int
+    keys: int
+    pool: Pool
+    mask: torch.Tensor
+    rows: torch.Tensor | None = None
+    """Pool rows to gather; None: the first rows of the pool as they lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InPlace:
+    """Token rows [start, end) of one prompt, in the given row of the pool."""
+
+    start: int
+    end: int
+    keys: int
+    pool: Pool
+    mask: torch.Tensor
+    row: int
+
+
+class StepAttention:
+    """Attention for the dense rows of the cache at `positions`, and for the runs behind them.
+
+    After `KvCache.settle`: token row i is `kv.order[i]`, then come the tokens of `runs`.
+    """
+
+    def __init__(self, kv: KvCache, positions: Integers, runs: Sequence[Run]) -> None:
+        self._model = kv.model
+        self._storage = kv.storage
+        self._scale = 1.0 / math.sqrt(kv.model.head_dim)
+        self._lines = torch.from_numpy(_lines(kv, positions, runs))
+        self._batches: list[_Batch] = []
+        self._in_place: list[_InPlace] = []
+        self._plan_dense(kv, positions)
+        self._plan_runs(kv, len(positions), runs)
+
+    def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Write keys and values of the step, then attend; see `model.Attention`."""
+        model = self._model
+        heads, group, width = model.kv_heads, model.group, model.head_dim
+        rows = len(self._lines) // (2 * heads)
+        queries = qkv[:, : model.heads * width].view(-1, heads, group, width)
+        fresh = qkv[:rows, model.heads * width :].reshape(-1, width)
+        self._storage[layer].index_copy_(0, self._lines, fresh)
+        for part in self._batches:
+            q = queries[part.start : part.end].reshape(-1, group, width)
+            k, v = self._keys_and_values(part, layer)
+            out[part.start : part.end] = self._attend(q, k, v, part.mask).view(
+                part.end - part.start, -1
+            )
+        outputs = out.view(-1, heads, group, width)
+        for run in self._in_place:
+            for head in range(heads):
+                k, v = (
+                    run.pool.data[layer, :, run.row, head, : run.keys]
+                    .expand(run.end - run.start, 2, run.keys, width)
+                    .unbind(1)
+                )
+                q = queries[run.start : run.end, head]
+                outputs[run.start : run.end, head] = self._attend(q, k, v, run.mask)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, -1), v)
+
+    def _keys_and_values(self, part: _Batch, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        data = part.pool.data[layer]
+        if part.rows is None:
+            both = data[:, : part.end - part.start]
+        else:
+            both = data[:, :, :, : part.keys].index_select(1, part.rows)
+        k, v = both.flatten(1, 2).unbind(0)
+        return k, v
+
+    def _plan_dense(self, kv: KvCache, positions: Integers) -> None:
+        start = 0
+        for pool in kv.pools:
+            end = start + len(pool.slots)
+            if end > start:
+                mask = _mask(positions[start:end], pool.keys, kv.model.kv_heads)
+                self._batches.append(
+                    _Batch(start=start, end=end, keys=pool.keys, pool=pool, mask=mask)
+                )
+            start = end
+
+    def _plan_runs(self, kv: KvCache, start: int, runs: Sequence[Run]) -> None:
+        for (pool, keys), some in groupby(
+            (run for run in runs if run.gathered), lambda run: (run.pool, run.keys)
+        ):
+            group = list(some)
+            positions = _positions(group)
+            rows = np.repeat([run.row for run in group], [run.end - run.start for run in group])
+            self._batches.append(
+                _Batch(
+                    start=start,
+                    end=start + len(positions),
+                    keys=keys,
+                    pool=kv.pools[pool],
+                    mask=_mask(positions, keys, kv.model.kv_heads),
+                    rows=torch.from_numpy(rows),
+                )
+            )
+            start += len(positions)
+        for run in runs:
+            if not run.gathered:
+                end = start + run.end - run.start
+                mask = _mask(np.arange(run.start, run.end), run.keys, 1)
+                self._in_place.append(
+                    _InPlace(
+                        start=start,
+                        end=end,
+                        keys=run.keys,
+                        pool=kv.pools[run.pool],
+                        mask=mask,
+                        row=run.row,
+                    )
+                )
+                start = end
+
+
+def _lines(kv: KvCache, positions: Integers, runs: Sequence[Run]) -> Integers:
+    """Storage lines that the step's keys and values are written to, token row by token row."""
+    written = kv.first_lines + positions[:, None]
+    if runs:
+        first = kv.lines(np.array([run.pool for run in runs]), np.array([run.row for run in runs]))
+        first = np.repeat(first, [run.end - run.start for run in runs], axis=0)
+        behind = first + _positions(runs)[:, None]
+        written = np.concatenate([written, behind])
+    return written.reshape(-1)
+
+
+def _positions(runs: Sequence[Run]) -> Integers:
+    """The positions of the tokens of runs, one run after the other."""
+    return np.concatenate([np.arange(run.start, run.end) for run in runs])
+
+
+def _mask(positions: Integers, keys: int, heads: int) -> torch.Tensor:
+    """0 for keys up to each position, -inf behind: float32 [positions * heads, 1, keys]."""
+    seen = np.arange(keys) <= np.repeat(positions, heads)[:, None]
+    return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[:, None]

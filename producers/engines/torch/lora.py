@@ -1,0 +1,243 @@
+"""The adapters of a LoRA policy in the torch engine; decides which rows meet which matrices.
+
+Rules that keep the bits of a row independent of its company, as in `model`:
+
+1. The rows of one version are gathered and go through that version's two products by themselves,
+   never fewer than `ROWS_MIN` of them: what other versions there are changes no shape.
+2. What comes out is added to those rows and no others. Rows of version 0, whose policy is the base
+   alone, meet no adapter at all.
+
+The matrices of layers that are fused in the model are fused here: their A side by side, their B as
+blocks on a diagonal. So an adapter costs two small products per fused layer. The scale is in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.slots import Integers
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM
+from dora_pipe.producers.engines.torch.model import ROWS_MIN, interleaved
+from dora_pipe.store.adapters import Adapter, base_of, read_adapter_on
+
+FUSED: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The fused layers of a decoder layer, each with its parts in the order of its outputs."""
+
+TURNED: Final = ("self_attn.q_proj", "self_attn.k_proj")
+"""Their outputs are interleaved (see `model`)."""
+
+PROBE_ROWS: Final = (ROWS_MIN, ROWS_MIN + 1, 2 * ROWS_MIN + 3, 40)
+PROBE_RUNS: Final = 80
+"""Rows of the largest product that is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What is added to the outputs of a fused layer: ``(x @ down.T) @ up.T``."""
+
+    down: torch.Tensor  # [parts * rank, in]
+    up: torch.Tensor  # [out, parts * rank]
+
+
+LayerPairs = Mapping[str, Pair]
+"""By fused layer; one that is not adapted is not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A resident version."""
+
+    digest: str
+    layers: tuple[LayerPairs, ...] = ()
+    """Per decoder layer; empty for the base itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Token rows of one version in a step."""
+
+    layers: tuple[LayerPairs, ...]
+    places: torch.Tensor  # int64 [count]: rows of the step, ascending
+    gathered: torch.Tensor  # the same, at least ROWS_MIN of them: the last again and again
+
+    def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add what the adapter makes of inputs `x` to the outputs `y` of a fused layer."""
+        pair = self.layers[number].get(fused)
+        if pair is None:
+            return
+        made = F.linear(F.linear(x.index_select(0, self.gathered), pair.down), pair.up)
+        y.index_add_(0, self.places, made[: len(self.places)])
+
+
+class Residents:
+    """Which policy versions an engine has: one, or with a `rank` several adapters on one base.
+
+    Example: ``residents.take(path, version=7, digest=digest)`` after `settle`.
+    """
+
+    def __init__(self, model: CausalLM, *, slots: int, rank: int, most: int, base: str) -> None:
+        self.most = most
+        self.base = base
+        """Weights digest of the base, or of the one version; empty before there is one."""
+        self._model = model
+        self._rank = rank
+        self._latest = -1
+        self._versions: dict[int, Version] = {}
+        self._under = np.full(slots, -1, np.int64)  # version of each slot
+
+    def is_whole(self, weights: Path, digest: str) -> bool:
+        """Whether a file replaces the weights; else it is one more version on them."""
+        return not self._rank or (base_of(weights) is None and digest != self.base)
+
+    def settle(self, version: int, digest: str) -> None:
+        """The engine has these weights now; whatever stood on others is gone."""
+        self.base = digest
+        self._versions.clear()
+        if self._rank:
+            self._enter(version, Version(digest=digest))
+
+    def take(self, path: Path, *, version: int, digest: str) -> None:
+        """Make an adapter resident, or the base itself as a version.
+
+        Raises PolicyError for one that does not belong here, ValueError when there is no room.
+        """
+        if digest == self.base:
+            self._enter(version, Version(digest=digest))
+            return
+        adapter = read_adapter_on(path, digest=digest, base=self.base, rank=self._rank)
+        self._enter(version, Version(digest=digest, layers=fused(self._model, adapter, path)))
+
+    def drop(self, version: int) -> None:
+        """Forget a version; the base stays."""
+        self._versions.pop(version, None)
+
+    def knows(self, request: EngineRequest) -> bool:
+        """Whether what a request shall run under is here."""
+        return not self._rank or self._wanted(request) in self._versions
+
+    def version_of(self, request: EngineRequest) -> int:
+        """Which version a request runs under; -1 where there is but one.
+
+        Raises ValueError for one that is not resident.
+        """
+        if not self.knows(request):
+            raise ValueError(f"{request.request}: version {request.version} is not resident")
+        return self._wanted(request) if self._rank else -1
+
+    def seat(self, slot: int, version: int) -> None:
+        """What is in a slot runs under this version."""
+        self._under[slot] = version
+
+    def digest_of(self, version: int) -> str:
+        """Weights digest of what runs under a version."""
+        return self._versions[version].digest if version >= 0 else self.base
+
+    def digest_in(self, slot: int) -> str:
+        """Weights digest of what is in a slot."""
+        return self.digest_of(int(self._under[slot]))
+
+    def rows_of(self, slots: Integers) -> list[Rows]:
+        """The rows that meet adapters, by version; `slots` is the slot of every token row."""
+        under = self._under[slots]
+        found = []
+        for version in np.unique(under).tolist() if self._rank else ():
+            layers = self._versions[version].layers
+            if not layers:
+                continue
+            places = np.flatnonzero(under == version)
+            gathered = np.pad(places, (0, max(0, ROWS_MIN - len(places))), mode="edge")
+            found.append(
+                Rows(
+                    layers=layers,
+                    places=torch.from_numpy(places),
+                    gathered=torch.from_numpy(gathered),
+                )
+            )
+        return found
+
+    def _wanted(self, request: EngineRequest) -> int:
+        return self._latest if request.version < 0 else request.version
+
+    def _enter(self, version: int, what: Version) -> None:
+        if self.most == 1:
+            self._versions.clear()
+        if version not in self._versions and len(self._versions) >= self.most:
+            raise ValueError(f"{self.most} versions are resident; drop one first")
+        self._versions[version] = what
+        self._latest = version
+
+
+def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, ...]:
+    """The adapter's matrices as the engine needs them. Raises PolicyError if they do not fit."""
+    left = set(adapter.pairs)
+    layers: list[LayerPairs] = []
+    for number in range(model.layers):
+        pairs: dict[str, Pair] = {}
+        for name, parts in FUSED.items():
+            there = [f"model.layers.{number}.{part}" for part in parts]
+            if left.intersection(there):
+                pairs[name] = _pair(model, adapter, number, parts, where)
+                left.difference_update(there)
+        layers.append(pairs)
+    if left:
+        raise PolicyError(f"{where}: the engine has no linear layer {min(left)!r} to adapt")
+    return tuple(layers)
+
+
+def _pair(
+    model: CausalLM, adapter: Adapter, number: int, parts: Sequence[str], where: Path
+) -> Pair:
+    shapes, rank = model.tensors(), adapter.rank
+    downs, ups = [], []
+    for part in parts:
+        layer = f"model.layers.{number}.{part}"
+        out, in_ = shapes[f"{layer}.weight"]
+        if layer in adapter.pairs:
+            a, b = (torch.from_numpy(one) for one in adapter.pairs[layer])
+        else:
+            a, b = torch.zeros(rank, in_), torch.zeros(out, rank)
+        if tuple(a.shape) != (rank, in_) or tuple(b.shape) != (out, rank):
+            raise PolicyError(f"{where}: the adapter of {layer} is of another model")
+        if part in TURNED:
+            b = interleaved(b, model.head_dim)
+        downs.append(a)
+        ups.append(b * adapter.scale)
+    block_diag: Any = torch.block_diag
+    return Pair(down=torch.cat(downs), up=block_diag(*ups))
+
+
+def is_invariant(model: CausalLM, rank: int) -> bool:
+    """Whether the products of an adapter of this rank give a row the same bits in any company.
+
+    Measured, for the shapes of this model on this machine, as `probe` does for the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = model.tensors()
+    for parts in FUSED.values():
+        sizes = [shapes[f"model.layers.0.{part}.weight"] for part in parts]
+        in_, out = sizes[0][1], sum(size for size, _ in sizes)
+        down = torch.randn(len(parts) * rank, in_, generator=generator)
+        up = torch.randn(out, len(parts) * rank, generator=generator)
+        x = torch.randn(PROBE_RUNS, in_, generator=generator)
+        with torch.inference_mode():
+            whole = F.linear(F.linear(x, down), up)
+            for count in PROBE_ROWS:
+                for start in (0, PROBE_RUNS - count):
+                    some = F.linear(F.linear(x[start : start + count], down), up)
+                    if not torch.equal(some, whole[start : start + count]):
+                        return False
+    return True

@@ -1,0 +1,206 @@
+"""The forward pass of a decoder over token rows; decides the shape of every matrix product.
+
+Rules that make the bits of a row independent of its company (measured, and measured again when an
+engine opens, see `probe`):
+
+1. A token row is one token at one position. A prompt is fed as such rows, by the same kernels as
+   a sampled token, so prefill and decode cannot differ.
+2. The linear layers get all token rows of a step at once, never fewer than `ROWS_MIN`: a matrix
+   product with one to three rows takes another path and rounds differently.
+3. Attention is a batch of small products, one for each row and key-value head, whose shape depends
+   on the position of the row alone (see `kv`).
+4. Everything else works on each row by itself.
+
+Theory of operation: query, key and value matrices are fused into one, gate and up into another.
+The halves that rotary positions turn into each other are interleaved in the weights, so that the
+rotation is one product of complex numbers; a permutation common to queries and keys does not
+change attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Rope
+
+ROWS_MIN = 8
+"""Token rows of the smallest step; what is missing is padded with rows nobody reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The fused weights of one decoder layer; linear weights are [out, in]."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A model that can be run."""
+
+    model: CausalLM
+    embedding: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+    def truncated(self, layers: int) -> Weights:
+        """The same with the first layers only: equal shapes, less work."""
+        return replace(self, model=replace(self.model, layers=layers), layers=self.layers[:layers])
+
+
+class Added(Protocol):
+    """What some rows get beside the model's own weights; see `lora`."""
+
+    def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to the outputs `y` that layer `number` made of `x` by one of its fused matrices:
+        ``qkv``, ``out``, ``gate_up`` or ``down``."""
+        ...
+
+
+class Attention(Protocol):
+    """The attention of one step: writes keys and values, then reads them."""
+
+    def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend with `qkv` [rows, (heads + 2 kv_heads) * head_dim], rotated; fill `out`."""
+        ...
+
+
+def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
+    """Weights from the tensors of a checked file (names of Hugging Face)."""
+    embedding = tensors["model.embed_tokens.weight"]
+    return Weights(
+        model=model,
+        embedding=embedding,
+        layers=tuple(_layer(model, tensors, number) for number in range(model.layers)),
+        norm=tensors["model.norm.weight"],
+        head=embedding if model.tied else tensors["lm_head.weight"],
+    )
+
+
+def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
+    """The rotation of each position and frequency: complex64 [context_tokens, head_dim / 2]."""
+    positions = torch.arange(context_tokens, dtype=torch.float32)
+    angles = torch.outer(positions, _frequencies(model.rope, model.head_dim))
+    return torch.complex(angles.cos(), angles.sin())
+
+
+def forward(
+    weights: Weights,
+    tokens: torch.Tensor,
+    turns: torch.Tensor,
+    attention: Attention,
+    wanted: int,
+    added: Sequence[Added] = (),
+) -> torch.Tensor:
+    """Logits [max(wanted, ROWS_MIN), vocabulary] of the first token rows.
+
+    `tokens` int64 [rows], `turns` complex64 [rows, 1, head_dim / 2] (rows of `rotations`); there
+    are at least ROWS_MIN rows. `added` changes what it says of some of them.
+    """
+    model = weights.model
+    rows, turned = len(tokens), (model.heads + model.kv_heads) * model.head_dim
+    assert rows >= ROWS_MIN
+    attended = torch.zeros(rows, model.heads * model.head_dim)
+    x = F.embedding(tokens, weights.embedding)
+    for number, layer in enumerate(weights.layers):
+        normed = _norm(x, layer.attention_norm, model)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        for one in added:
+            one.add(number, "qkv", normed, qkv)
+        qk = qkv[:, :turned].view(rows, model.heads + model.kv_heads, model.head_dim)
+        if layer.qk_norm is not None:
+            qk.mul_(torch.rsqrt(qk.square().mean(-1, keepdim=True) + model.norm_eps))
+            qk.mul_(layer.qk_norm)
+        torch.view_as_complex(qk.view(rows, -1, model.head_dim // 2, 2)).mul_(turns)
+        attention(number, qkv, attended)
+        projected = F.linear(attended, layer.out, layer.out_bias)
+        for one in added:
+            one.add(number, "out", attended, projected)
+        x = projected.add_(x)
+        normed = _norm(x, layer.mlp_norm, model)
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        for one in added:
+            one.add(number, "gate_up", normed, gate_up)
+        gated = F.silu(gate_up[:, : model.intermediate]).mul_(gate_up[:, model.intermediate :])
+        narrowed = F.linear(gated, layer.down, layer.down_bias)
+        for one in added:
+            one.add(number, "down", gated, narrowed)
+        x = narrowed.add_(x)
+    last = _norm(x[: max(wanted, ROWS_MIN)], weights.norm, model)
+    return F.linear(last, weights.head)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, model: CausalLM) -> torch.Tensor:
+    return F.rms_norm(x, (model.hidden,), weight, model.norm_eps)
+
+
+def _layer(model: CausalLM, tensors: Mapping[str, torch.Tensor], number: int) -> Layer:
+    def get(name: str) -> torch.Tensor:
+        return tensors[f"model.layers.{number}.{name}"]
+
+    def fused_qkv(kind: str) -> torch.Tensor:
+        q, k, v = (get(f"self_attn.{which}_proj.{kind}") for which in "qkv")
+        return torch.cat([interleaved(q, model.head_dim), interleaved(k, model.head_dim), v])
+
+    def fused_gate_up(kind: str) -> torch.Tensor:
+        return torch.cat([get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")])
+
+    return Layer(
+        attention_norm=get("input_layernorm.weight"),
+        qkv=fused_qkv("weight"),
+        qkv_bias=fused_qkv("bias") if model.qkv_bias else None,
+        qk_norm=_head_norms(model, get) if model.qk_norm else None,
+        out=get("self_attn.o_proj.weight"),
+        out_bias=get("self_attn.o_proj.bias") if model.out_bias else None,
+        mlp_norm=get("post_attention_layernorm.weight"),
+        gate_up=fused_gate_up("weight"),
+        gate_up_bias=fused_gate_up("bias") if model.mlp_bias else None,
+        down=get("mlp.down_proj.weight"),
+        down_bias=get("mlp.down_proj.bias") if model.mlp_bias else None,
+    )
+
+
+def _head_norms(model: CausalLM, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The norm weights of every query and key head: [heads + kv_heads, head_dim]."""
+    q, k = (interleaved(get(f"self_attn.{which}_norm.weight"), model.head_dim) for which in "qk")
+    return torch.cat([q.expand(model.heads, -1), k.expand(model.kv_heads, -1)])
+
+
+def interleaved(part: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of each head reordered 0, half, 1, half + 1, ...: pairs that are turned together."""
+    paired = part.view(-1, 2, head_dim // 2, *part.shape[1:]).transpose(1, 2)
+    return paired.reshape(part.shape)
+
+
+def _frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair; float32 arithmetic in the order of transformers."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (rope.original_tokens / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    # Long waves are stretched, short ones kept, those between blended.
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies

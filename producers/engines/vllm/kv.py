@@ -1,0 +1,199 @@
+"""KV caches of running requests in vLLM in this process; decides where they lie and their name.
+
+vLLM's kernels each pack the keys and values of a block in an order of their own. Which one is not
+known here: it is learned, by giving vLLM's own function that writes keys and values numbers that
+tell their places. So a cache that leaves is told by token, kv head and dimension, whatever block
+size or kernel it comes from; and one that arrives is written by that same function.
+
+Where the cache is not one of plain blocks of keys and values (sliding windows, states, latent or
+quantized caches), nothing is exported and nothing taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dora_pipe.producers.engines.port import Array, EngineRequest, Kv
+from dora_pipe.producers.engines.requests import kv_array_mismatch, kv_mismatch
+
+KV_ARRAY: Final = "kv"
+"""The one array of an exported cache: [layers, 2, tokens, kv_heads, head_dim], keys first."""
+
+CONNECTOR: Final = "dora_pipe.producers.engines.vllm.connector"
+
+_DIGIT: Final = 128
+"""Numbers below this are exact in every type of a KV cache."""
+
+_STORED: Final = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2"}
+"""Types of a KV cache, and of the arrays of it; numpy has no bfloat16, its bits are moved."""
+
+
+def arguments() -> dict[str, Any]:
+    """What vLLM is told so that it takes KV caches."""
+    from vllm.config import KVTransferConfig
+
+    config = KVTransferConfig(
+        kv_connector="Connector", kv_connector_module_path=CONNECTOR, kv_role="kv_consumer"
+    )
+    return {"kv_transfer_config": config}
+
+
+class Caches:
+    """The KV cache of an engine, by stay.
+
+    `layout` is empty where no cache can leave or arrive. Example: ``caches.taken("r/1", 41)``
+    between two steps.
+    """
+
+    def __init__(self, core: Any, version: str) -> None:
+        self._scheduler = core.engine_core.engine_core.scheduler
+        self._connector = self._scheduler.connector
+        self._worker_half = _detached()
+        (layers,) = core.collective_rpc(_attention_layers)
+        self._layers: dict[str, Any] = layers
+        self._places = self._learned()
+        self.layout = ""
+        if self._places is not None:
+            _, _, heads, width = self._places.shape
+            kind, dtype = core.model_config.hf_config.model_type, str(self._dtype)
+            sizes = f"{len(layers)}x{heads}x{width}"
+            self.layout = f"vllm-{version} {kind} {sizes} {dtype.removeprefix('torch.')}"
+
+    def error(self, request: EngineRequest, kv: Kv, weights: str) -> str | None:
+        """Why the cache of a request cannot be taken; None if it can."""
+        misfit = kv_mismatch(request, kv, layout=self.layout, weights=weights)
+        if misfit is not None or self._places is None:
+            return misfit or "another layout"
+        shape = (len(self._layers), 2, kv.tokens, *self._places.shape[2:])
+        return kv_array_mismatch(kv, KV_ARRAY, dtype=_STORED[self._dtype], shape=shape)
+
+    def offer(self, stay: str, kv: Kv) -> None:
+        """A stay that vLLM gets next begins with this cache."""
+        self._connector.offer(stay, kv.arrays[KV_ARRAY])
+
+    def taken(self, stay: str, tokens: int, weights: str) -> Kv | None:
+        """A copy of the first so many positions of a stay, made by these weights; None where vLLM
+        does not have just these."""
+        array = self._connector.offered.get(stay)
+        if array is None:
+            request = self._scheduler.requests.get(stay)
+            held = 0 if request is None else request.num_computed_tokens
+            if self._places is None or not held or held != tokens:
+                return None
+            array = self._read(stay, tokens)
+        return Kv(tokens=tokens, layout=self.layout, weights=weights, arrays={KV_ARRAY: array})
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A step, in which vLLM may write caches that were offered.
+
+        vLLM has one place per process for the worker's half of a connector. It is empty but here,
+        so that engines of a process do not use each other's, and other steps pay nothing.
+        """
+        if not self._connector.offered:
+            yield
+            return
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._worker_half
+        try:
+            yield
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    @property
+    def _dtype(self) -> Any:
+        first: Any = next(iter(self._layers.values()))
+        return first.kv_cache.dtype
+
+    def _learned(self) -> torch.Tensor | None:
+        """Where a block has its numbers, if all layers have plain blocks of the same kind."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+            return None
+        spec, blocks = groups[0].kv_cache_spec, self._scheduler.kv_cache_config.num_blocks
+        shape = (blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        caches = [layer.kv_cache for layer in self._layers.values()]
+        if any(tuple(one.shape) != shape or one.dtype not in _STORED for one in caches):
+            return None
+        return learned_places(next(iter(self._layers.values())))
+
+    def _read(self, stay: str, tokens: int) -> Array:
+        """Gather the positions [0, tokens) of a running stay from its blocks."""
+        assert self._places is not None
+        _, size, heads, width = self._places.shape
+        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(stay)
+        count = -(-tokens // size)
+        array = np.empty((len(self._layers), 2, tokens, heads, width), _STORED[self._dtype])
+        for number, layer in enumerate(self._layers.values()):
+            cache = layer.kv_cache
+            chosen = cache[torch.tensor(blocks[:count], device=cache.device)].flatten(1)
+            told = chosen.index_select(1, self._places.flatten())
+            told = told.view(count, 2, size, heads, width).transpose(0, 1).flatten(1, 2)
+            array[number] = _bits(told[:, :tokens]).cpu().numpy().view(array.dtype)
+        return array
+
+
+def learned_places(layer: Any) -> torch.Tensor | None:
+    """Where one block of a layer has [keys and values, token, kv head, dimension]: places in its
+    numbers as they lie in vLLM's shape. None where some number is not in just one place."""
+    cache = torch.zeros_like(layer.kv_cache[:1])
+    _, heads, size, twice = cache.shape
+    numbers = torch.arange(cache.numel(), device=cache.device)
+    found = torch.zeros_like(numbers)
+    slots, unit = torch.arange(size, device=cache.device), 1
+    with torch.inference_mode():
+        while unit < len(numbers):
+            told = (numbers // unit % _DIGIT).to(cache.dtype)
+            key, value = told.view(2, size, heads, twice // 2)
+            layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+            found += cache.flatten().long() * unit
+            unit *= _DIGIT
+        places = found.argsort()
+        if not torch.equal(found[places], numbers):
+            return None
+    return places.view(2, size, heads, twice // 2)
+
+
+def write(layers: Mapping[str, Any], array: Array, blocks: Sequence[int], *, start: int) -> None:
+    """Have the positions of a cache from `start` on in these blocks, by vLLM's own kernel."""
+    attention = _with_cache(layers)
+    cache = next(iter(attention.values())).kv_cache
+    positions = torch.arange(start, array.shape[2], device=cache.device)
+    size = cache.shape[2]
+    slots = torch.tensor(blocks, device=cache.device)[positions // size] * size + positions % size
+    for layer, values in zip(attention.values(), array, strict=True):
+        own = values[:, start:]
+        given = torch.from_numpy(own.view("<i2") if cache.dtype == torch.bfloat16 else own)
+        key, value = given.view(cache.dtype).to(cache.device)
+        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    """The same bits in a type that numpy has."""
+    return numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
+
+
+def _attention_layers(worker: Any) -> dict[str, Any]:
+    return _with_cache(worker.model_runner.compilation_config.static_forward_context)
+
+
+def _with_cache(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers that have a KV cache, in the order of the model."""
+    held = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
+    return {name: layers[name] for name, cache in held.items() if isinstance(cache, torch.Tensor)}
+
+
+def _detached() -> Any:
+    """The worker's half of the connector that vLLM has just made, taken out of its place."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    half, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    return half

@@ -1,0 +1,174 @@
+"""The process of a vLLM server that a worker starts; decides when it is up, and how it ended.
+
+It listens on 127.0.0.1 alone, on a port of its own, and asks for a key that is made here and goes
+through its environment: no command line and no log has it. What it says goes where the worker's
+own talk goes. When the worker ends, however it ends, the server reads the end of its stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.http import Address, call
+from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
+from dora_pipe.producers.engines.vllm.wire import HEALTH
+
+PROGRAM: Final = "dora_pipe.producers.engines.vllm.serve"
+
+START_S: Final = 900.0
+"""For a server to be up: it imports vLLM twice, one after the other, and makes its model."""
+
+ASK_S: Final = 0.2
+"""Between two looks whether it is up."""
+
+STOP_S: Final = 10.0
+"""From a request to end to the end by force."""
+
+SETTLE_S: Final = 10.0
+"""Between the end of an engine core and that of its server: vLLM looks every five seconds."""
+
+KEY_BYTES: Final = 32
+REPORT_BYTES_MAX: Final = 1 << 16
+
+
+class ServerProcess:
+    """A server that runs. `address` has its key.
+
+    Example::
+
+        server = ServerProcess.start(Path("model"), VllmSettings(), slots=64,
+                                     context_tokens=1024, threads=1)
+        server.check()
+        server.close()
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], report: int, key: str) -> None:
+        self._process = process
+        self._report = report
+        self._key = key
+        self.address = Address(host="127.0.0.1", port=0, key=key)
+
+    @classmethod
+    def start(
+        cls,
+        model_dir: Path,
+        settings: VllmSettings,
+        *,
+        slots: int,
+        context_tokens: int,
+        threads: int,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
+    ) -> ServerProcess:
+        """Start a server and wait until it is up.
+
+        Raises PolicyError for a model that vLLM does not take, ResourceError when it does not come.
+        """
+        words = [sys.executable, "-m", PROGRAM, str(model_dir), "--lifeline"]
+        words += ["--slots", str(slots), "--context-tokens", str(context_tokens)]
+        words += ["--threads", str(threads), "--dtype", settings.dtype]
+        words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
+        words += ["--versions-resident", str(versions_resident)]
+        words += [] if settings.eager else ["--graphs"]
+        words += [] if settings.prefix_cache else ["--no-prefix-cache"]
+        report, theirs = os.pipe()
+        key = secrets.token_urlsafe(KEY_BYTES)
+        try:
+            process = subprocess.Popen(
+                [*words, "--report", str(theirs)],
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs,),
+                env={**os.environ, KEY_VARIABLE: key},
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        server = cls(process, report, key)
+        try:
+            server._wait(time.monotonic() + START_S)
+        except DoraError:
+            server.close()
+            raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        """Of the server; its engine core is a child of it, in the same session."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise ResourceError when the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise ResourceError(f"vLLM's server ended {_how(code)}", hint="see the worker's log")
+
+    def settle(self) -> None:
+        """As `check`, of a process that may be about to end: a broken connection comes first."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SETTLE_S)
+        self.check()
+
+    def close(self) -> None:
+        """End it and all that it started."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with suppress(ProcessLookupError):  # its engine core, where the server was killed
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
+
+    def _wait(self, until_s: float) -> None:
+        said = self._read_report(until_s)
+        if "port" not in said:
+            self._refused(said)
+        self.address = Address(host="127.0.0.1", port=int(said["port"]), key=self._key)
+        while time.monotonic() < until_s:
+            self.check()
+            with suppress(ResourceError):  # it listens only when its model stands
+                call(self.address, "GET", HEALTH, timeout_s=START_S)
+                return
+            time.sleep(ASK_S)
+        raise ResourceError(f"vLLM's server is not up after {START_S:.0f} s")
+
+    def _read_report(self, until_s: float) -> dict[str, str]:
+        """Its one line, which it writes when it has a port, or cannot have one."""
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not select.select([self._report], [], [], left_s)[0]:
+                raise ResourceError(f"vLLM's server is not up after {START_S:.0f} s")
+            part = os.read(self._report, REPORT_BYTES_MAX)
+            if not part:
+                self._process.wait(STOP_S)
+                self.check()
+            line += part
+        said: dict[str, str] = json.loads(line)
+        return said
+
+    def _refused(self, said: dict[str, str]) -> None:
+        kinds = {one.exit_code: one for one in (PolicyError, ConfigError)}
+        kind = kinds.get(int(said["exit_code"]), ResourceError)
+        raise kind(said["error"])
+
+
+def _how(code: int) -> str:
+    """Example: ``_how(-9) == "by SIGKILL"``."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,215 @@
+"""Starts vLLM's OpenAI-compatible server as the vllm-server engine needs it; decides its settings.
+
+    VLLM_API_KEY=... python -m dora_pipe.producers.engines.vllm.serve MODEL --slots 64 \\
+        --context-tokens 1024 --port 8000
+
+The process is vLLM's own API server with its engine core behind it. Here it gets random weights
+(the worker brings others), the doors for weights (vLLM's development mode), an extension of its
+workers, and a guard: vLLM asks for the API key under /v1 and /inference alone, which would leave
+the doors for weights open to every process of the machine.
+
+A worker that starts it holds the other end of its stdin: with that the server ends, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.producers.engines.vllm import core as vllm_core
+from dora_pipe.producers.engines.vllm import lora as vllm_lora
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+
+KEY_VARIABLE: Final = "VLLM_API_KEY"
+"""Of the environment; what vLLM itself reads."""
+
+ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, and those for weights
+}
+"""What a server needs beside the environment of vLLM in process. That has no processes of vLLM's
+own; here it means that the engine core is one process and not two."""
+
+LORA_ENVIRONMENT: Final = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # /v1/load_lora_adapter, /v1/unload_lora_adapter
+}
+"""What it needs beside that to host adapters."""
+
+STREAM_TOKENS: Final = 8
+"""A stream gets its first token at once, then so many at a time: a chunk costs the server some
+200 us, whatever it holds."""
+
+END_S: Final = 10.0
+"""From the end of the worker to the end of the server by force."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI middleware: every path asks for the key, /health and development's doors too."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._wanted = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._knows(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            start = {"type": "http.response.start", "status": 401, "headers": []}
+            await send(start)
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _knows(self, scope: Scope) -> bool:
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(shown, self._wanted)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM, or the end of stdin where that was asked for; the exit code."""
+    asked = _parser().parse_args(words)
+    if not os.environ.get(KEY_VARIABLE):
+        sys.stderr.write(f"error: {KEY_VARIABLE} is not set\n")
+        return ConfigError.exit_code
+    if asked.lifeline:
+        threading.Thread(target=_end_with_stdin, name="lifeline", daemon=True).start()
+    try:
+        _serve(asked)
+    except DoraError as error:
+        _report(asked, error=error.message, exit_code=error.exit_code)
+        sys.stderr.write(f"error: {error.message}\n")
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm_serve", description="vLLM for a vllm-server worker")
+    parser.add_argument("model", type=Path, help="a model directory; its weights are not read")
+    parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--context-tokens", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--kv-gb", type=float, default=0.0)
+    parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
+    parser.add_argument("--versions-resident", type=int, default=1, help="adapters at once")
+    parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
+    parser.add_argument("--report", type=int, default=-1, help="file descriptor for one JSON line")
+    return parser
+
+
+def _serve(asked: argparse.Namespace) -> None:
+    _check_adapters(asked)
+    environment = ENVIRONMENT | (LORA_ENVIRONMENT if asked.lora_rank else {})
+    vllm_core.prepare(asked.threads, environment)
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    from vllm.entrypoints.launchers.launcher import create_server_socket
+    from vllm.utils.system_utils import decorate_logs
+
+    arguments = _arguments(asked)
+    socket = create_server_socket((asked.host, asked.port), reuse_port=False)
+    arguments.port = socket.getsockname()[1]
+    address = f"http://{asked.host}:{arguments.port}"
+    sys.stderr.write(f"vLLM serves at {address}\n")
+    _report(asked, port=arguments.port)
+    decorate_logs("vllm")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is a connection
+    asyncio.run(run_server_worker(address, socket, arguments))
+
+
+def _check_adapters(asked: argparse.Namespace) -> None:
+    """Raise ConfigError for adapters that cannot be."""
+    most = vllm_lora.RANKS[-1]
+    if not 0 <= asked.lora_rank <= most:
+        raise ConfigError(f"vLLM hosts adapters of ranks up to {most}, not {asked.lora_rank}")
+    if asked.versions_resident < 1:
+        raise ConfigError("a server needs room for at least one version")
+
+
+def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
+    """The namespace that vLLM's command line would have made. Raises PolicyError for a model that
+    vLLM does not take: its engine core would only say that it ended."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    settings = VllmSettings(
+        dtype=asked.dtype,
+        eager=not asked.graphs,
+        kv_gb=asked.kv_gb,
+        prefix_cache=not asked.no_prefix_cache,
+    )
+    arguments: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    engine = vllm_core.arguments(
+        asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
+    )
+    from dora_pipe.producers.engines.vllm.weights import HELD_BACKEND
+
+    device = vllm_core.device_name()
+    vllm_lora.check_kernels(asked.lora_rank, device, asked.dtype)
+    adapters = vllm_lora.arguments(asked.lora_rank, asked.versions_resident, device=device)
+    ours = {
+        **engine,
+        **adapters,
+        "tokens_only": True,
+        "generation_config": "vllm",
+        "served_model_name": ["policy"],
+        "stream_interval": STREAM_TOKENS,
+        "worker_extension_cls": "dora_pipe.producers.engines.vllm.extension.Extension",
+        "weight_transfer_config": WeightTransferConfig(backend=HELD_BACKEND),
+        "middleware": [f"{__spec__.name if __spec__ else __name__}.Guard"],
+        "host": asked.host,
+        "disable_log_stats": True,
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+        "uvicorn_log_level": "warning",
+    }
+    for name, value in ours.items():
+        assert hasattr(arguments, name), name
+        setattr(arguments, name, value)
+    try:
+        model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
+        vllm_core.check_heads(model.get_head_size())
+    except vllm_core.REFUSALS as error:
+        raise vllm_core.refusal(asked.model, error) from error
+    return arguments
+
+
+def _report(asked: argparse.Namespace, **said: object) -> None:
+    """Tell the worker that started this process: the port, or why there is none."""
+    if asked.report >= 0:
+        os.write(asked.report, json.dumps(said).encode() + b"\n")
+        os.close(asked.report)
+        asked.report = -1
+
+
+def _end_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 64):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

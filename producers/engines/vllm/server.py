@@ -1,0 +1,370 @@
+"""vLLM as a server behind the engine port; decides which streams are open, and trusts no answer.
+
+Theory of operation. A request in its slot is a stream of POST /inference/v1/generate: token ids
+go in, ids with log-probs come out. The server runs on by itself; a `step` here takes one token of
+every stream that has one, and waits a bounded while for those that have none, so that rows advance
+together as they do in any engine. Tokens that nobody has taken do not exist: when a request is let
+go or its weights change, they are dropped, and drawn again from the same seed and position.
+
+Weights. The server reads, digests and compares a file first (`dora_read`), which can refuse. Then
+all that runs is aborted (/pause), vLLM's interface loads what was read under a label of version and
+digest (/start_weight_update, /update_weights, /finish_weight_update), the prefix cache is emptied,
+and the server goes on (/resume). The last chunk of every stream names the label of each of its
+tokens: another one than that of the loaded weights is an InvariantBroken.
+
+Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
+(`lora`, `remote_host`); a stream names the one of its version, and every token comes with
+the adapter that it was computed under: another one is an InvariantBroken, too.
+
+Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
+out of the call that notices: the worker ends, and what it ran is placed again as any dead worker's.
+"""
+
+from __future__ import annotations
+
+import selectors
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import ConfigError, InvariantBroken, ResourceError
+from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoaded
+from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.engines.vllm import wire as wire
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.http import Address, Exchange, quoted
+from dora_pipe.producers.engines.vllm.lora import Residents
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.remote import Remote
+from dora_pipe.producers.engines.vllm.remote_host import SHARED, RemoteHost, check_room
+from dora_pipe.producers.engines.vllm.rows import REASONS, Row
+from dora_pipe.producers.engines.vllm.stays import Stays
+
+STEP_WAIT_MS: Final = 1_000
+"""A step waits so long for rows without a token; then it goes on with the others, and does not wait
+for these again before they have one."""
+
+NOT_FOUND: Final = 404
+"""The status of a request for a model or an adapter that a server does not know."""
+
+SILENCE_MS: Final = 30_000
+"""After so long without a word to any row the server is asked whether it is well."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """A row's time in the server, from its request to the last chunk of its answer."""
+
+    row: Row
+    exchange: Exchange
+    tokens: deque[wire.Token] = field(default_factory=deque)
+    """Received and not taken by a step; at most what its request may sample."""
+    finish: str = ""
+    """vLLM's finish reason, once it has come."""
+    trouble: str = ""
+    """What the server said instead of tokens."""
+    heard: bool = False
+    """A word of it has come: it is in vLLM's engine core."""
+    late: bool = False
+    """A step waited for it in vain."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step has something to take."""
+        return bool(self.tokens or self.finish)
+
+
+class VllmServerEngine(Stays):
+    """See the module, and `open`.
+
+    Example::
+
+        engine = VllmServerEngine.open(Path("model"), slots=64, context_tokens=1024, threads=1)
+        engine.load(Path("weights.safetensors"), version=3, digest=digest)
+    """
+
+    name = "vllm-server"
+
+    def __init__(
+        self,
+        server: Remote,
+        *,
+        slots: int,
+        context_tokens: int,
+        decode: Decode | None = None,
+        clock: Clock | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
+    ) -> None:
+        self._server = server
+        facts = server.open()
+        if slots > facts.slots or context_tokens > facts.context_tokens:
+            raise ConfigError(
+                f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
+                f" tokens, the worker wants {slots} and {context_tokens}",
+                hint="fewer workers.slots or workers.context_tokens, or start it with more",
+            )
+        check_room(facts, lora_rank, versions_resident)
+        self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
+        self.kv_tokens = min(facts.kv_tokens, slots * context_tokens)
+        self._selector = selectors.DefaultSelector()
+        self._streams: dict[str, Stream] = {}
+        """By request, those of the rows."""
+        self._prefix = uuid.uuid4().hex[:12]
+        self._heard_ns = 0
+        self._host = RemoteHost(server, rank=lora_rank) if lora_rank else None
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            vocabulary=facts.vocabulary,
+            decode=decode,
+            clock=clock,
+            residents=Residents(self._host, most=versions_resident),
+        )
+        self._warm_up(server.label())
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: Path,
+        *,
+        slots: int,
+        context_tokens: int,
+        threads: int = 1,
+        settings: VllmSettings | None = None,
+        address: Address | None = None,
+        decode: Decode | None = None,
+        lora_rank: int = 0,
+        versions_resident: int = 1,
+    ) -> VllmServerEngine:
+        """An engine of a server that runs at `address`, or of one that is started for it.
+
+        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
+        that rank on one base. It has random weights: `load` some.
+
+        Raises ConfigError for sizes that cannot be, or that the server has not, PolicyError for a
+        model that vLLM does not take, ResourceError for a server that does not come.
+        """
+        if min(slots, context_tokens, threads) < 1:
+            raise ConfigError("an engine needs at least one slot, one token and one thread")
+        adapters: dict[str, Any] = {"lora_rank": lora_rank, "versions_resident": versions_resident}
+        process = None
+        if address is None:
+            process = ServerProcess.start(
+                model_dir,
+                settings or VllmSettings(),
+                slots=slots,
+                context_tokens=context_tokens,
+                threads=threads,
+                **adapters,
+            )
+            address = process.address
+        server = Remote(address, process)
+        with ExitStack() as undo:
+            undo.callback(server.close, [])
+            engine = cls(
+                server, slots=slots, context_tokens=context_tokens, decode=decode, **adapters
+            )
+            undo.pop_all()
+        return engine
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; the server gets every running request again, as a prompt."""
+        self._check_interruptible()
+        self._server.read(weights, version=version, digest=digest)
+        pending = self._pending()
+        for stream in self._streams.values():
+            self._close(stream.exchange)
+        self._streams.clear()
+        loaded = self._load(version, digest)
+        for row in self._rows.values():
+            self._give(row)
+        return [*pending, loaded]
+
+    def step(self) -> list[EngineEvent]:
+        """See the port; a row that waits for the server has its token in a later one."""
+        if self._host is not None:
+            self._host.settle()
+        if not self._rows:
+            return []
+        self._gather()
+        events: list[EngineEvent] = []
+        running: list[str] = []
+        for stream in list(self._streams.values()):
+            if not stream.ready:
+                continue
+            stream.late = False
+            reason = self._advance(stream)
+            if reason is not None:
+                stay = self._leave(stream.row)
+                running += [] if stream.finish else [stay]
+                events += stream.row.end(reason, stream.trouble)
+            elif stream.row.due():
+                events.append(stream.row.emit())
+        self._server.abort(running)
+        return events
+
+    def close(self) -> None:
+        """End the server if it was started for this engine, else its requests."""
+        stays = [self._leave(row) for row in list(self._rows.values())]
+        self._selector.close()
+        if self._host is not None:
+            self._host.close()
+        self._server.close(stays)
+
+    def _gather(self) -> None:
+        """Read until every row has a token, or for STEP_WAIT_MS."""
+        until_ns = self._clock.now_ns() + STEP_WAIT_MS * 1_000_000
+        missing = [one for one in self._streams.values() if not one.ready]
+        while missing:
+            left_ns = max(until_ns - self._clock.now_ns(), 0)
+            if len(missing) < len(self._streams) and all(one.late for one in missing):
+                left_ns = 0
+            found = self._selector.select(left_ns / 1e9)
+            for key, _ in found:
+                self._read(key.data)
+            missing = [one for one in missing if not one.ready]
+            if not found or not left_ns:
+                break
+        for one in missing:
+            one.late = True
+        if self._clock.now_ns() - self._heard_ns > SILENCE_MS * 1_000_000:
+            self._server.well("it is silent")
+            self._heard_ns = self._clock.now_ns()
+
+    def _read(self, stream: Stream) -> None:
+        """Take what has come for a row."""
+        self._heard_ns = self._clock.now_ns()
+        try:
+            stream.exchange.read()
+        except ResourceError as error:
+            raise self._server.gone(error) from None
+        if stream.exchange.status not in (0, 200):
+            if stream.exchange.ended:
+                self._refused(stream, quoted(stream.exchange.wait()))
+            return
+        for data in stream.exchange.events():
+            stream.heard = True
+            chunk = wire.read_chunk(data)
+            if chunk.error is not None:
+                self._trouble(stream, chunk.error.message)
+            for choice in chunk.choices:
+                tokens = wire.tokens_of(choice, stream.row.request.params)
+                self._check_adapter(stream, tokens)
+                stream.tokens += tokens
+                if choice.finish_reason is not None:
+                    stream.finish = choice.finish_reason
+                    self._check_weights(stream, choice.weight_versions or ())
+        if stream.exchange.ended and not stream.finish:
+            self._trouble(stream, "the stream ended without a reason")
+        if stream.finish:
+            self._close(stream.exchange)
+
+    def _advance(self, stream: Stream) -> StopReason | None:
+        """Take a row's next token; why the row ends with it."""
+        row, reason = stream.row, None
+        if stream.tokens:
+            one = stream.tokens.popleft()
+            if not row.tokens:
+                row.first_ns = self._clock.wall_ns()
+            reason = row.take([one.token], [one.logprob], [one.sampler_logprob])
+            row.cached = len(row.request.token_ids) + len(row.tokens) - 1
+        if reason is None and not stream.tokens and stream.finish:
+            reason = REASONS.get(stream.finish, "error")
+        return reason
+
+    def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
+        """Raise InvariantBroken unless vLLM, too, has sampled all of this from the loaded ones."""
+        found = [span.version for span in spans]
+        if set(found) - {self._label}:
+            raise InvariantBroken(
+                f"{stream.row.request.request}: vLLM sampled from weights {found},"
+                f" loaded are {self._label!r}"
+            )
+
+    def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
+        """Raise InvariantBroken unless each was computed under the adapter that was asked for."""
+        wanted = stream.row.adapter
+        odd = next((one.under for one in tokens if one.under != wanted), wanted)
+        if self._host is not None and odd != wanted:
+            raise InvariantBroken(
+                f"{stream.row.request.request}: vLLM sampled under adapter {odd}, asked for was"
+                f" {wanted}"
+            )
+
+    def _refused(self, stream: Stream, said: str) -> None:
+        """The server does not take a request. Raises InvariantBroken where it lacks its adapter."""
+        if stream.exchange.status == NOT_FOUND and stream.row.adapter:
+            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
+        self._trouble(stream, f"{stream.exchange.status}: {said}")
+
+    def _trouble(self, stream: Stream, said: str) -> None:
+        """A request that the server refuses ends with an error, if the server itself is well."""
+        self._server.well(said)
+        stream.finish, stream.trouble = "error", said
+
+    def _give(self, row: Row) -> None:
+        """Begin a stream."""
+        if not self._rows:
+            self._heard_ns = self._clock.now_ns()
+        self._stays += 1
+        row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
+        version = self._residents.of(row.request)
+        row.adapter = version.number
+        body = wire.generate_body(
+            row.stay,
+            row.sequence,
+            row.request.params,
+            seed=row.request.seed,
+            max_tokens=self._tokens_left(row),
+            label=self._label,
+            adapter=version.name,
+        )
+        stream = Stream(row=row, exchange=self._server.generate(body))
+        self._streams[row.request.request] = stream
+        self._selector.register(stream.exchange, selectors.EVENT_READ, stream)
+
+    def _let_go(self, row: Row) -> None:
+        self._server.abort([self._leave(row)])
+
+    def _leave(self, row: Row) -> str:
+        """Free the row's slot; the id of its stay."""
+        stream = self._streams.pop(row.request.request, None)
+        if stream is not None:  # None: the server was gone when the row was given again
+            self._part(stream)
+        del self._rows[row.request.request]
+        return row.stay
+
+    def _part(self, stream: Stream) -> None:
+        """Take no more of a stream."""
+        if self._host is not None and not stream.heard and stream.exchange.fileno() >= 0:
+            self._selector.unregister(stream.exchange)
+            self._host.keep(stream.row, stream.exchange)
+        else:
+            self._close(stream.exchange)
+
+    def _close(self, exchange: Exchange) -> None:
+        if exchange.fileno() >= 0:
+            self._selector.unregister(exchange)
+            exchange.close()
+
+    def _replace(self, weights: Path, version: int, digest: str) -> WeightsLoaded:
+        self._server.read(weights, version=version, digest=digest)
+        loaded = self._load(version, digest)
+        self._residents.settle(weights, version=version, digest=digest)
+        return loaded
+
+    def _load(self, version: int, digest: str) -> WeightsLoaded:
+        """Replace the weights by those that were read; nothing runs meanwhile."""
+        started_ns = self._clock.now_ns()
+        label = f"{version}:{digest[:16]}"
+        self._label = ""  # what breaks in there leaves an engine that takes no request
+        self._server.replace(digest, label)
+        self._label = label
+        load_ms = (self._clock.now_ns() - started_ns) / 1e6
+        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)

@@ -1,0 +1,204 @@
+"""Hands weights to vLLM through its own transfer interface; decides nothing but what fits.
+
+The bytes are read and digested once, and given as tensors to a transfer engine of ours that lives
+inside vLLM's worker: what was digested is what is loaded. Names and shapes are compared
+with those of the model before anything is replaced, so that a refusal leaves the old weights.
+
+To a GPU every tensor goes whole, by one copy out of pinned memory, and is rounded there if it has
+to be: vLLM alone would round on the CPU and copy piece by piece out of pageable memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dora_pipe.core.errors import PolicyError
+
+BACKEND: Final = "dora-pipe"
+"""Takes tensors of this process."""
+
+HELD_BACKEND: Final = "dora-pipe-held"
+"""Takes tensors that were read by vLLM's own worker process, which a server asks for over HTTP."""
+
+HELD_NAME: Final = "Held"
+"""The class behind it."""
+
+
+def register() -> None:
+    """Make the transfer engines known to vLLM, once per process. Needs vLLM."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    local = _local_class()
+    WeightTransferEngineFactory.register_engine(BACKEND, local)
+    WeightTransferEngineFactory.register_engine(HELD_BACKEND, _held_class(local))
+
+
+def _local_class() -> type[Any]:
+    """The transfer engine that takes tensors of this process."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    @dataclass
+    class Init(WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+        tensors: dict[str, Any] = field(default_factory=dict)
+
+    class Local(WeightTransferEngine):  # type: ignore[misc]
+        """Takes tensors of this process."""
+
+        init_info_cls, update_info_cls = Init, Update
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """There is nobody to meet."""
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Any) -> None:
+            self.model.load_weights(on_device(update_info.tensors, self.device))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            pack_tied(self.model)
+            if self.device.type != "cpu":  # the time of a load is that until it is there
+                torch.accelerator.synchronize()
+
+        def shutdown(self) -> None:
+            """Nothing is held."""
+
+    return Local
+
+
+def on_device(
+    tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors in their order, each where the model computes when it is asked for.
+
+    vLLM lets go of one when the layer is complete that it belongs to, so that a GPU holds those of
+    a layer beside the model, not all. Torch uses pinned memory again whose copy is done.
+    """
+    for name, tensor in tensors.items():
+        if device.type == "cpu":
+            yield name, tensor
+        else:
+            yield name, tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pack_tied(model: Any) -> None:
+    """Let modules that share their weights pack them again.
+
+    On a CPU, vLLM 0.32 computes with a packed copy, which it makes when a module's weights were
+    loaded. None are loaded for a head that is tied to the embedding: it would go on with the copy
+    of those before.
+    """
+    sharing: dict[int, list[Any]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and hasattr(module, "cpu_linear"):
+            sharing.setdefault(id(weight), []).append(module)
+    for modules in sharing.values():
+        for module in modules if len(modules) > 1 else ():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _held_class(local: Any) -> type[Any]:
+    """The transfer engine of a server: it takes what its worker was told to read before."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+
+    @dataclass
+    class Digest(WeightTransferUpdateInfo):  # type: ignore[misc]
+        digest: str = ""
+
+    class Held(local):  # type: ignore[misc]
+        """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
+
+        update_info_cls = Digest
+        held: tuple[str, dict[str, Any]] = ("", {})
+
+        def hold(self, digest: str, tensors: dict[str, Any]) -> None:
+            """Keep tensors until the next update, or the next tensors."""
+            self.held = (digest, tensors)
+
+        def receive_weights(self, update_info: Any) -> None:
+            digest, tensors = self.held
+            if digest != update_info.digest:
+                raise ValueError(f"held are the weights {digest!r}")
+            self.model.load_weights(on_device(tensors, self.device))
+
+        def finish_weight_update(self) -> None:
+            self.held = ("", {})
+            super().finish_weight_update()
+
+    assert Held.__name__ == HELD_NAME
+    return Held
+
+
+def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+    """Replace vLLM's weights and its label of them; what its prefix cache knew is forgotten.
+
+    Raises PolicyError where vLLM cannot load them; what a device says against it is left as it is.
+    """
+    with torch.no_grad():
+        core.collective_rpc("start_weight_update")
+        try:
+            core.collective_rpc(
+                "update_weights", kwargs={"update_info": {"tensors": dict(tensors)}}
+            )
+        except (KeyError, ValueError, AssertionError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise PolicyError(f"vLLM cannot load these weights: {said}") from error
+        core.collective_rpc("finish_weight_update")
+    core.set_weight_version(label)
+    assert core.reset_prefix_cache(), "requests are running while weights change"
+
+
+def other_digest(weights: Path, found: str, version: str, digest: str) -> str:
+    """What is said of a file that holds other weights than a version's."""
+    return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
+
+
+def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Name and shape of every tensor of the model's weights files, and who is tied to whom.
+
+    Asked of transformers, which makes the model without memory for it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    load: Any = AutoConfig.from_pretrained
+    build: Any = AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            model = build(load(model_dir, local_files_only=True))
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise PolicyError(f"{model_dir}: transformers knows no such model: {said}") from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        shapes[name] = tuple(tensor.shape)
+    return shapes, tied

@@ -1,0 +1,227 @@
+"""What is said to a vLLM server and what it says, as records; decides what a request asks of vLLM.
+
+Tokens go in and out as ids over /inference/v1/generate, vLLM's own way beside the OpenAI paths: no
+text is made of them, and the last chunk of a stream names the weights that every token came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.vllm.http import quoted
+
+GENERATE: Final = "/inference/v1/generate"
+ABORT: Final = "/abort_requests"
+RPC: Final = "/collective_rpc"
+HEALTH: Final = "/health"
+MODELS: Final = "/v1/models"
+LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
+
+ID_PREFIX: Final = "generate-tokens-"
+"""vLLM puts this before the id of a request that came over GENERATE; an abort wants the whole."""
+
+SAMPLED_FROM: Final = -1
+"""Among the log-probs of a token, the id under which its log-prob in the distribution that it was
+drawn from stands. A stream has no other place for it that belongs to the token."""
+
+NO_TOKEN: Final = -2
+"""The id of what else stands there."""
+
+LOGPROB_TEMPERATURE: Final = "logprob_temperature"
+"""In `extra_args` of a request: what logits are divided by before its log-probs are taken."""
+
+BOTH: Final = 2
+"""`logprobs` of a request that wants both kinds: vLLM answers with the token and one place more."""
+
+LOGPROB_MIN: Final = -9999.0
+"""What vLLM writes for a log-prob that is no finite number."""
+
+SEED_MASK: Final = (1 << 63) - 1
+"""vLLM takes seeds as signed 64-bit numbers."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A log-prob beside that of the sampled token."""
+
+    token_id: int
+    logprob: float
+
+
+class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampled token's log-probs."""
+
+    logprob: float
+    rank: int | None = None
+    """Of a server with adapters: vLLM's id of the one that the token was computed under. Ranks of
+    tokens are asked for by nobody, and a stream has no other place for it."""
+    top_logprobs: tuple[Place, ...] = ()
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens of a chunk."""
+
+    content: tuple[Drawn, ...] | None = None
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of an answer came from the weights with this label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk has of an answer; vLLM gives several only to who asks for them."""
+
+    token_ids: tuple[int, ...] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: tuple[Span, ...] | None = None
+    """In the last chunk, of the whole answer."""
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a stream ends early."""
+
+    message: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer with another status than 200 holds."""
+
+    error: Trouble = Trouble()
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream."""
+
+    choices: tuple[Choice, ...] = ()
+    error: Trouble | None = None
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself; see the extension's `dora_open`."""
+
+    version: str
+    slots: int
+    context_tokens: int
+    kv_tokens: int
+    vocabulary: int
+    device: str
+    dtype: str
+    lora_rank: int
+    """Of the adapters that it has room for; 0 without any."""
+    versions_resident: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A sampled token with both log-probs. `under` is the adapter's id, where there are any."""
+
+    token: int
+    logprob: float
+    sampler_logprob: float
+    under: int
+
+
+_CHUNK = msgspec.json.Decoder(Chunk)
+
+
+def read_chunk(data: bytes) -> Chunk:
+    """An event's data. Raises ResourceError for what is none."""
+    try:
+        return _CHUNK.decode(data)
+    except msgspec.DecodeError as error:
+        raise ResourceError(f"vLLM's server sent no chunk of tokens: {error}") from None
+
+
+def read_refusal(answer: bytes) -> str:
+    """What it says, in its own words where it is no record."""
+    try:
+        return msgspec.json.decode(answer, type=Refusal).error.message or quoted(answer)
+    except msgspec.DecodeError:
+        return quoted(answer)
+
+
+def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
+    """Its tokens; a log-prob that vLLM could not tell is NaN. Raises ResourceError without any."""
+    ids = choice.token_ids or ()
+    drawn = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+    if len(drawn) != len(ids):
+        raise ResourceError(f"vLLM's server sent {len(ids)} tokens with {len(drawn)} log-probs")
+    found: list[Token] = []
+    for token, one in zip(ids, drawn, strict=True):
+        logprob = one.logprob if one.logprob > LOGPROB_MIN else float("nan")
+        other = _sampler_logprob(one, logprob, params)
+        under = one.rank or 0
+        found.append(Token(token=token, logprob=logprob, sampler_logprob=other, under=under))
+    return found
+
+
+def generate_body(
+    stay: str,
+    sequence: list[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    max_tokens: int,
+    label: str,
+    adapter: str,
+) -> dict[str, Any]:
+    """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
+
+    What vLLM has cached of prompts is kept apart by weights and adapter: beside emptying the cache,
+    so that a prefix of other weights is not even looked up.
+    """
+    return {
+        **({"model": adapter} if adapter else {}),
+        "request_id": stay,
+        "token_ids": sequence,
+        "stream": True,
+        "cache_salt": f"{label}+{adapter}" if adapter else label,
+        "sampling_params": {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "seed": seed & SEED_MASK,
+            "max_tokens": max_tokens,
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+            "logprobs": 0 if one_logprob(params) else BOTH,
+            **extra_args(params),
+        },
+    }
+
+
+def extra_args(params: SamplingParams) -> dict[str, Any]:
+    """What our sampler inside vLLM is told of a request, as one of vLLM's own settings."""
+    hot = params.logprob_temperature
+    return {} if hot == 1 else {"extra_args": {LOGPROB_TEMPERATURE: hot}}
+
+
+def one_logprob(params: SamplingParams) -> bool:
+    """Whether the log-prob of the model says all: it is sampled from, or nothing is drawn."""
+    return params.temperature == 0 or params.plain
+
+
+def _sampler_logprob(one: Drawn, logprob: float, params: SamplingParams) -> float:
+    if params.temperature == 0:
+        return 0.0
+    if params.plain:
+        return logprob
+    for place in one.top_logprobs:
+        if place.token_id == SAMPLED_FROM:
+            return place.logprob
+    raise ResourceError(
+        "vLLM's server did not send the log-prob that a token was drawn with",
+        hint="is another engine using this server?",
+    )

@@ -1,0 +1,287 @@
+"""What the worker's machine asks of its ports, and the events that they answer with.
+
+    effect            port          answers with                                   done by
+    PromptCall        TaskPort      PromptReady, TaskFailed, EpisodeLost           a task process
+    EnvStep           TaskPort      EnvObserved, TaskFailed, EpisodeLost           a task process
+    RewardCall        TaskPort      Rewarded, TaskFailed, EpisodeLost              a task process
+    Forget            TaskPort      -                                              a task process
+    EngineAdd         EnginePort    EngineStarted, TokensSampled, RequestFinished  the engine
+    EngineCancel      EnginePort    -                                              the engine
+    EngineExport      EnginePort    TokensSampled, EngineExported                  the engine
+    LoadWeights       EnginePort    WeightsLoaded, LoadFailed                      a thread
+    DropWeights       EnginePort    -                                              the engine
+    PutKv             HandoverPort  KvPut                                          a thread
+    FetchKv           HandoverPort  KvFetched                                      a thread
+    DropKv            HandoverPort  -                                              a thread
+    FetchProgress     ProgressPort  ProgressFetched                                the loop
+    EncodeTrajectory  CodecPort     TrajectoryEncoded, EncodeFailed                the loop
+    EncodeProgress    CodecPort     ProgressEncoded, EncodeFailed                  the loop
+
+EngineFailed may take the place of any event of the engine. A request is named by its key (see
+`request.key_of`): trajectory and attempt, so that what belongs to an attempt that was given up can
+never be taken for the next one's. Calls and events of tasks have the names of `tasks.calls`; where
+those carry text, token ids stand here, for the machine knows no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dora_pipe.producers.engines.port import (
+    EngineRequest,
+    Kv,
+    RequestFinished,
+    TokensSampled,
+)
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
+from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.worker.kv_handover import KvLabel
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Trajectory
+
+# Tasks
+
+
+class PromptReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt of a request; with `episode`, its turns go to an environment."""
+
+    request: str
+    token_ids: Sequence[int]
+    episode: bool
+
+
+class EnvStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand a model turn to the request's episode."""
+
+    request: str
+    token_ids: Sequence[int]
+
+
+class EnvObserved(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment answered; see `tasks.port.Observation`."""
+
+    request: str
+    token_ids: Sequence[int]
+    done: bool
+    tool: str
+    ok: bool
+
+
+class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for the reward of a finished trajectory."""
+
+    request: str
+    split: Split
+    index: int
+    answer: Sequence[int]
+    """Token ids of the last model turn."""
+    turns: Sequence[Sequence[int]]
+    """Token ids of every turn but the prompt, in order."""
+
+
+# The engine
+
+
+class EngineAdd(msgspec.Struct, frozen=True, kw_only=True):
+    """Take a request into a slot, as soon as one is free."""
+
+    request: EngineRequest
+
+
+class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """A request has its slot; `at_ns` is the wall clock."""
+
+    request: str
+    at_ns: int
+    imported: bool = False
+    """It goes on from the KV cache that it came with; else it is prefilled."""
+    why: str = ""
+    """Why the KV cache that it came with was not taken."""
+
+
+class EngineCancel(msgspec.Struct, frozen=True, kw_only=True):
+    """Let go of a request, in its slot or ahead of it."""
+
+    request: str
+
+
+class EngineExport(msgspec.Struct, frozen=True, kw_only=True):
+    """Take a running request out of its slot: a last `TokensSampled`, then `EngineExported`."""
+
+    request: str
+
+
+class EngineExported(msgspec.Struct, frozen=True, kw_only=True):
+    """A request has left its slot; None: its KV cache is not to be had."""
+
+    request: str
+    kv: Kv | None
+
+
+class EngineFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine raised while it worked: it is not used any more, and its worker leaves."""
+
+    message: str
+
+
+class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Load a version. Without `keep` no slot may be taken, unless it becomes resident beside
+    others."""
+
+    version: int
+    digest: str
+    keep: bool = False
+    """Running requests go on under it: what they had sampled is emitted before `WeightsLoaded`."""
+
+
+class DropWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Forget these resident versions; nothing runs under them."""
+
+    versions: tuple[int, ...]
+
+
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine keeps the weights it had, or is gone."""
+
+    version: int
+    message: str
+    here: bool = False
+    """What failed is this process or machine and not the version: another may host it."""
+
+
+# KV caches of requests that move
+
+
+class PutKv(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand a KV cache over to whoever goes on with its request."""
+
+    request: str
+    label: KvLabel
+    kv: Kv
+
+
+class KvPut(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV cache can be fetched; None when it was not kept, and `why`."""
+
+    request: str
+    blob: Blob | None
+    why: str = ""
+
+
+class FetchKv(msgspec.Struct, frozen=True, kw_only=True):
+    """Get the KV cache that another worker handed over."""
+
+    request: str
+    label: KvLabel
+    blob: Blob
+
+
+class KvFetched(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache, its digest and label checked; None when there is none, and `why`."""
+
+    request: str
+    kv: Kv | None
+    why: str = ""
+
+
+class DropKv(msgspec.Struct, frozen=True, kw_only=True):
+    """Nobody will go on from this KV cache any more."""
+
+    blob: Blob
+
+
+# Records
+
+
+class FetchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Read the chain of progress records that ends at `resume`."""
+
+    request: str
+    resume: Resume
+
+
+class ProgressFetched(msgspec.Struct, frozen=True, kw_only=True):
+    """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
+
+    request: str
+    chunks: Sequence[Progress]
+    why: str = ""
+
+
+class EncodeTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the value and headers of a trajectory."""
+
+    request: str
+    trajectory: Trajectory
+
+
+class TrajectoryEncoded(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory as the bus takes it."""
+
+    request: str
+    value: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    sha256: str
+
+
+class EncodeProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the value of a progress record."""
+
+    request: str
+    progress: Progress
+
+
+class ProgressEncoded(msgspec.Struct, frozen=True, kw_only=True):
+    """A progress record as the bus takes it."""
+
+    request: str
+    value: bytes
+
+
+class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The record broke a rule of its schema, so nothing may be logged of this request."""
+
+    request: str
+    message: str
+
+
+Effect = (
+    PromptCall
+    | EnvStep
+    | RewardCall
+    | Forget
+    | EngineAdd
+    | EngineCancel
+    | EngineExport
+    | LoadWeights
+    | DropWeights
+    | PutKv
+    | FetchKv
+    | DropKv
+    | FetchProgress
+    | EncodeTrajectory
+    | EncodeProgress
+)
+
+RequestEvent = (
+    PromptReady
+    | EnvObserved
+    | Rewarded
+    | TaskFailed
+    | EpisodeLost
+    | EngineStarted
+    | TokensSampled
+    | RequestFinished
+    | EngineExported
+    | KvPut
+    | KvFetched
+    | ProgressFetched
+    | TrajectoryEncoded
+    | ProgressEncoded
+    | EncodeFailed
+)
+"""What becomes of one request; the machine takes what concerns the engine as a whole."""

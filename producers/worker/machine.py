@@ -1,0 +1,412 @@
+"""The rollout worker without IO: obeys decisions meant for its own incarnation, and checks them.
+
+It reads the decisions topic and nothing else, from a position taken before it joined: whatever was
+decided about this incarnation lies behind it. It hosts one version and has a target. While the two
+differ, requests of the hosted version that it already has are finished (a decision may take them
+away), then the target is loaded; requests of the target wait for it. Any other version is refused.
+
+Three ways out. Drained: nothing more is taken, what is here is finished, then `worker left`. Asked
+to stop: running requests get a last progress record, finished ones are still logged, then
+`worker left` says how far each had come. Fenced: everything is dropped, nothing is published any
+more under this epoch, the loop ends; the role joins again under a new epoch, if nobody else has
+taken its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.core.runtime import (
+    BUS_TURN_NS,
+    CaughtUp,
+    HeldBack,
+    Now,
+    Outputs,
+    Publish,
+    Published,
+    StopAsked,
+)
+from dora_pipe.core.status_schedule import Address, StatusSchedule
+from dora_pipe.core.wait_tracker import PendingWait, WaitTracker
+from dora_pipe.producers.engines.port import WeightsLoaded
+from dora_pipe.producers.worker.effects import (
+    DropWeights,
+    EngineFailed,
+    LoadFailed,
+    LoadWeights,
+)
+from dora_pipe.producers.worker.request import (
+    ANY_VERSION,
+    NOTHING,
+    WAITING_PHASES,
+    Hosted,
+    Phase,
+    WorkerSetup,
+    pin_of,
+)
+from dora_pipe.producers.worker.requests import PROGRESS_TAG, Requests
+from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
+from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
+from dora_pipe.schemas.metrics import Cost, WorkerStatus
+from dora_pipe.schemas.rounds import (
+    Assign,
+    Cancel,
+    Decision,
+    Drain,
+    Fence,
+    Move,
+    Place,
+    PlacedRequest,
+    StopRun,
+    Succession,
+)
+from dora_pipe.schemas.wire import encode
+from dora_pipe.store.transfers.port import weights_url
+
+Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
+"""`replaced`: a decision names a later incarnation of this worker's name."""
+
+PROGRESS_STATUS_NS: Final = BUS_TURN_NS
+"""A status follows an acknowledged progress record at once, but so long after the last one, and
+when that one is paid for (`StatusSchedule`): what it names is what a lost request goes on from."""
+
+
+class LoadedVersions:
+    """The versions of a worker that hosts several at once; with one at a time, never any.
+
+    The orchestrator decides which those are. Every request runs under its own, and goes on under it
+    while another one is loaded.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.several = most > 1
+        self._digests: dict[int, str] = {}
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that requests may run under, ascending."""
+        return sorted(self._digests)
+
+    def has(self, version: int, digest: str) -> bool:
+        """Whether these weights are loaded as this version."""
+        return self._digests.get(version) == digest
+
+    def add(self, hosted: Hosted) -> None:
+        """One more is loaded."""
+        self._digests[hosted.version] = hosted.digest
+
+    def drop(self, versions: tuple[int, ...]) -> tuple[int, ...]:
+        """Forget versions; answers with those that were here."""
+        return tuple(one for one in versions if self._digests.pop(one, None) is not None)
+
+
+class WorkerMachine:
+    """One incarnation of a rollout worker.
+
+    Example: ``Runtime(WorkerMachine(setup, cost=meter.cost, kv_used=...), ...).run(stop)``;
+    afterwards `outcome` and `error` say how it ended.
+    """
+
+    def __init__(
+        self, setup: WorkerSetup, *, cost: Callable[[], Cost], kv_used: Callable[[], int]
+    ) -> None:
+        self.setup = setup
+        self.requests = Requests(setup)
+        self.hosted = NOTHING
+        self.target = NOTHING
+        self.loading: Hosted | None = None
+        self.loaded = LoadedVersions(setup.versions_resident)
+        self.outcome: Outcome = "running"
+        self.error = ""
+        self.error_here = False
+        """What went wrong is of this process or machine; see `LoadFailed`."""
+        self.fenced_for = ""
+        """Why the orchestrator has fenced it."""
+        self.run_over = False
+        self._cost = cost
+        self._kv_used = kv_used
+        self._draining = ""
+        self._leaving = ""
+        self._leave_by_ns = 0
+        self._schedule = StatusSchedule(heartbeat_ns=setup.heartbeat_ns, quiet_ns=setup.quiet_ns)
+        self._delta = ProgressDelta()
+        self._waits = WaitTracker(setup.worker, setup.limits)
+        self._loading_ns = 0
+        self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
+        self._succession = Succession()
+
+    @property
+    def finished(self) -> bool:
+        """Whether this incarnation is over."""
+        return self.outcome != "running"
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        """The decisions, from before this incarnation joined."""
+        decisions = TopicPartition(self.setup.topics.decisions, 0)
+        return {decisions: self.setup.decisions_from}
+
+    def wake_at(self) -> int:
+        """When the next status is due, or the end of patience while leaving."""
+        if self._leaving:
+            return min(self._schedule.due_ns, self._leave_by_ns)
+        return self._schedule.due_ns
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """Take the inputs in order, then start whatever has become possible."""
+        out = self.requests.out = Outputs()
+        self.requests.now_ns = now.mono_ns
+        for one in inputs:
+            if not self.finished:
+                self._take(one, now)
+        if not self.finished:
+            self._go_on(now)
+        if self.outcome in ("fenced", "replaced"):
+            self.requests.drop_all()
+            return Outputs()
+        return out
+
+    def waits(self, now_ns: int) -> list[PendingWait]:
+        """What it waits for at this monotonic time."""
+        at = Situation(
+            hosted=self.hosted.version,
+            loading=self.loading.version if self.loading else None,
+            loading_ns=self._loading_ns,
+            tokens_ns=self._tokens[1],
+            now_ns=now_ns,
+            heartbeat_ns=self.setup.heartbeat_ns,
+        )
+        return waits(self.requests.by_key.values(), at)
+
+    # Inputs
+
+    def _take(self, one: Any, now: Now) -> None:
+        match one:
+            case Record():
+                self._on_record(one, now)
+            case Published():
+                self._on_published(one, now)
+            case WeightsLoaded():
+                self._on_loaded(one, now)
+            case LoadFailed():
+                what = f"worker {self.setup.worker} cannot host version {one.version}"
+                self._fail(f"{what}: {one.message}", one.here, now)
+            case EngineFailed():
+                what = f"the engine of worker {self.setup.worker} failed"
+                self._fail(f"{what}: {one.message}", True, now)
+            case StopAsked():
+                self._leave("its process was asked to stop", now)
+            case CaughtUp() | HeldBack():
+                pass  # what concerns it was decided after it joined; what comes late is obeyed late
+            case _:
+                self.requests.handle(one, now)
+
+    def _on_record(self, record: Record, now: Now) -> None:
+        """A round. Raises SchemaError, InvariantBroken: what was decided must not be skipped."""
+        round_ = self._succession.read(record.offset, record.value)
+        if round_ is None:
+            self.requests.counts["rounds of an older orchestrator"] += 1
+            return
+        for decision in round_.decisions:
+            if not self.finished:
+                self._obey(decision, now)
+
+    def _on_published(self, event: Published, now: Now) -> None:
+        self.requests.handle_published(event, now)
+        if event.tag.startswith(PROGRESS_TAG):
+            self._schedule.bring_forward(PROGRESS_STATUS_NS)
+
+    def _on_loaded(self, event: WeightsLoaded, now: Now) -> None:
+        if self.loading is None or event.version != self.loading.version:
+            self.requests.counts["refused"] += 1
+            return
+        self.hosted, self.loading = self.loading, None
+        if self.loaded.several:
+            self.loaded.add(self.hosted)
+        else:
+            self.requests.weights_replaced(self.hosted, now)
+        self._ready(event.load_ms, now)
+
+    def _fail(self, error: str, here: bool, now: Now) -> None:
+        self.loading, self.error, self.error_here = None, error, here
+        self._leave(error, now)
+
+    # Decisions
+
+    def _obey(self, decision: Decision, now: Now) -> None:
+        """Do what a decision says; those of other types are somebody else's."""
+        match decision:
+            case Place():
+                self._on_place(decision, now)
+            case Cancel() if self._mine(decision):
+                self.requests.cancel(decision.trajectory, decision.attempt)
+            case Move() if self._mine(decision):
+                self.requests.move(decision.trajectory, decision.attempt, now)
+            case Assign() if self._mine(decision):
+                self._on_assign(decision, now)
+            case Drain() if self._mine(decision):
+                self._draining = self._draining or f"drained: {decision.reason}"
+            case Fence() if self._mine(decision):
+                self.outcome, self.fenced_for = "fenced", decision.reason
+            case StopRun():
+                self.run_over = True
+                self._leaving = self._leaving or f"{RUN_STOPPED}: {decision.reason}"
+                self._left(now)
+
+    def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place) -> bool:
+        """Whether it is meant for this incarnation; a later one means that this is replaced."""
+        if decision.worker != self.setup.worker:
+            return False
+        if decision.epoch > self.setup.epoch:
+            self.outcome = "replaced"
+        elif decision.epoch < self.setup.epoch:
+            self.requests.counts["decisions for an earlier epoch"] += 1
+        return decision.epoch == self.setup.epoch
+
+    def _on_place(self, place: Place, now: Now) -> None:
+        if place.worker != self.setup.worker:
+            return
+        mine = self._mine(place)
+        if self.finished or (mine and (self._leaving or self._draining)):
+            return  # `worker left` hands them back, with all others
+        for request in place.requests():
+            refusal = self._refusal(request)
+            if refusal is None:
+                self.requests.place(request, now)
+            else:
+                error, message, retryable = refusal
+                self.requests.fail(request, now, error, message, retryable=retryable)
+
+    def _refusal(self, place: PlacedRequest) -> tuple[str, str, bool] | None:
+        """(error, message, retryable) of what cannot be taken."""
+        setup, spec = self.setup, place.spec
+        where = f"{place.trajectory} was placed on worker {setup.worker}"
+        if place.epoch != setup.epoch:
+            why = f"{where} under role epoch {place.epoch}, which ended: this is {setup.epoch}"
+            return "EarlierEpoch", why, True
+        if spec.dataset_digest != setup.digests[spec.purpose]:
+            mine = setup.digests[spec.purpose][:12]
+            why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine}"
+            return "OtherDataset", why, False
+        mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
+        has = self.loaded.has(spec.version, spec.digest)
+        if not (mixes or has) and Hosted(spec.version, spec.digest) != self.target:
+            why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
+            why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
+            return "OtherVersion", why, True
+        if len(self.requests.by_key) >= setup.requests_max:
+            return "TooMany", f"{where}, which holds {setup.requests_max} requests already", True
+        return None
+
+    def _on_assign(self, assign: Assign, now: Now) -> None:
+        if self._leaving or self._draining:
+            return
+        self.target = Hosted(assign.version, assign.digest)
+        dropped = self.loaded.drop(assign.drop)
+        self.requests.hold_versions(now, *self._versions())
+        if dropped:
+            self.requests.ask(DropWeights(versions=dropped))
+        if self.loaded.has(assign.version, assign.digest):
+            self.hosted = self.target
+        if self.target == self.hosted and self.loading is None:
+            self._ready(0.0, now)
+
+    # What follows
+
+    def _go_on(self, now: Now) -> None:
+        requests = self.requests
+        requests.report(now)
+        requests.write_progress()
+        late = self._leaving and now.mono_ns >= self._leave_by_ns
+        if late or ((self._leaving or self._draining) and not requests.by_key):
+            self._left(now)
+            return
+        if self.loading is None and not self._leaving:
+            if self.loaded.several:
+                requests.fill(*self.loaded.versions)
+                busy = self.hosted == self.target
+            else:
+                busy = self.hosted == self.target or requests.generating(self.hosted.version) > 0
+                if busy:
+                    requests.fill(self.hosted.version)
+            if not busy:
+                self._load(now)
+        if now.mono_ns >= self._schedule.due_ns:
+            self._status(now)
+
+    def _versions(self) -> list[int]:
+        """Those that requests may wait for here."""
+        others = self.loaded.versions if self.loaded.several else [self.hosted.version]
+        return [*others, self.target.version]
+
+    def _load(self, now: Now) -> None:
+        self.loading, self._loading_ns = self.target, now.mono_ns
+        effect = LoadWeights(
+            version=self.target.version,
+            digest=self.target.digest,
+            keep=self.setup.interruptible,
+        )
+        self.requests.ask(effect)
+
+    def _ready(self, load_ms: float, now: Now) -> None:
+        """The hosted version may be the target, or one that was replaced while it was loaded."""
+        hosted = self.hosted
+        self.requests.hold_versions(now, *self._versions())
+        record = WorkerReady(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            version=hosted.version,
+            digest=hosted.digest,
+            load_ms=load_ms,
+        )
+        self._publish(self.setup.topics.control, record)
+
+    def _leave(self, reason: str, now: Now) -> None:
+        if self._leaving:
+            return
+        self._leaving = reason
+        self._leave_by_ns = now.mono_ns + self.setup.stop_timeout_ns
+        self.requests.leave()
+
+    def _left(self, now: Now) -> None:
+        requests = self.requests
+        record = WorkerLeft(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            reason=self._leaving or self._draining,
+            progress={**requests.left, **requests.progress()},
+        )
+        self._publish(self.setup.topics.control, record)
+        self.outcome = "failed" if self.error else "left"
+        requests.drop_all()
+
+    def _status(self, now: Now) -> None:
+        requests, setup = self.requests, self.setup
+        if requests.tokens_total != self._tokens[0] or not requests.in_phase(Phase.RUNNING):
+            self._tokens = (requests.tokens_total, now.mono_ns)
+        found = self.waits(now.mono_ns)
+        status = WorkerStatus(
+            at_ns=now.wall_ns,
+            waits=self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
+            cost=self._cost(),
+            worker=setup.worker,
+            epoch=setup.epoch,
+            version=self.hosted.version,
+            active=requests.in_phase(Phase.RUNNING),
+            waiting=requests.in_phase(*WAITING_PHASES),
+            kv_used_tokens=self._kv_used(),
+            tokens_total=requests.tokens_total,
+            progress=requests.progress(),
+            weights_at=weights_url(setup.transfers, self.hosted.digest),
+        )
+        to = Address(setup.topics.metrics, setup.worker.encode())
+        requests.out.publish += self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)
+
+    def _publish(self, topic: str, record: msgspec.Struct) -> None:
+        append = Append(topic=topic, key=self.setup.worker.encode(), value=encode(record))
+        self.requests.out.publish.append(Publish(record=append))

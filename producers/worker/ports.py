@@ -1,0 +1,600 @@
+"""The worker's ports: to its engine, its task pool, the handover of KV caches, and its records.
+
+Weights and KV caches are moved in threads; the rest in the loop's own, in bounded bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.effect_runner import (
+    EffectRunner,
+    Handler,
+    Handlers,
+    attempt,
+    run_effect,
+    unanswered,
+)
+from dora_pipe.core.errors import (
+    BusError,
+    DoraError,
+    InvariantBroken,
+    ResourceError,
+    SchemaError,
+    reason,
+)
+from dora_pipe.core.retry import FINAL_ERRORS
+from dora_pipe.core.runtime import Meter
+from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
+from dora_pipe.producers.tasks import calls
+from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    DropKv,
+    DropWeights,
+    EncodeFailed,
+    EncodeProgress,
+    EncodeTrajectory,
+    EngineAdd,
+    EngineCancel,
+    EngineExport,
+    EngineExported,
+    EngineFailed,
+    EngineStarted,
+    EnvObserved,
+    EnvStep,
+    FetchKv,
+    FetchProgress,
+    KvFetched,
+    KvPut,
+    LoadFailed,
+    LoadWeights,
+    ProgressEncoded,
+    ProgressFetched,
+    PromptReady,
+    PutKv,
+    RewardCall,
+    TrajectoryEncoded,
+)
+from dora_pipe.producers.worker.kv_handover import Handover
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory_codec import (
+    decode_progress,
+    encode_progress,
+    encode_trajectory,
+    header_pairs,
+)
+from dora_pipe.store.transfers.port import Lost
+
+STEP_NS: Final = 10_000_000
+"""The engine steps until so much time has passed, so that a turn of the loop costs little beside
+it; no slot waits for that, the port has requests ahead."""
+
+STEPS_MAX: Final = 64
+"""Steps in one poll, also where no time passes."""
+
+CLOSE_S: Final = 30.0
+"""Closing waits so long for weights that are being loaded."""
+
+CODEC_BUDGET_NS: Final = 5_000_000
+
+CHAIN_MAX: Final = 4096
+"""Progress records of one request; a longer chain is not followed."""
+
+CHAIN_TIMEOUT_NS: Final = 10_000_000_000
+"""A chain that could not be read in this time is given up: its request starts from the prompt."""
+
+
+class EnginePort:
+    """Drives an engine, and refills its slots between two steps from the requests it was handed.
+
+    With `in_thread`, weights are loaded beside the loop. An engine that fails in the loop is not
+    touched any more: its worker hears `EngineFailed` and leaves.
+    """
+
+    effects: tuple[type, ...] = (EngineAdd, EngineCancel, EngineExport, DropWeights, LoadWeights)
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights_path: Callable[[str], Path],
+        *,
+        clock: Clock,
+        in_thread: bool = True,
+        steps_max: int = STEPS_MAX,
+    ) -> None:
+        self._engine = engine
+        self._weights_path = weights_path
+        self._clock = clock
+        self._steps_max = steps_max
+        self._events: list[Any] = []
+        self._ahead: dict[str, EngineRequest] = {}
+        self._later: list[Any] = []  # weights are being loaded
+        self._gone = False
+        self._handlers: Handlers = {
+            EngineAdd: Handler(do=self._add, failed=self._failed),
+            EngineCancel: Handler(do=self._cancel, failed=self._failed),
+            EngineExport: Handler(do=self._export, failed=self._not_exported),
+            DropWeights: Handler(do=self._drop, failed=self._failed),
+        }
+        loading: Handlers = {LoadWeights: Handler(do=self._load, failed=_not_loaded)}
+        self._loading = EffectRunner("load-weights", loading, in_thread=in_thread)
+
+    def start(
+        self, effect: EngineAdd | EngineCancel | EngineExport | DropWeights | LoadWeights
+    ) -> None:
+        """See the effects."""
+        if isinstance(effect, LoadWeights):
+            assert not self._loading.working, "weights are loaded one version at a time"
+            self._loading.start(effect)
+        elif self._loading.working and not self._is_ahead(effect):
+            self._later.append(effect)  # the thread has the engine
+        else:
+            self._events += run_effect(self._handlers, effect)
+
+    def poll(self) -> list[Any]:
+        """Steps for the budget; or whether loading has come to an end."""
+        if self._loading.working:
+            events, self._events = self._events, []
+            return events
+        self._events += self._loading.poll()
+        later, self._later = self._later, []
+        for effect in later:
+            self._events += run_effect(self._handlers, effect)
+        if not self._gone:
+            self._events += attempt(
+                "a step of the engine", self._steps, partial(self._failed, None)
+            )
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are tokens to sample."""
+        if self._events or self._loading.busy:
+            return True
+        return not self._gone and (bool(self._ahead) or self._engine.active > 0)
+
+    def close(self) -> None:
+        """Wait a while for weights under way. Who made the engine closes it."""
+        self._loading.close(wait_s=CLOSE_S)
+
+    def _is_ahead(self, effect: Any) -> bool:
+        """Whether it concerns no slot: a request to come, or one that has none yet."""
+        return isinstance(effect, EngineAdd) or (
+            isinstance(effect, EngineCancel) and effect.request in self._ahead
+        )
+
+    def _steps(self) -> Iterator[Any]:
+        until_ns = self._clock.now_ns() + STEP_NS
+        for _ in range(self._steps_max):
+            yield from self._refill()
+            if not self._engine.active:
+                break
+            yield from self._engine.step()
+            if self._clock.now_ns() >= until_ns:
+                break
+
+    def _refill(self) -> Iterator[Any]:
+        """Fill free slots in order. A request that the engine refuses has ended with an error."""
+        while self._ahead and self._engine.active < self._engine.slots:
+            name = next(iter(self._ahead))
+            request, why = self._ahead.pop(name), None
+            if request.kv is not None:
+                why = self._engine.kv_error(request)
+                request = request if why is None else replace(request, kv=None)
+            yield EngineStarted(
+                request=name,
+                at_ns=self._clock.wall_ns(),
+                imported=request.kv is not None,
+                why=why or "",
+            )
+            try:
+                self._engine.add(request)
+            except ValueError as error:
+                yield RequestFinished(request=name, reason="error", error=str(error))
+
+    def _add(self, effect: EngineAdd) -> Iterator[Any]:
+        self._ahead[effect.request.request] = effect.request
+        yield from ()
+
+    def _cancel(self, effect: EngineCancel) -> Iterator[Any]:
+        if self._ahead.pop(effect.request, None) is None and not self._gone:
+            self._engine.cancel(effect.request)
+        yield from ()
+
+    def _drop(self, effect: DropWeights) -> Iterator[Any]:
+        for version in effect.versions:
+            if not self._gone:
+                self._engine.drop(version)
+        yield from ()
+
+    def _export(self, effect: EngineExport) -> Iterator[Any]:
+        """Take a request out. One that has ended tells of that itself."""
+        if self._gone:
+            yield EngineExported(request=effect.request, kv=None)
+            return
+        found = self._engine.export(effect.request)
+        if found is None:
+            return
+        if found.sampled is not None:
+            yield found.sampled
+        yield EngineExported(request=effect.request, kv=found.kv)
+
+    def _load(self, effect: LoadWeights) -> Iterator[Any]:
+        path = self._weights_path(effect.digest)
+        load = self._engine.reload_keeping if effect.keep else self._engine.load
+        loaded = load(path, version=effect.version, digest=effect.digest)
+        yield from loaded if isinstance(loaded, list) else [loaded]
+
+    def _failed(self, effect: Any, error: Exception) -> list[Any]:
+        """The engine is in no state that anybody knows. Raises InvariantBroken."""
+        if isinstance(error, InvariantBroken):
+            raise error
+        self._gone = True
+        self._ahead.clear()
+        return [EngineFailed(message=reason(error))]
+
+    def _not_exported(self, effect: EngineExport, error: Exception) -> list[Any]:
+        return [EngineExported(request=effect.request, kv=None), *self._failed(effect, error)]
+
+
+def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:
+    """Raises InvariantBroken: no other worker would help."""
+    if isinstance(error, InvariantBroken):
+        raise error
+    # What is known to be wrong with a version, or with the run, is wrong everywhere.
+    here = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
+    return [LoadFailed(version=effect.version, message=reason(error), here=here)]
+
+
+class Tasks(Protocol):
+    """What the task port needs of a `TaskPool`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has work for the next poll."""
+        ...
+
+    def start(self, effect: TaskCall | Forget) -> None:
+        """Begin a call."""
+        ...
+
+    def poll(self) -> Sequence[TaskEvent]:
+        """Events since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stop."""
+        ...
+
+
+class Texts(Protocol):
+    """What the task port needs of a `Tokenizer`."""
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        ...
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text that is appended."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens."""
+        ...
+
+
+class TaskPort:
+    """Text on one side, token ids on the other: prompts, environments and rewards."""
+
+    effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
+
+    def __init__(self, tasks: Tasks, texts: Texts) -> None:
+        self._tasks = tasks
+        self._texts = texts
+        self._failures: list[Any] = []
+        self._handlers: Handlers = {
+            PromptCall: Handler(do=self._pass_on, failed=self._failed),
+            EnvStep: Handler(do=self._step, failed=self._failed),
+            RewardCall: Handler(do=self._score, failed=self._failed),
+            Forget: Handler(do=self._pass_on, failed=unanswered),
+        }
+
+    def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
+        """Hand a call to the pool."""
+        self._failures += run_effect(self._handlers, effect)
+
+    def poll(self) -> list[Any]:
+        """The pool's events, texts as token ids; a text that has none fails its request alone."""
+        events, self._failures = self._failures, []
+        for event in self._tasks.poll():
+            translated, failed = partial(self._translated, event), partial(self._failed, event)
+            events += attempt(type(event).__name__, translated, failed)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether the pool has calls to hand out or events to give."""
+        return bool(self._failures) or self._tasks.busy
+
+    def close(self) -> None:
+        """Stop the pool."""
+        self._tasks.close()
+
+    def _pass_on(self, effect: PromptCall | Forget) -> Iterator[Any]:
+        self._tasks.start(effect)
+        yield from ()
+
+    def _step(self, effect: EnvStep) -> Iterator[Any]:
+        text = self._texts.text(effect.token_ids)
+        self._tasks.start(calls.EnvStep(request=effect.request, text=text))
+        yield from ()
+
+    def _score(self, effect: RewardCall) -> Iterator[Any]:
+        self._tasks.start(self._reward_call(effect))
+        yield from ()
+
+    def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
+        """As any call that failed; its episode is of no use any more."""
+        forgotten = run_effect(self._handlers, Forget(request=effect.request))
+        message = calls.one_line(reason(error))
+        failed = TaskFailed(request=effect.request, error=type(error).__name__, message=message)
+        return [*forgotten, failed]
+
+    def _reward_call(self, effect: RewardCall) -> calls.RewardCall:
+        answer = self._texts.text(effect.answer)
+        single = len(effect.turns) == 1
+        turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
+        return calls.RewardCall(
+            request=effect.request,
+            split=effect.split,
+            index=effect.index,
+            text=answer,
+            turns=turns,
+        )
+
+    def _translated(self, event: TaskEvent) -> Iterator[Any]:
+        if isinstance(event, calls.PromptReady):
+            ids = self._texts.prompt_ids(event.text)
+            yield PromptReady(request=event.request, token_ids=ids, episode=event.episode)
+        elif isinstance(event, calls.EnvObserved):
+            yield EnvObserved(
+                request=event.request,
+                token_ids=self._texts.ids(event.text),
+                done=event.done,
+                tool=event.tool,
+                ok=event.ok,
+            )
+        else:
+            yield event
+
+
+class HandoverPort(EffectRunner):
+    """Runs a `Handover`, one cache after the other: in a thread, as writing, hashing and mapping
+    files takes time that grows with the cache, or at once (virtual time).
+
+    A cache that is lost on the way costs a prefill, whatever it was lost by, for a
+    reason in the same words every time.
+    """
+
+    effects: tuple[type, ...] = (PutKv, FetchKv, DropKv)
+
+    def __init__(self, handover: Handover, *, in_thread: bool = True) -> None:
+        handlers: Handlers = {
+            PutKv: Handler(do=partial(_put_kv, handover), failed=_not_put),
+            FetchKv: Handler(do=partial(_fetch_kv, handover), failed=_not_fetched),
+            DropKv: Handler(do=partial(_drop_kv, handover), failed=unanswered),
+        }
+        super().__init__("handover", handlers, in_thread=in_thread)
+
+
+def _put_kv(handover: Handover, effect: PutKv) -> Iterator[KvPut]:
+    blob = handover.put(effect.label, effect.kv)
+    if isinstance(blob, Lost):
+        yield KvPut(request=effect.request, blob=None, why=blob.why)
+    else:
+        yield KvPut(request=effect.request, blob=blob)
+
+
+def _fetch_kv(handover: Handover, effect: FetchKv) -> Iterator[KvFetched]:
+    kv = handover.fetch(effect.label, effect.blob)
+    if isinstance(kv, Lost):
+        yield KvFetched(request=effect.request, kv=None, why=kv.why)
+    else:
+        yield KvFetched(request=effect.request, kv=kv)
+
+
+def _drop_kv(handover: Handover, effect: DropKv) -> Iterator[KvPut]:
+    handover.drop(effect.blob)
+    yield from ()
+
+
+def _not_put(effect: PutKv, error: Exception) -> list[KvPut]:
+    return [KvPut(request=effect.request, blob=None, why=type(error).__name__)]
+
+
+def _not_fetched(effect: FetchKv, error: Exception) -> list[KvFetched]:
+    return [KvFetched(request=effect.request, kv=None, why=type(error).__name__)]
+
+
+class CodecPort:
+    """Makes the bytes of trajectories and progress records, booked to the meter as `codec`."""
+
+    effects: tuple[type, ...] = (EncodeTrajectory, EncodeProgress)
+
+    def __init__(self, meter: Meter, *, clock: Clock) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._queue: deque[EncodeTrajectory | EncodeProgress] = deque()
+        self._handlers: Handlers = {
+            EncodeTrajectory: Handler(do=_trajectory, failed=_not_encoded),
+            EncodeProgress: Handler(do=_progress, failed=_not_encoded),
+        }
+
+    def start(self, effect: EncodeTrajectory | EncodeProgress) -> None:
+        """Queue a record."""
+        self._queue.append(effect)
+
+    def poll(self) -> list[Any]:
+        """Records for the budget, in order."""
+        if not self._queue:
+            return []
+        events: list[Any] = []
+        until_ns = self._clock.now_ns() + CODEC_BUDGET_NS
+        with self._meter.spend("codec"):
+            while self._queue:
+                events += run_effect(self._handlers, self._queue.popleft())
+                if self._clock.now_ns() >= until_ns:
+                    break
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether records wait."""
+        return bool(self._queue)
+
+    def close(self) -> None:
+        """Forget what waits."""
+        self._queue.clear()
+
+
+def _trajectory(effect: EncodeTrajectory) -> Iterator[TrajectoryEncoded]:
+    value, headers = encode_trajectory(effect.trajectory)
+    yield TrajectoryEncoded(
+        request=effect.request,
+        value=value,
+        headers=header_pairs(headers),
+        sha256=headers.sha256,
+    )
+
+
+def _progress(effect: EncodeProgress) -> Iterator[ProgressEncoded]:
+    yield ProgressEncoded(request=effect.request, value=encode_progress(effect.progress))
+
+
+def _not_encoded(effect: EncodeTrajectory | EncodeProgress, error: Exception) -> list[EncodeFailed]:
+    return [EncodeFailed(request=effect.request, message=reason(error))]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chain:
+    """A chain while it is read, newest record first."""
+
+    request: str
+    tp: TopicPartition
+    wanted: int
+    """Offset of the record that is read next."""
+    until_ns: int
+    reader: Reader | None = None
+    found: list[Progress] = field(default_factory=list)
+
+
+class ProgressPort:
+    """Follows chains of progress records back to their beginning.
+
+    A chain that breaks (a record that is not there, cannot be read, or names a later one as the
+    one before it) comes back empty, with the reason.
+    """
+
+    effects: tuple[type, ...] = (FetchProgress,)
+
+    def __init__(self, bus: Bus, topic: str, meter: Meter, *, clock: Clock) -> None:
+        self._bus = bus
+        self._topic = topic
+        self._meter = meter
+        self._clock = clock
+        self._chains: deque[_Chain] = deque()
+
+    def start(self, effect: FetchProgress) -> None:
+        """Begin at the newest record."""
+        chain = _Chain(
+            request=effect.request,
+            tp=TopicPartition(self._topic, effect.resume.partition),
+            wanted=effect.resume.offset,
+            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
+        )
+        self._chains.append(chain)
+
+    def poll(self) -> list[Any]:
+        """The next record of the chain whose turn it is."""
+        if not self._chains:
+            return []
+        chain = self._chains.popleft()
+        events = list(attempt("FetchProgress", partial(self._next, chain), partial(_lost, chain)))
+        if events:
+            _let_go(chain)
+        else:
+            self._chains.append(chain)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether a chain is being read."""
+        return bool(self._chains)
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        while self._chains:
+            _let_go(self._chains.popleft())
+
+    def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
+        """What has become of the chain; nothing as long as it is being read."""
+        record = self._read(chain)
+        if record is None:
+            if self._clock.now_ns() >= chain.until_ns:
+                yield _broken(chain, "it could not be read in time")
+        elif record.offset != chain.wanted:
+            yield _broken(chain, f"there is no record at offset {chain.wanted}")
+        else:
+            yield from self._take(chain, record)
+
+    def _take(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
+        try:
+            with self._meter.spend("codec"):
+                chunk = decode_progress(record.value)
+        except SchemaError as error:
+            yield _broken(chain, f"the record at offset {record.offset}: {error.message}")
+            return
+        chain.found.append(chunk)
+        if chunk.previous < 0:
+            yield ProgressFetched(request=chain.request, chunks=chain.found[::-1])
+        elif chunk.previous >= chain.wanted or len(chain.found) >= CHAIN_MAX:
+            yield _broken(chain, f"the record at offset {record.offset} names no earlier one")
+        chain.wanted = chunk.previous
+
+    def _read(self, chain: _Chain) -> Record | None:
+        """The first record from the wanted offset on; None as long as the bus has none to give."""
+        with self._meter.spend("bus"):
+            try:
+                if chain.reader is None:
+                    chain.reader = self._bus.reader({chain.tp: chain.wanted})
+                chain.reader.seek(chain.tp, chain.wanted)
+                records = chain.reader.poll(timeout_s=0.0, records_max=1)
+            except FINAL_ERRORS:
+                raise
+            except BusError:
+                return None
+        return records[0] if records else None
+
+
+def _let_go(chain: _Chain) -> None:
+    if chain.reader is not None:
+        chain.reader.close()
+
+
+def _broken(chain: _Chain, why: str) -> ProgressFetched:
+    return ProgressFetched(request=chain.request, chunks=(), why=why)
+
+
+def _lost(chain: _Chain, error: Exception) -> list[ProgressFetched]:
+    """Raises a BusError: those of one chain were taken before, others are the role's."""
+    if isinstance(error, BusError):
+        raise error
+    return [_broken(chain, reason(error))]

@@ -1,0 +1,367 @@
+"""One request on its way through a worker, and the records made of it; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from dora_pipe.core.errors import one_line
+from dora_pipe.core.runtime import Now
+from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
+from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.worker.sequence import TokenSequence
+from dora_pipe.schemas.control import (
+    ERROR_CHARACTERS_MAX,
+    FinishReason,
+    LoggedEntry,
+    RequestReleased,
+    Resume,
+)
+from dora_pipe.schemas.identity import Purpose, trajectory_seed
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Meta, Sampler, Times, Trajectory
+from dora_pipe.schemas.wire import SCHEMA_VERSION
+
+ANY_VERSION: Final = -2
+"""What a request waits for that goes on under any version from its own on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A version with its weights digest (hex)."""
+
+    version: int
+    digest: str
+
+
+NOTHING: Final = Hosted(-1, "")
+"""What a worker hosts before its first assignment."""
+
+
+class Phase(StrEnum):
+    """Where a request is; the value says in words what it waits for, for all in it."""
+
+    PROMPTING = "prompts"
+    RESUMING = "progress records"
+    FETCHING = "KV caches"
+    WAITING = "slots"
+    RUNNING = "tokens"
+    ENVIRONMENT = "environments"
+    REWARDING = "rewards"
+    ENCODING = "the codec"
+    LOGGING = "the trajectories topic"
+    LEAVING = "the progress topic"
+    EXPORTING = "the engine to let go"
+    RELEASING = "the handover"
+
+
+GENERATING = frozenset(
+    {
+        Phase.PROMPTING,
+        Phase.RESUMING,
+        Phase.FETCHING,
+        Phase.WAITING,
+        Phase.RUNNING,
+        Phase.ENVIRONMENT,
+    }
+)
+"""Phases that still need the engine: a version is kept until none of its requests is in one."""
+
+WAITING_PHASES = (Phase.PROMPTING, Phase.RESUMING, Phase.FETCHING, Phase.WAITING)
+"""Phases of a request that has not come to a slot yet."""
+
+MOVING = frozenset({Phase.EXPORTING, Phase.RELEASING})
+"""Phases of a request that goes on elsewhere; see `Requests.move`."""
+
+UNFINISHED = GENERATING | MOVING | {Phase.LEAVING}
+"""Phases in which a cancellation does not come too late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a worker incarnation is told once.
+
+    Example: ``WorkerSetup(topics=Topics("demo"), worker="w0", epoch=7, slots=64, prefetch=16,
+    context_tokens=1024, checkpoint_tokens=128, turns_max=8, heartbeat_ns=500_000_000,
+    stop_timeout_ns=30_000_000_000, decisions_from=12, digests={...}, params={...})``.
+    """
+
+    topics: Topics
+    worker: str
+    epoch: int
+    """Offset of this incarnation's `worker joined`."""
+    slots: int
+    prefetch: int
+    context_tokens: int
+    checkpoint_tokens: int
+    turns_max: int
+    heartbeat_ns: int
+    stop_timeout_ns: int
+    """How long finished requests may still wait for rewards after a stop was asked."""
+    decisions_from: int
+    """Position in the decisions topic, taken before joining."""
+    digests: Mapping[Purpose, str]
+    """Digest of the data set of each purpose."""
+    params: Mapping[Purpose, SamplingParams]
+    """Sampling settings of each purpose, stop token ids included."""
+    interruptible: bool = False
+    """Training requests go on under every version that is loaded; see
+    `Requests.weights_replaced`."""
+    versions_resident: int = 1
+    """Versions that it hosts at the same time."""
+    limits: Limits = DEFAULT_LIMITS
+    """Of its waits."""
+    quiet_ns: int = 0
+    """Without news, statuses are so far apart (`core.status_schedule`)."""
+    transfers: str = ""
+    """Address at which other workers get the weights that this one hosts; empty: nowhere."""
+
+    @property
+    def requests_max(self) -> int:
+        """Requests held at once, whatever they wait for; a placement beyond is refused."""
+        return 4 * (self.slots + self.prefetch)
+
+
+_NO_TOKENS: Final = TokenSequence([], at_ns=0)
+"""The sequence of a request that has no prompt yet; never changed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState:
+    """A request. Changed by `requests.Requests` alone."""
+
+    key: str
+    place: PlacedRequest
+    params: SamplingParams
+    seed: int
+    placed_ns: int
+    phase: Phase = Phase.PROMPTING
+    since_ns: int = 0
+    """When it entered its phase (monotonic)."""
+    pin: int
+    """The version it needs, or ANY_VERSION."""
+    hosted: Hosted
+    """What samples its present tokens, or samples its next ones."""
+    weights: dict[int, str] = field(default_factory=dict)
+    """Weights digest of every version that has sampled for it, its own among them."""
+    sequence: TokenSequence = _NO_TOKENS
+    episode: bool = False
+    """It has an environment: several turns, no progress records."""
+    restarts: int = 0
+    """How often its episode was lost."""
+    resume: Resume | None = None
+    """Its newest durable progress record."""
+    chunk_end: int = 0
+    """Sampled tokens that progress records cover, the one under way included."""
+    chunk_open: bool = False
+    """A progress record is under way: encoded, or appended and not yet acknowledged."""
+    blob: Blob | None = None
+    """Where its KV cache lies: the one it came with until it is used, or the one it leaves."""
+    kv: Kv | None = None
+    """Its KV cache, fetched and not yet in the engine."""
+    kv_open: bool = False
+    """Its KV cache is being handed over."""
+    asked_ns: int = 0
+    """When the environment was asked."""
+    started_ns: int | None = None
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    rewarded_ns: int | None = None
+    finish: FinishReason = "stop"
+    error: str | None = None
+    reward: float | None = None
+    reward_raw: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+    sha256: str = ""
+    value_bytes: int = 0
+
+    def under(self, hosted: Hosted) -> None:
+        """What samples its next tokens, if that may be another version than its own."""
+        if self.pin == ANY_VERSION:
+            self.hosted = hosted
+            self.weights[hosted.version] = hosted.digest
+
+    @property
+    def own(self) -> Hosted:
+        """The version it was dispatched under."""
+        return Hosted(self.place.spec.version, self.place.spec.digest)
+
+    def finish_of(self, context_tokens: int) -> FinishReason | None:
+        """How a resumed request had ended already, so that no slot may sample behind its end."""
+        if self.sequence.token_ids[-1] in self.params.stop_ids:
+            return "stop"
+        full = len(self.sequence) >= context_tokens
+        if full or self.sequence.sampled_tokens >= self.params.max_tokens:
+            return "length"
+        return None
+
+    def start_over(self) -> None:
+        """Forget all that was sampled."""
+        self.sequence = _NO_TOKENS
+        self.started_ns = self.first_token_ns = self.finished_ns = None
+
+
+def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
+    """The version that a request needs. Evaluations are of one version, whatever the run does."""
+    if setup.interruptible and place.spec.purpose == "train":
+        return ANY_VERSION
+    return place.spec.version
+
+
+def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState:
+    """A request that was just placed."""
+    spec = place.spec
+    return RequestState(
+        key=key_of(place.trajectory, place.attempt),
+        place=place,
+        pin=pin_of(place, setup),
+        hosted=Hosted(spec.version, spec.digest),
+        weights={spec.version: spec.digest},
+        params=setup.params[spec.purpose],
+        seed=seed_of(place),
+        placed_ns=now.wall_ns,
+        since_ns=now.mono_ns,
+        resume=place.resume,
+        blob=place.kv,
+    )
+
+
+def key_of(trajectory: str, attempt: int) -> str:
+    """The name of a request inside its worker: ``key_of("g0000000042-003", 2)``."""
+    return f"{trajectory}/{attempt}"
+
+
+def seed_of(place: PlacedRequest) -> int:
+    """The seed of the request's random stream: neither attempt nor worker enters it."""
+    return trajectory_seed(place.spec.seed, place.sibling)
+
+
+def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
+    """What the engine is told of a request; of several turns only what is left may be sampled."""
+    sequence, params, sampled = request.sequence, request.params, request.sequence.sampled_tokens
+    if request.episode:
+        params = replace(params, max_tokens=params.max_tokens - sampled)
+        sampled = emit_every = 0
+    return EngineRequest(
+        request=request.key,
+        token_ids=list(sequence.token_ids),
+        sampled=sampled,
+        seed=request.seed,
+        params=params,
+        emit_every=emit_every,
+        kv=request.kv,
+        version=request.hosted.version,
+    )
+
+
+def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
+    """The record of a finished request."""
+    place, spec, sequence = request.place, request.place.spec, request.sequence
+    return Trajectory(
+        trajectory=place.trajectory,
+        version=spec.version,
+        digest=spec.digest,
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs,
+        sampler_logprobs=sequence.sampler_logprobs,
+        loss_mask=sequence.loss_mask,
+        reward=request.reward,
+        segments=sequence.segments,
+        meta=Meta(
+            run=setup.topics.run,
+            schema_version=SCHEMA_VERSION,
+            group=spec.group,
+            group_size=spec.size,
+            sibling=place.sibling,
+            attempt=place.attempt,
+            purpose=spec.purpose,
+            deadline=spec.deadline,
+            dataset_digest=spec.dataset_digest,
+            index=spec.index,
+            data_epoch=spec.data_epoch,
+            seed=request.seed,
+            prompt_tokens=sequence.prompt_tokens,
+            worker=setup.worker,
+            epoch=setup.epoch,
+            finish=request.finish,
+            times=Times(
+                placed=request.placed_ns,
+                started=request.started_ns,
+                first_token=request.first_token_ns,
+                finished=request.finished_ns,
+                rewarded=request.rewarded_ns,
+            ),
+            reward_raw=request.reward_raw,
+            reward_parts=request.reward_parts,
+            reward_error=request.reward_error,
+            error=request.error,
+            prefills=tuple(sequence.prefills),
+            moves=sequence.moves,
+            weights=tuple(
+                Sampler(version=version, digest=request.weights[version])
+                for version in sequence.versions
+                if version != spec.version
+            ),
+        ),
+    )
+
+
+def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
+    """What one version has sampled since the last one. Only for single-turn requests."""
+    place, sequence, start = request.place, request.sequence, request.chunk_end
+    version, end = sequence.stretch(start, now=request.hosted.version)
+    token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
+    prefills = (one for one in sequence.prefills if one < sequence.prompt_tokens + end)
+    assert request.first_token_ns is not None and token_ids
+    return Progress(
+        trajectory=place.trajectory,
+        attempt=place.attempt,
+        version=version,
+        digest=request.weights[version],
+        worker=setup.worker,
+        epoch=setup.epoch,
+        start=start,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        prefills=tuple(prefills),
+        previous=request.resume.offset if request.resume else -1,
+        started_ns=request.first_token_ns,
+    )
+
+
+def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
+    """The fact that the trajectory lies in the log at this offset of its group's partition."""
+    return LoggedEntry(
+        trajectory=request.place.trajectory,
+        attempt=request.place.attempt,
+        partition=request.place.spec.partition,
+        offset=offset,
+        sha256=request.sha256,
+        bytes=request.value_bytes,
+        tokens=request.sequence.sampled_tokens,
+        finish=request.finish,
+        reward=request.reward,
+        error=one_line(request.reward_error or "", ERROR_CHARACTERS_MAX),
+    )
+
+
+def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
+    """The fact that a request goes on elsewhere, and from where."""
+    released = request.phase is Phase.RELEASING
+    return RequestReleased(
+        at_ns=now.wall_ns,
+        worker=setup.worker,
+        epoch=setup.epoch,
+        trajectory=request.place.trajectory,
+        attempt=request.place.attempt,
+        resume=request.resume,
+        kv=request.blob if request.resume is not None else None,
+        left_ns=now.wall_ns - (now.mono_ns - request.since_ns) if released else 0,
+    )

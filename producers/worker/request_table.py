@@ -1,0 +1,221 @@
+"""Which requests a worker has: by key, by phase, queued by the version they need; and how one that
+has no future here is dropped with all it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dora_pipe.bus.port import Append
+from dora_pipe.core.runtime import Now, Outputs, Publish
+from dora_pipe.producers.tasks.calls import Forget
+from dora_pipe.producers.worker.effects import DropKv, Effect, EngineCancel
+from dora_pipe.producers.worker.request import (
+    ANY_VERSION,
+    GENERATING,
+    UNFINISHED,
+    Phase,
+    RequestState,
+    WorkerSetup,
+    key_of,
+)
+from dora_pipe.schemas.control import Control, RequestFailed, Resume
+from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.wire import encode
+
+
+class RequestTable:
+    """The requests of one incarnation; what becomes of them is decided in `requests`.
+
+    They go into slots in the order in which they were placed; one between two turns goes first.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.out = Outputs()
+        """Everything that is to happen outside."""
+        self.counts: Counter[str] = Counter()
+        self.versions: frozenset[int] = frozenset()
+        """Versions that a request may (again) wait for here."""
+        self.by_key: dict[str, RequestState] = {}
+        self.now_ns = 0
+        """Monotonic; of this turn."""
+        self._phases: Counter[Phase] = Counter()
+        self._generating: Counter[int] = Counter()  # by pin
+        self._waiting: dict[int, dict[str, None]] = {}  # by pin: keys in order
+        self._returning: dict[str, None] = {}
+        self._handed: dict[str, None] = {}  # to the engine, ahead of a slot
+
+    def in_phase(self, *phases: Phase) -> int:
+        """How many requests are in one of these phases."""
+        return sum(self._phases[phase] for phase in phases)
+
+    def generating(self, version: int) -> int:
+        """Requests that need this version and no other, and still need it in the engine."""
+        return self._generating[version]
+
+    def progress(self) -> dict[str, Resume]:
+        """Newest progress record of every open request that has one."""
+        open_ = self.by_key.values()
+        return {request.place.trajectory: request.resume for request in open_ if request.resume}
+
+    @property
+    def room(self) -> int:
+        """Requests that the engine may be handed, for its slots and ahead of them."""
+        size = self.setup.slots + self.setup.prefetch
+        return size - self._phases[Phase.RUNNING] - len(self._handed)
+
+    def all_generating(self) -> list[RequestState]:
+        """Those that still need the engine."""
+        return [request for request in self.by_key.values() if request.phase in GENERATING]
+
+    def ask(self, effect: Effect) -> None:
+        """Ask a port for something."""
+        self.out.effects.append(effect)
+
+    def say(self, key: str, record: Control) -> None:
+        """Publish a fact."""
+        append = Append(topic=self.setup.topics.control, key=key.encode(), value=encode(record))
+        self.out.publish.append(Publish(record=append))
+
+    def insert(self, request: RequestState) -> None:
+        """One more request."""
+        self.by_key[request.key] = request
+        self._phases[request.phase] += 1
+        self._generating[request.pin] += 1
+
+    def enter(self, request: RequestState, phase: Phase) -> None:
+        """Take a request to a phase."""
+        was = request.phase in GENERATING
+        if was != (phase in GENERATING):
+            self._count_generating(request, -1 if was else +1)
+        self._phases[request.phase] -= 1
+        self._phases[phase] += 1
+        request.phase, request.since_ns = phase, self.now_ns
+
+    def enqueue(self, request: RequestState) -> None:
+        """A request is ready for a slot."""
+        if request.sequence.turns_taken:
+            self._returning[request.key] = None
+        else:
+            self._waiting.setdefault(request.pin, {})[request.key] = None
+
+    def next_waiting(self, *versions: int) -> RequestState | None:
+        """The request that goes next into an engine which has these versions; it stays queued."""
+        # Those that need the version go first: the next one is not loaded before they end.
+        waiting = (self._waiting.get(one) for one in (*versions, ANY_VERSION))
+        queue = self._returning or next((one for one in waiting if one), {})
+        if not versions or not queue:
+            return None
+        request = self.by_key[next(iter(queue))]
+        return request if request.own.version <= versions[-1] else None
+
+    def hand(self, request: RequestState) -> None:
+        """From the queue to the engine, ahead of a slot."""
+        self._dequeue(request)
+        self._handed[request.key] = None
+
+    def seated(self, request: RequestState) -> None:
+        """A request that was handed has its slot."""
+        self._handed.pop(request.key, None)
+
+    # Dropping
+
+    def cancel(self, trajectory: str, attempt: int) -> None:
+        """Drop a request, unless it has finished already."""
+        request = self.by_key.get(key_of(trajectory, attempt))
+        if request is not None and request.phase in UNFINISHED:
+            self.abandon(request)
+        else:
+            self.counts["cancelled too late"] += 1
+
+    def hold_versions(self, now: Now, *versions: int) -> None:
+        """From now on only requests of these versions wait here; the others are handed back."""
+        self.versions = frozenset(versions)
+        if self.versions.issuperset(self._generating.keys() - {ANY_VERSION}):
+            return
+        for request in self.all_generating():
+            if not self.keeps(request):
+                self.hand_back(request, now)
+
+    def keeps(self, request: RequestState) -> bool:
+        """Whether a request may (again) wait for its version here."""
+        return bool(self.versions) if request.pin == ANY_VERSION else request.pin in self.versions
+
+    def hand_back(self, request: RequestState, now: Now) -> None:
+        """A request cannot have its version here any more: somebody else may."""
+        message = f"worker {self.setup.worker} has left version {request.place.spec.version}"
+        self.give_up(request, now, "Retargeted", message, retryable=True)
+
+    def give_up(
+        self, request: RequestState, now: Now, error: str, message: str, *, retryable: bool
+    ) -> None:
+        """Report a request as failed and drop it."""
+        self.fail(request.place, now, error, message, retryable=retryable)
+        self.abandon(request)
+
+    def fail(
+        self, place: PlacedRequest, now: Now, error: str, message: str, *, retryable: bool
+    ) -> None:
+        """Report that a request ends here without a trajectory."""
+        self.counts["failed"] += 1
+        record = RequestFailed(
+            at_ns=now.wall_ns,
+            worker=self.setup.worker,
+            epoch=self.setup.epoch,
+            trajectory=place.trajectory,
+            attempt=place.attempt,
+            error=error,
+            message=message,
+            retryable=retryable,
+        )
+        self.say(place.trajectory, record)
+
+    def abandon(self, request: RequestState) -> None:
+        """Drop a request with all it holds."""
+        self.leave_engine(request)
+        self.drop_kv(request)
+        if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING):
+            self.ask(Forget(request=request.key))
+        self.gone(request)
+
+    def leave_engine(self, request: RequestState) -> None:
+        """Let go of the slot, or of the place in the queue."""
+        if request.phase is Phase.RUNNING or request.key in self._handed:
+            self.ask(EngineCancel(request=request.key))
+        self._handed.pop(request.key, None)
+        self._dequeue(request)
+
+    def drop_kv(self, request: RequestState) -> None:
+        """Nobody will go on from its KV cache any more."""
+        if request.blob is not None:
+            self.ask(DropKv(blob=request.blob))
+        request.blob = request.kv = None
+
+    def gone(self, request: RequestState) -> None:
+        """A request that is in no queue any more has no business here."""
+        if request.phase in GENERATING:
+            self._count_generating(request, -1)
+        self._phases[request.phase] -= 1
+        del self.by_key[request.key]
+
+    def drop_all(self) -> None:
+        """Forget everything; nothing more is asked of any port."""
+        self.by_key.clear()
+        self._phases.clear()
+        self._generating.clear()
+        self._waiting.clear()
+        self._returning.clear()
+        self._handed.clear()
+
+    def _dequeue(self, request: RequestState) -> None:
+        self._returning.pop(request.key, None)
+        waiting = self._waiting.get(request.pin)
+        if waiting is not None:
+            waiting.pop(request.key, None)
+            if not waiting:
+                del self._waiting[request.pin]
+
+    def _count_generating(self, request: RequestState, one: int) -> None:
+        self._generating[request.pin] += one
+        if not self._generating[request.pin]:
+            del self._generating[request.pin]

@@ -1,0 +1,594 @@
+"""The way of a request through a worker, from its placement to its record in the log.
+
+    place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> ENCODING -> LOGGING
+          -> gone (and reported, with all others of the same turn)
+    several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ...
+    the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
+    it came with a KV cache: RESUMING -> FETCHING -> WAITING
+    it moves: RUNNING -> EXPORTING -> RELEASING -> gone
+
+Methods stand in the order of that way. One calls the next where nothing lies between; where a port
+does its part, the method ends with the effect, and `_TRANSITIONS` (`_ACKNOWLEDGED` for records that
+have become durable) says with which method its answer goes on. These tables are all there is: an
+event of a request that was dropped is ignored, one that its phase does not know is refused. Both
+are counted and change nothing.
+
+Rules:
+
+1. Of an attempt at most one trajectory is handed to the log. From REWARDING on it counts as
+   finished and a cancellation comes too late: it is logged, and the fold decides.
+2. Progress records of a request form a chain, so at most one is under way; the offset of the last
+   acknowledged one is its `Resume`.
+3. A request in ENVIRONMENT holds no slot and no KV cache: its next turn prefills everything. One of
+   several turns stays where it is when others move: its environment lives here.
+4. A KV cache that is lost on any way costs a prefill and is counted, with the reason; the tokens
+   are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from dora_pipe.bus.port import Append
+from dora_pipe.core.runtime import Now, Publish, Published
+from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    DropKv,
+    EncodeFailed,
+    EncodeProgress,
+    EncodeTrajectory,
+    EngineAdd,
+    EngineCancel,
+    EngineExport,
+    EngineExported,
+    EngineStarted,
+    EnvObserved,
+    EnvStep,
+    FetchKv,
+    FetchProgress,
+    KvFetched,
+    KvPut,
+    ProgressEncoded,
+    ProgressFetched,
+    PromptReady,
+    PutKv,
+    RequestEvent,
+    RewardCall,
+    TrajectoryEncoded,
+)
+from dora_pipe.producers.worker.kv_handover import label_of
+from dora_pipe.producers.worker.request import (
+    ANY_VERSION,
+    MOVING,
+    NOTHING,
+    WAITING_PHASES,
+    Hosted,
+    Phase,
+    RequestState,
+    WorkerSetup,
+    engine_request_of,
+    key_of,
+    logged_of,
+    progress_of,
+    released_of,
+    state_of,
+    trajectory_of,
+)
+from dora_pipe.producers.worker.request_table import RequestTable
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
+from dora_pipe.schemas.control import (
+    FinishReason,
+    LoggedEntry,
+    Resume,
+    TrajectoriesLogged,
+)
+from dora_pipe.schemas.rounds import PlacedRequest
+
+EMIT_EVERY_TOKENS: Final = 32
+"""The engine reports a single-turn request's tokens at least so often: what has not been reported
+is lost when the worker stops."""
+
+REPORTED_MAX: Final = 1000
+"""Trajectories that one control record reports."""
+
+EPISODE_RESTARTS_MAX: Final = 3
+"""Times a request starts again here because its environment died; then it fails."""
+
+VALUE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
+
+TRAJECTORY_TAG: Final = "t:"
+PROGRESS_TAG: Final = "p:"
+"""Tags of what a request publishes; its key follows."""
+
+
+class Requests(RequestTable):
+    """All requests of one incarnation."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__(setup)
+        self.hosted = NOTHING
+        """What the engine has; the machine says so."""
+        self.tokens_total = 0
+        self.left: dict[str, Resume] = {}
+        """Progress of requests that were put down because the worker leaves."""
+        self._logged: dict[tuple[int, str], list[LoggedEntry]] = {}
+        self._grown: dict[str, None] = {}
+
+    def handle(self, event: RequestEvent, now: Now) -> None:
+        """Take an event of a port to the request that it names."""
+        request = self.by_key.get(event.request)
+        if request is None:
+            self.counts["ignored"] += 1
+            if isinstance(event, KvPut) and event.blob is not None:
+                self.ask(DropKv(blob=event.blob))  # handed over while its request was dropped
+            return
+        self._go_on(_TRANSITIONS.get((request.phase, type(event))), request, event, now)
+
+    def handle_published(self, event: Published, now: Now) -> None:
+        """Take an acknowledgement to the request that its tag names."""
+        request = self.by_key.get(event.tag[2:])
+        if request is None:
+            self.counts["ignored"] += 1
+            return
+        self._go_on(_ACKNOWLEDGED.get((request.phase, event.tag[:2])), request, event, now)
+
+    def _go_on(self, handler: Handler | None, request: RequestState, event: Any, now: Now) -> None:
+        if handler is None:
+            self.counts["refused"] += 1
+        else:
+            handler(self, request, event, now)
+
+    # Placed: PROMPTING, RESUMING, FETCHING
+
+    def place(self, place: PlacedRequest, now: Now) -> None:
+        """Take a request; the same placement twice is one.
+
+        Its prompt is asked for at once, not when a slot is free: a refill must not wait for it.
+        """
+        if key_of(place.trajectory, place.attempt) in self.by_key:
+            self.counts["placed twice"] += 1
+            return
+        request = state_of(place, self.setup, now)
+        self.insert(request)
+        self._ask_prompt(request)
+
+    def _ask_prompt(self, request: RequestState) -> None:
+        spec = request.place.spec
+        self.ask(PromptCall(request=request.key, split=spec.purpose, index=spec.index))
+
+    def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
+        tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
+        if not 1 <= tokens < context_tokens:
+            message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
+            self.give_up(request, now, "PromptUnfit", message, retryable=False)
+            return
+        request.sequence = TokenSequence(event.token_ids, at_ns=now.wall_ns)
+        request.episode = event.episode
+        if request.resume is None or request.episode:
+            request.resume = None
+            self._wait(request)
+            return
+        self.enter(request, Phase.RESUMING)
+        self.ask(FetchProgress(request=request.key, resume=request.resume))
+
+    def _prompt_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+        self.give_up(request, now, event.error, event.message, retryable=False)
+
+    def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
+        assert request.resume is not None
+        spec = request.place.spec
+        why = event.why or chain_error(
+            event.chunks,
+            trajectory=request.place.trajectory,
+            version=spec.version,
+            digest=spec.digest,
+            tokens=request.resume.tokens,
+            newest=self.hosted.version if request.pin == ANY_VERSION else None,
+        )
+        if why:
+            self.counts["progress unusable"] += 1
+            request.resume = None
+            self._wait(request)
+            return
+        request.sequence.resume(event.chunks)
+        request.weights |= {chunk.version: chunk.digest for chunk in event.chunks}
+        request.first_token_ns = event.chunks[0].started_ns
+        request.chunk_end = request.resume.tokens
+        finish = request.finish_of(self.setup.context_tokens)
+        if finish is None:
+            self._fetch_kv(request)
+        else:
+            self._ended(request, finish, now)
+
+    def _fetch_kv(self, request: RequestState) -> None:
+        """All its tokens are there: get the KV cache that belongs to them, if it has one."""
+        if request.blob is None:
+            self._wait(request)
+            return
+        self.enter(request, Phase.FETCHING)
+        label = label_of(request.place.trajectory, request.sequence.token_ids)
+        self.ask(FetchKv(request=request.key, label=label, blob=request.blob))
+
+    def _kv_fetched(self, request: RequestState, event: KvFetched, now: Now) -> None:
+        request.kv = event.kv
+        if event.kv is None:
+            request.blob = None
+            self.counts[f"KV cache not fetched: {event.why}"] += 1
+        self._wait(request)
+
+    # WAITING, RUNNING
+
+    def _wait(self, request: RequestState) -> None:
+        """A request is ready for a slot."""
+        self.enter(request, Phase.WAITING)
+        self.enqueue(request)
+
+    def fill(self, *versions: int) -> None:
+        """Hand waiting requests to the engine, which has these versions: for its slots, and ahead.
+
+        Its port refills a slot between two steps, without a turn of the loop.
+        """
+        emit_every = min(self.setup.checkpoint_tokens, EMIT_EVERY_TOKENS)
+        for _ in range(self.room):
+            request = self.next_waiting(*versions)
+            if request is None:
+                return
+            self.hand(request)
+            self.ask(EngineAdd(request=engine_request_of(request, emit_every)))
+
+    def _started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
+        """It has its slot; whatever it came with is used up."""
+        self.seated(request)
+        self.enter(request, Phase.RUNNING)
+        request.under(self.hosted)
+        request.sequence.start_stay(event.at_ns, imported=event.imported)
+        request.started_ns = request.started_ns or event.at_ns
+        if event.imported:
+            self.counts["KV caches imported"] += 1
+        elif event.why:
+            self.counts[f"KV cache not imported: {event.why}"] += 1
+        self.drop_kv(request)
+
+    def _sampled(self, request: RequestState, event: TokensSampled, now: Now) -> None:
+        request.sequence.sampled(event.token_ids, event.logprobs, event.sampler_logprobs)
+        self.tokens_total += len(event.token_ids)
+        if request.first_token_ns is None:
+            request.first_token_ns = event.first_token_ns
+        if not request.episode:
+            self._grown[request.key] = None
+
+    def weights_replaced(self, hosted: Hosted, now: Now) -> None:
+        """The engine has another version from now on, and goes on with all that runs: it has
+        prefilled it again, and emitted before what it had sampled under the old one."""
+        self.hosted = hosted
+        setup = self.setup
+        for request in self.by_key.values():
+            if request.phase is Phase.RUNNING:
+                version = request.hosted.version
+                request.sequence.reload(
+                    now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version
+                )
+                request.under(hosted)
+
+    def _finished(self, request: RequestState, event: RequestFinished, now: Now) -> None:
+        setup, version = self.setup, request.hosted.version
+        request.sequence.end_stay(
+            now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version
+        )
+        if event.reason == "error":
+            self._broken(request, event.error or "the engine gave no reason", now)
+        elif request.episode and event.reason == "stop":
+            self.enter(request, Phase.ENVIRONMENT)
+            request.asked_ns = now.wall_ns
+            self.ask(EnvStep(request=request.key, token_ids=request.sequence.answer()))
+        else:
+            self._ended(request, event.reason, now)
+
+    # ENVIRONMENT
+
+    def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
+        """What does not fit is not appended; then the request ends by length, if not by itself."""
+        sequence, setup = request.sequence, self.setup
+        fits = len(sequence) + len(event.token_ids) <= setup.context_tokens
+        if fits:
+            sequence.observed(
+                event.token_ids,
+                asked_ns=request.asked_ns,
+                at_ns=now.wall_ns,
+                tool=event.tool,
+                ok=event.ok,
+            )
+        full = not fits or len(sequence) >= setup.context_tokens
+        spent = sequence.sampled_tokens >= request.params.max_tokens
+        if event.done:
+            self._ended(request, "environment", now)
+        elif full or spent or sequence.turns_taken >= setup.turns_max:
+            self._ended(request, "length", now)
+        else:
+            self._wait(request)
+
+    def _environment_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+        self._broken(request, f"{event.error}: {event.message}", now)
+
+    def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
+        """Nothing of the episode was kept anywhere, so the request starts again from its prompt,
+        under the same version and seed."""
+        if not self.keeps(request):
+            self.hand_back(request, now)
+        elif request.restarts >= EPISODE_RESTARTS_MAX:
+            self.give_up(request, now, "EpisodeLost", event.message, retryable=True)
+        else:
+            self.counts["episodes started again"] += 1
+            self.leave_engine(request)
+            request.restarts += 1
+            request.start_over()
+            self.enter(request, Phase.PROMPTING)
+            self._ask_prompt(request)
+
+    # REWARDING, ENCODING, LOGGING
+
+    def _ended(self, request: RequestState, finish: FinishReason, now: Now) -> None:
+        """The sequence is complete: ask for its reward."""
+        request.finish, request.finished_ns = finish, now.wall_ns
+        self.enter(request, Phase.REWARDING)
+        spec, sequence = request.place.spec, request.sequence
+        self.ask(
+            RewardCall(
+                request=request.key,
+                split=spec.purpose,
+                index=spec.index,
+                answer=sequence.answer(),
+                turns=sequence.turns(),
+            )
+        )
+
+    def _broken(self, request: RequestState, error: str, now: Now) -> None:
+        """The sequence ended in an error: logged as invalid, without asking for a reward."""
+        request.finish, request.finished_ns, request.error = "error", now.wall_ns, error
+        request.reward_error = f"not scored: {error}"
+        if request.episode:
+            self.ask(Forget(request=request.key))
+        self._encode(request)
+
+    def _rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
+        if math.isfinite(event.reward):
+            request.reward, request.reward_raw = event.reward, event.raw
+            request.reward_parts = dict(event.parts)
+        else:
+            request.reward_error = f"NoAnswer: the reward is {event.reward}"
+        request.rewarded_ns = now.wall_ns
+        self._encode(request)
+
+    def _reward_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
+        request.reward_error = f"{event.error}: {event.message}"
+        request.rewarded_ns = now.wall_ns
+        self._encode(request)
+
+    def _encode(self, request: RequestState) -> None:
+        """All is known: make the record."""
+        self.enter(request, Phase.ENCODING)
+        trajectory = trajectory_of(request, self.setup)
+        self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))
+
+    def _encoded(self, request: RequestState, event: TrajectoryEncoded, now: Now) -> None:
+        if len(event.value) > VALUE_BYTES_MAX:
+            message = f"a trajectory of {len(event.value)} bytes is above {VALUE_BYTES_MAX}"
+            self.give_up(request, now, "RecordTooLarge", message, retryable=False)
+            return
+        request.sha256, request.value_bytes = event.sha256, len(event.value)
+        append = Append(
+            topic=self.setup.topics.trajectories,
+            partition=request.place.spec.partition,
+            key=request.place.spec.group.encode(),
+            value=event.value,
+            headers=event.headers,
+        )
+        self.enter(request, Phase.LOGGING)
+        self.out.publish.append(Publish(record=append, tag=TRAJECTORY_TAG + request.key))
+
+    def _encode_failed(self, request: RequestState, event: EncodeFailed, now: Now) -> None:
+        self.give_up(request, now, "SchemaError", event.message, retryable=False)
+
+    def _trajectory_published(self, request: RequestState, event: Published, now: Now) -> None:
+        """Its trajectory is durable: to be reported, and done with."""
+        self.counts["logged"] += 1
+        spec = request.place.spec
+        entries = self._logged.setdefault((spec.version, spec.digest), [])
+        entries.append(logged_of(request, offset=event.offset))
+        self.gone(request)
+
+    def report(self, now: Now) -> None:
+        """Say in one record, per version, which trajectories have become durable."""
+        for (version, digest), entries in self._logged.items():
+            for start in range(0, len(entries), REPORTED_MAX):
+                record = TrajectoriesLogged(
+                    at_ns=now.wall_ns,
+                    worker=self.setup.worker,
+                    epoch=self.setup.epoch,
+                    version=version,
+                    digest=digest,
+                    trajectories=tuple(entries[start : start + REPORTED_MAX]),
+                )
+                self.say(self.setup.worker, record)
+        self._logged.clear()
+
+    # Progress records
+
+    def write_progress(self) -> None:
+        """Start a progress record of every request that has sampled enough since the last one."""
+        for key in self._grown:
+            request = self.by_key.get(key)
+            if request is not None and request.phase is Phase.RUNNING:
+                self._begin_chunk(request, self.setup.checkpoint_tokens)
+        self._grown.clear()
+
+    def _begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
+        """Start a progress record if none is under way and there is enough to write."""
+        unwritten = request.sequence.sampled_tokens - request.chunk_end
+        if request.chunk_open or unwritten < tokens_min:
+            return False
+        progress = progress_of(request, self.setup)
+        request.chunk_open = True
+        request.chunk_end += len(progress.token_ids)
+        self.ask(EncodeProgress(request=request.key, progress=progress))
+        return True
+
+    def _chunk_encoded(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
+        append = Append(
+            topic=self.setup.topics.progress,
+            partition=request.place.spec.partition,
+            key=request.place.trajectory.encode(),
+            value=event.value,
+        )
+        self.out.publish.append(Publish(record=append, tag=PROGRESS_TAG + request.key))
+
+    def _chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
+        """The request finished while its progress was encoded: nobody will go on from there."""
+        self.counts["progress needless"] += 1
+
+    def _chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
+        request.resume = Resume(
+            tokens=request.chunk_end, partition=event.partition, offset=event.offset
+        )
+        request.chunk_open = False
+        if request.phase is Phase.LEAVING:
+            self._put_down_if_durable(request)
+        elif request.phase is Phase.RELEASING:
+            self._release_if_durable(request, now)
+        elif request.phase is Phase.RUNNING:
+            self._grown[request.key] = None
+
+    def _all_durable(self, request: RequestState) -> bool:
+        """Whether its progress records hold all that was sampled; if not, the last is begun."""
+        return not self._begin_chunk(request, 1) and not request.chunk_open
+
+    # Moving to another worker: EXPORTING, RELEASING
+
+    def move(self, trajectory: str, attempt: int, now: Now) -> None:
+        """A decision wants a request to go on elsewhere; one that is about to end here, ends here.
+
+        What runs leaves the engine with its KV cache; then its last tokens go to the progress topic
+        and the cache to the handover, beside each other. What does not run is released as it came.
+        """
+        request = self.by_key.get(key_of(trajectory, attempt))
+        if request is not None and request.episode:
+            self.counts["moves of episodes refused"] += 1
+        elif request is not None and request.phase is Phase.RUNNING:
+            self.enter(request, Phase.EXPORTING)
+            self.ask(EngineExport(request=request.key))
+        elif request is not None and request.phase in WAITING_PHASES:
+            self._release(request, now)
+        elif request is not None and request.phase in MOVING:
+            self.counts["moved twice"] += 1
+        else:
+            self.counts["moved too late"] += 1
+
+    def _exported(self, request: RequestState, event: EngineExported, now: Now) -> None:
+        """It is out of the engine. Without a token of its own it has nothing to go on from."""
+        self.enter(request, Phase.RELEASING)
+        sequence, kv = request.sequence, event.kv
+        if kv is not None and sequence.sampled_tokens and kv.tokens == len(sequence) - 1:
+            request.kv_open = True
+            label = label_of(request.place.trajectory, sequence.token_ids)
+            self.ask(PutKv(request=request.key, label=label, kv=kv))
+        self._release_if_durable(request, now)
+
+    def _kv_put(self, request: RequestState, event: KvPut, now: Now) -> None:
+        """Its KV cache lies where another worker finds it, or was not kept."""
+        request.kv_open, request.blob = False, event.blob
+        if event.blob is None:
+            self.counts[f"KV cache not handed over: {event.why}"] += 1
+        self._release_if_durable(request, now)
+
+    def _release_if_durable(self, request: RequestState, now: Now) -> None:
+        if self._all_durable(request) and not request.kv_open:
+            self._release(request, now)
+
+    def _release(self, request: RequestState, now: Now) -> None:
+        """Say where what it goes on from lies, and have no more to do with it."""
+        self.say(request.place.trajectory, released_of(request, self.setup, now))
+        self.counts["released"] += 1
+        self.leave_engine(request)
+        if request.phase is Phase.PROMPTING:
+            self.ask(Forget(request=request.key))
+        self.gone(request)
+
+    # Leaving with the worker
+
+    def leave(self) -> None:
+        """Put down what is not finished, running requests with a last progress record."""
+        self.versions = frozenset()
+        for request in self.all_generating():
+            if request.phase is not Phase.RUNNING or request.episode:
+                self._put_down(request)
+            else:
+                self.ask(EngineCancel(request=request.key))
+                self.enter(request, Phase.LEAVING)
+                self._put_down_if_durable(request)
+
+    def _put_down_if_durable(self, request: RequestState) -> None:
+        if self._all_durable(request):
+            self._put_down(request)
+
+    def _put_down(self, request: RequestState) -> None:
+        if request.resume is not None:
+            self.left[request.place.trajectory] = request.resume
+        self.abandon(request)
+
+    def drop_all(self) -> None:
+        """See RequestTable."""
+        super().drop_all()
+        self._grown.clear()
+        self._logged.clear()
+
+
+Handler = Callable[[Requests, RequestState, Any, Now], None]
+
+_FINISHED: Final = (Phase.REWARDING, Phase.ENCODING, Phase.LOGGING)
+
+_TRANSITIONS: Final[dict[tuple[Phase, type], Handler]] = {
+    (Phase.PROMPTING, PromptReady): Requests._prompted,
+    (Phase.PROMPTING, TaskFailed): Requests._prompt_failed,
+    (Phase.PROMPTING, EpisodeLost): Requests._episode_lost,
+    (Phase.RESUMING, ProgressFetched): Requests._resumed,
+    (Phase.FETCHING, KvFetched): Requests._kv_fetched,
+    (Phase.WAITING, EngineStarted): Requests._started,
+    (Phase.WAITING, EpisodeLost): Requests._episode_lost,
+    (Phase.RUNNING, TokensSampled): Requests._sampled,
+    (Phase.RUNNING, RequestFinished): Requests._finished,
+    (Phase.RUNNING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.RUNNING, EncodeFailed): Requests._encode_failed,
+    (Phase.RUNNING, EpisodeLost): Requests._episode_lost,
+    (Phase.ENVIRONMENT, EnvObserved): Requests._observed,
+    (Phase.ENVIRONMENT, TaskFailed): Requests._environment_failed,
+    (Phase.ENVIRONMENT, EpisodeLost): Requests._episode_lost,
+    (Phase.REWARDING, Rewarded): Requests._rewarded,
+    (Phase.REWARDING, TaskFailed): Requests._reward_failed,
+    (Phase.REWARDING, EpisodeLost): Requests._episode_lost,
+    (Phase.ENCODING, TrajectoryEncoded): Requests._encoded,
+    (Phase.ENCODING, EncodeFailed): Requests._encode_failed,
+    (Phase.EXPORTING, TokensSampled): Requests._sampled,
+    (Phase.EXPORTING, RequestFinished): Requests._finished,
+    (Phase.EXPORTING, EngineExported): Requests._exported,
+    (Phase.EXPORTING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.EXPORTING, EncodeFailed): Requests._encode_failed,
+    (Phase.RELEASING, KvPut): Requests._kv_put,
+    (Phase.RELEASING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.RELEASING, EncodeFailed): Requests._encode_failed,
+    (Phase.LEAVING, ProgressEncoded): Requests._chunk_encoded,
+    (Phase.LEAVING, EncodeFailed): Requests._encode_failed,
+    **{(phase, ProgressEncoded): Requests._chunk_needless for phase in _FINISHED},
+}
+
+_ACKNOWLEDGED: Final[dict[tuple[Phase, str], Handler]] = {
+    (Phase.LOGGING, TRAJECTORY_TAG): Requests._trajectory_published,
+    (Phase.RUNNING, PROGRESS_TAG): Requests._chunk_published,
+    (Phase.LEAVING, PROGRESS_TAG): Requests._chunk_published,
+    (Phase.EXPORTING, PROGRESS_TAG): Requests._chunk_published,
+    (Phase.RELEASING, PROGRESS_TAG): Requests._chunk_published,
+    **{(phase, PROGRESS_TAG): Requests._chunk_published for phase in _FINISHED},
+}

@@ -1,0 +1,384 @@
+"""The worker as a role: decides when it may join, and whether it joins again after a fence.
+
+1. Wait for `run started`. 2. Open the task's processes, the tokenizer and the engine; a data set or
+model directory of other digests is refused. 3. Append `worker joined`: its offset is the role
+epoch. 4. Tick until the machine is finished. 5. Fenced (it was stopped beyond its lease, say): all
+is closed and it joins again under a new epoch, with fresh processes and engine but torch imported.
+If another process has joined under its name meanwhile, it ends: two fence each other for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from dora_pipe import __version__
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
+from dora_pipe.config import model
+from dora_pipe.config.logged import logged_config
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import (
+    ConfigError,
+    Fenced,
+    OutcomeUnknown,
+    PolicyError,
+    ResourceError,
+    TopicMissing,
+)
+from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.status_schedule import quiet_ns
+from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.producers.engines.registry import capabilities, check_capabilities
+from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.tasks.calls import Facts
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.registry import check_data
+from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
+from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
+from dora_pipe.schemas.names import NO_WORKER_NAME, RULE, check_worker_name
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from dora_pipe.store.model_dir import asset_files
+from dora_pipe.store.store import PolicyStore, assets_digest
+
+LOG = logging.getLogger(__name__)
+
+POLL_S: Final = 0.25
+
+REJOINS_MAX: Final = 8
+"""Fences that a process survives; a worker that is fenced more often than that is not well."""
+
+TASK_CALLS: Final = 3
+"""Time limits of a task call that a request may wait for one: others may be before it."""
+
+
+class EngineFactory(Protocol):
+    """Makes an engine for a model directory's config; `decode` is for stop strings."""
+
+    def __call__(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
+        """Raises PolicyError for a model that the engine cannot run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """What every incarnation of this process shares."""
+
+    bus: Bus
+    topics: Topics
+    name: str
+    store: PolicyStore
+    engine_factory: EngineFactory
+    handover: Handover
+    transfers: str
+    stop: Callable[[], bool]
+    clock: Clock
+    meter: Meter
+    run: RunStarted
+    config: model.Config
+
+
+def run_worker(
+    bus: Bus,
+    topics: Topics,
+    *,
+    worker: str,
+    store: PolicyStore,
+    engine_factory: EngineFactory,
+    stop: Callable[[], bool],
+    config: model.Config | None = None,
+    handover: Handover | None = None,
+    transfers: str = "",
+    clock: Clock | None = None,
+    meter: Meter | None = None,
+) -> None:
+    """Be the worker of this name until the run ends or `stop` says so.
+
+    `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
+    else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
+    process serves weights. Call it in the process's main thread. Raises ConfigError, TaskError or
+    PolicyError for what is not the run's, ResourceError where this machine cannot host a version,
+    Fenced when another took the name, what ends a role.
+    """
+    check_worker_name(worker)
+    clock = clock or SystemClock()
+    run = wait_for_run(bus, topics, stop, clock)
+    if run is None:
+        return
+    here = _Worker(
+        bus=bus,
+        topics=topics,
+        name=worker,
+        store=store,
+        engine_factory=engine_factory,
+        handover=handover or NoHandover(),
+        transfers=transfers,
+        stop=stop,
+        clock=clock,
+        meter=meter or Meter(),
+        run=run,
+        config=worker_config(run, config),
+    )
+    instances: set[str] = set()
+    for _ in range(REJOINS_MAX + 1):
+        epoch, outcome = _incarnation(here, instances)
+        if outcome not in ("fenced", "replaced"):
+            return
+        _check_name_is_free(here, epoch, instances)
+        LOG.warning("worker %s was fenced (role epoch %d); joining again", worker, epoch)
+    raise Fenced(
+        f"worker {worker} was fenced {REJOINS_MAX + 1} times",
+        hint="is this machine overloaded, or timing.lease_s too short?",
+    )
+
+
+def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """The engine's settings for a section of the configuration."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop_ids=stop_ids,
+        stop=sampling.stop,
+        logprob_temperature=sampling.logprob_temperature,
+    )
+
+
+def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
+    """The run's configuration with this machine's free keys."""
+    config = logged_config(run.config)
+    if local is None:
+        return config
+    task = msgspec.structs.replace(
+        config.task,
+        directory=local.task.directory,
+        processes=local.task.processes,
+        reward_timeout_s=local.task.reward_timeout_s,
+        environment_timeout_s=local.task.environment_timeout_s,
+    )
+    return msgspec.structs.replace(
+        config, task=task, workers=local.workers, timing=local.timing, bus=local.bus
+    )
+
+
+def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
+    """One role epoch from joining to its end: (epoch, outcome); (-1, "left") if it never joined."""
+    with ExitStack() as stack:
+        # The order: task processes import and read their data while the engine is made.
+        pool = stack.enter_context(TaskPool(here.config.task, clock=here.clock))
+        assets = _checked_assets(here)
+        tokenizer = Tokenizer(assets, special_tokens=here.config.task.special_tokens)
+        engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
+        stack.callback(engine.close)
+        check_capabilities(engine, here.config)
+        if here.config.lora.rank:  # Versions are adapters on the first one.
+            policy = here.run.policy
+            engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
+            engine.drop(0)
+        facts = _checked_facts(here, pool)
+        if facts is None:
+            return -1, "left"
+        writer = stack.enter_context(closing(here.bus.writer()))
+        decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
+        if run_is_over(here.bus, here.topics, decisions_from, here.clock):
+            LOG.info("worker %s: run %s is over", here.name, here.topics.run)
+            return -1, "left"
+        joined = _joined(here, engine, facts)
+        instances.add(joined.instance)
+        epoch = _join(here, writer, joined)
+        LOG.info("worker %s joined, role epoch %d", here.name, epoch)
+        setup = _setup(here, engine, tokenizer, facts, epoch, decisions_from)
+        return epoch, _serve(here, setup, writer, engine, TaskPort(pool, tokenizer))
+
+
+def _serve(
+    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, tasks: TaskPort
+) -> Outcome:
+    machine = WorkerMachine(setup, cost=here.meter.cost, kv_used=lambda: engine.kv_used_tokens)
+    runtime = Runtime(
+        machine,
+        bus=here.bus,
+        writer=writer,
+        ports=[  # in the order in which they are polled: the engine takes its time
+            tasks,
+            CodecPort(here.meter, clock=here.clock),
+            ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
+            HandoverPort(here.handover),
+            EnginePort(engine, here.store.weights, clock=here.clock),
+        ],
+        clock=here.clock,
+        meter=here.meter,
+        exclusive=False,
+    )
+    with closing(runtime):
+        runtime.run(here.stop)
+    if machine.run_over:
+        here.handover.clear()
+    if machine.error:
+        raise (ResourceError if machine.error_here else PolicyError)(machine.error)
+    if machine.fenced_for.startswith(NO_WORKER_NAME):  # by a rule that this package does not know
+        raise ConfigError(machine.fenced_for, hint=RULE)
+    LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))
+    return machine.outcome
+
+
+def _setup(
+    here: _Worker,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    facts: Facts,
+    epoch: int,
+    decisions_from: int,
+) -> WorkerSetup:
+    config, stop_ids = here.config, tokenizer.stop_ids
+    # Task calls that are killed by their own time limit are no alarm.
+    calls_s = TASK_CALLS * max(config.task.reward_timeout_s, config.task.environment_timeout_s)
+    return WorkerSetup(
+        topics=here.topics,
+        worker=here.name,
+        epoch=epoch,
+        slots=engine.slots,
+        prefetch=config.workers.prefetch,
+        context_tokens=engine.context_tokens,
+        checkpoint_tokens=config.workers.checkpoint_tokens,
+        turns_max=config.task.turns_max,
+        heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
+        quiet_ns=quiet_ns(config.timing),
+        stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
+        decisions_from=decisions_from,
+        digests={"train": facts.train_digest, "eval": facts.eval_digest},
+        params={
+            "train": sampling_params(config.sampling, stop_ids),
+            "eval": sampling_params(config.evaluation.sampling, stop_ids),
+        },
+        interruptible=config.staleness.interruptible,
+        limits=Limits(
+            short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
+        ),
+        transfers=here.transfers,
+        versions_resident=engine.versions_resident,
+    )
+
+
+# Before joining
+
+
+def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
+    """Control records from `start` to what is the end now; nothing while there is no topic."""
+    tp = TopicPartition(topics.control, 0)
+    try:
+        end = bus.end(tp)
+        reader = bus.reader({tp: start})
+    except TopicMissing:
+        return
+    with closing(reader):
+        while reader.position(tp) < end:
+            yield from reader.poll(timeout_s=POLL_S)
+
+
+def _checked_assets(here: _Worker) -> Path:
+    """The directory of the run's config and tokenizer files. Raises PolicyError."""
+    path = here.store.assets(here.run.assets_digest)
+    if not path.is_dir():
+        raise PolicyError(
+            f"no config and tokenizer files at {path}",
+            hint="the worker needs the run's policy store; set store.path",
+        )
+    if assets_digest(asset_files(path)) != here.run.assets_digest:
+        raise PolicyError(f"the config or tokenizer files at {path} were changed")
+    return path
+
+
+def _checked_facts(here: _Worker, pool: TaskPool) -> Facts | None:
+    """What the task brings here; None when asked to stop. Raises TaskError for other data."""
+    while pool.facts is None:
+        if here.stop():
+            return None
+        pool.poll(POLL_S)
+    check_data(pool.facts, here.run)
+    return pool.facts
+
+
+# Joining
+
+
+def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
+    return WorkerJoined(
+        at_ns=here.clock.wall_ns(),
+        worker=here.name,
+        instance=uuid.uuid4().hex,
+        host=platform.node(),
+        pid=os.getpid(),
+        slots=engine.slots,
+        prefetch=here.config.workers.prefetch,
+        kv_tokens=engine.kv_tokens,
+        engine=engine.name,
+        engine_version=engine.version,
+        dtype=engine.dtype,
+        device=engine.device,
+        declares=capabilities(engine, single_turn=facts.single_turn),
+        assets_digest=here.run.assets_digest,
+        reward_digest=facts.reward_digest,
+        package=__version__,
+        versions_resident=engine.versions_resident,
+    )
+
+
+def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
+    """Append `worker joined`; its offset. After an unknown outcome it is looked for first."""
+    start = here.bus.end(TopicPartition(here.topics.control, 0))
+    append = Append(topic=here.topics.control, key=joined.worker.encode(), value=encode(joined))
+
+    def join() -> int:
+        try:
+            return writer.append([append])[0]
+        except OutcomeUnknown:
+            for record, other in _joins(here, start):
+                if other.instance == joined.instance:
+                    return record.offset
+            raise
+
+    return retry_bus("joining", join, here.clock)
+
+
+def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
+    for record in _control(here.bus, here.topics, start):
+        if b'"worker-joined"' in record.value:  # most records are not, and cost no decoding
+            decoded = decode_control(record.value)
+            if isinstance(decoded, WorkerJoined):
+                yield record, decoded
+
+
+def _check_name_is_free(here: _Worker, epoch: int, instances: set[str]) -> None:
+    """Raises Fenced where another process has joined under this worker's name since `epoch`."""
+    for record, joined in _joins(here, epoch):
+        if joined.worker == here.name and joined.instance not in instances:
+            raise Fenced(
+                f"another process ({joined.host}, pid {joined.pid}) joined as worker {here.name}, "
+                f"role epoch {record.offset}",
+                hint="give every worker a name of its own",
+            )

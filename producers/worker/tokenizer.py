@@ -1,0 +1,246 @@
+"""Text to token ids and back by a model's own tokenizer files; decides which special tokens count.
+
+Rules:
+
+1. The tokenizer is `tokenizer.json`, as it stands (what transformers' fast tokenizers are). Only
+   where a model directory has none is one made by transformers from its older files.
+2. A prompt is encoded without special tokens; then what the tokenizer's post-processor puts in
+   front of every text (usually a begin-of-sequence token) is put in front, unless the prompt
+   begins with it already. What the post-processor puts behind is left out.
+3. Any other text (what an environment says) is encoded alone, without special tokens, and
+   appended. Tokens as sampled are never made again from text.
+   In texts of both kinds the tokenizer's added tokens (`</s>`, `<|im_end|>`, `<tool_call>`, but
+   not runs of white space) are text like any other: no text becomes a token that the tokenizer
+   matches before its model, so nobody who writes into the data or answers as a tool can end a
+   turn. Only with `special_tokens = "parse"` are they found in it.
+4. Text for rewards and environments has no special tokens in it; text for stop strings has.
+5. A turn ends at the tokenizer's `eos_token`, and at those ids of `eos_token_id` (in
+   generation_config.json, else config.json) that the tokenizer knows as special tokens. Where
+   neither is left, `eos_token_id` is taken as it is: libraries write one of their own into
+   config.json, which may be any letter of another tokenizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from dora_pipe.core.errors import PolicyError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SpecialTokens = Literal["text", "parse"]
+"""How control tokens that are written in a text are encoded; see `task.special_tokens`."""
+
+_NOWHERE: Final = "\0{}\0" + "\0" * 62
+"""A name for a piece that is no longer wanted: nobody writes 64 zero characters."""
+
+_PROBES: Final = ("0", "a", "A", ".", "\n")
+"""Any text that has tokens: only what is put around it counts."""
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Example: ``Tokenizer(store.assets_path(digest)).prompt_ids("1+2=")``. Raises PolicyError where
+    the directory has no tokenizer that can be read.
+    """
+
+    def __init__(self, assets: Path, *, special_tokens: SpecialTokens = "text") -> None:
+        self._backend = _backend(assets)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._parses = special_tokens == "parse"
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._prefix = _prefix_of(self._backend)
+        self.stop_ids = _stop_ids(assets, self._backend)
+        """Token ids that end a turn, sorted."""
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a prompt, a begin-of-sequence token included where the model has one."""
+        ids = self.ids(text)
+        if ids[: len(self._prefix)] == self._prefix:
+            return ids
+        return [*self._prefix, *ids]
+
+    @functools.cached_property
+    def _encoder(self) -> tokenizers.Tokenizer:  # who only decodes need not wait for it
+        return self._backend if self._parses else plain_encoder(self._backend)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text that is appended to others."""
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def again(self, token_ids: Sequence[int]) -> list[int]:
+        """What these ids say, encoded again by the rule for texts; added tokens stay themselves.
+
+        Where control tokens are parsed in texts, they are parsed here.
+        """
+        if self._parses:
+            return self.ids(self.full_text(token_ids))
+        found: list[int] = []
+        for is_added, some in itertools.groupby(token_ids, key=self._added.__contains__):
+            part = list(some)
+            found += part if is_added else self.ids(self.full_text(part))
+        return found
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the model said, without special tokens."""
+        return self._decode(token_ids, skip=True)
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        """What the model said, special tokens written out."""
+        return self._decode(token_ids, skip=False)
+
+    def _decode(self, token_ids: Sequence[int], *, skip: bool) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip)
+        return text
+
+
+def plain_encoder(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer that makes the ids of `backend`, but knows none of its added tokens.
+
+    They are taken out of what is matched before the model, and out of the model's own vocabulary,
+    where a WordLevel or a Unigram model would find them again. What stays: the token that the model
+    needs for unknown words, and added runs of white space, which are text.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    spec: dict[str, Any] = json.loads(backend.to_str())
+    model = spec["model"]
+    spaces = [one for one in spec["added_tokens"] if _is_space(one)]
+    kept = {_unknown(model), *(one["content"] for one in spaces)}
+    added = {one["content"] for one in spec["added_tokens"]} - kept
+    spec["added_tokens"], spec["post_processor"] = spaces, None
+    # White space has its id in the vocabulary: else it would get the first one that is free now.
+    ids = {one["content"]: one["id"] for one in spaces}
+    if isinstance(model["vocab"], dict):
+        left = {piece: at for piece, at in model["vocab"].items() if piece not in added}
+        model["vocab"] = left | ids
+    else:
+        model["vocab"] = _without(model["vocab"], added, ids)
+    if "merges" in model:
+        model["merges"] = [one for one in model["merges"] if added.isdisjoint(_pieces(one))]
+    return Backend.from_str(json.dumps(spec))
+
+
+def _without(
+    pieces: Sequence[tuple[str, float]], added: Collection[str], ids: Mapping[str, int]
+) -> list[tuple[str, float]]:
+    """A Unigram vocabulary, where ids are places: others in place of pieces are never found."""
+    least = min(score for _, score in pieces)
+    found = [
+        (_NOWHERE.format(at) if piece in added else piece, score)
+        for at, (piece, score) in enumerate(pieces)
+    ]
+    end = max([len(found), *(at + 1 for at in ids.values())])
+    found += [(_NOWHERE.format(at), least) for at in range(len(found), end)]
+    for piece, at in ids.items():
+        found[at] = (piece, found[at][1])
+    return found
+
+
+def _is_space(added: Mapping[str, Any]) -> bool:
+    return not added["special"] and not added["content"].strip(" \t\r\n▁")
+
+
+def _unknown(model: Mapping[str, Any]) -> str | None:
+    """What a model says where it knows no piece of a text."""
+    place = model.get("unk_id")
+    if place is not None:
+        return str(model["vocab"][place][0])
+    return model.get("unk_token")
+
+
+def _pieces(merge: str | Sequence[str]) -> tuple[str, ...]:
+    """The pieces of a merge, and what it makes of them."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second, first + second
+
+
+def _backend(assets: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    file = assets / "tokenizer.json"
+    if not file.is_file():
+        return _converted(assets)
+    try:
+        return Backend.from_buffer(file.read_bytes())
+    except ValueError as error:
+        raise PolicyError(f"{file} is not a tokenizer: {error}") from None
+
+
+def _converted(assets: Path) -> tokenizers.Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        made: Any = AutoTokenizer.from_pretrained(assets, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise PolicyError(
+            f"{assets} has no tokenizer that can be read: {str(error).splitlines()[0]}",
+            hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
+        ) from None
+    if not getattr(made, "is_fast", False):
+        raise PolicyError(f"the tokenizer in {assets} has no fast version")
+    backend: tokenizers.Tokenizer = made.backend_tokenizer
+    return backend
+
+
+def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
+    """What the post-processor puts in front of every text."""
+    for probe in _PROBES:
+        bare: list[int] = backend.encode(probe, add_special_tokens=False).ids
+        dressed: list[int] = backend.encode(probe, add_special_tokens=True).ids
+        for at in range(len(dressed) - len(bare) + 1 if bare else 0):
+            if dressed[at : at + len(bare)] == bare:
+                return dressed[:at]
+    return []
+
+
+def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    named = _eos_token(assets)
+    own = None if named is None else backend.token_to_id(named)
+    found = set() if own is None else {own}
+    special = {
+        token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+    }
+    configured = _eos_ids(assets)
+    found |= configured & special
+    return tuple(sorted(found or configured))
+
+
+def _eos_token(assets: Path) -> str | None:
+    """The `eos_token` of tokenizer_config.json or special_tokens_map.json: text, or an object."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json(assets / name).get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _eos_ids(assets: Path) -> set[int]:
+    for name in ("generation_config.json", "config.json"):
+        ids = _json(assets / name).get("eos_token_id")
+        if ids is not None:
+            return set(ids) if isinstance(ids, list) else {ids}
+    return set()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise PolicyError(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,430 @@
+"""What must hold of a run, asked of every record as it is appended.
+
+The checks are audit's: its ledger is fed record by record, and the first finding ends the seed.
+`LiveLedger` adds what audit does not ask of a log: how far a request had come, what a move left
+behind, how much room a worker has, what it has loaded. Which worker gets which request is left to
+the planner. `CHECKS` names everything that can be found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora_pipe.audit import findings
+from dora_pipe.audit.bound_ledger import outlook_of, why_infeasible
+from dora_pipe.audit.check_records import Seen
+from dora_pipe.audit.check_steps import check_steps
+from dora_pipe.audit.effective_config import EffectiveConfig
+from dora_pipe.audit.entries import GroupEntry, Moment, RequestEntry, WorkerEntry
+from dora_pipe.audit.findings import Check, Findings
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.schemas.control import (
+    BatchRefused,
+    Command,
+    RequestFailed,
+    RequestReleased,
+    Resume,
+    TrajectoriesLogged,
+    WorkerLeft,
+    WorkerReady,
+)
+from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    End,
+    Fence,
+    Halt,
+    LeaseExpired,
+    Move,
+    Place,
+    PlacedRequest,
+    Progressed,
+    Round,
+    TakeBatch,
+)
+
+Wrong = Callable[[str, str], None]
+"""(check, what is wrong)"""
+
+CHECKS: Final[dict[str, str]] = {
+    **{str(check): holds for check, holds in findings.CHECKS.items()},
+    "fate": "S1: a group gets the fate that its siblings came to, and none of them is placed then",
+    "feasible": "S3: what is dispatched and not taken can be trained in time at every moment",
+    "placement": "S5: a request is placed where its version is loaded, in a free slot",
+    "binding": "S6, S7: a batch has the records that count when it is taken, of the living only",
+    "assign": "S10: a worker changes its version only while it is empty and loads nothing",
+    "lease": "S11: nobody is fenced who was heard, or while the orchestrator did not listen",
+    "progress": "S14: a request that is placed again goes on from the newest progress known",
+    "admission": "S16: nothing is admitted while paused, or while an older version has no host",
+    "move": "S18: a request moves only to a living host of its version, and at most once at a time",
+    "epochs": "R4: role epochs count up; nothing is decided or committed under an older one",
+    "retired": "S19: an incarnation that has left says nothing more",
+    "kept": "S20: a version that an open group carries, or a worker has, lies in the store",
+    "digest": "R3: the digest that an orchestrator keeps in step is that of its state",
+    "log": "R1: the audit of the whole log finds nothing",
+    "role": "no role finds its own state broken",
+    "live": "L2: once faults stop, the run ends; whoever waits then waits for something named",
+}
+"""Every check: what holds when it finds nothing."""
+
+
+class _FirstFinding(Findings):
+    """Findings of which the first is one too many."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        super().__init__()
+        self._raise = wrong
+
+    def add(
+        self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
+    ) -> None:
+        super().add(check, subject, message, expected=expected, found=found)
+        self._raise(check, self.violations[-1].line.removeprefix(f"{check} "))
+
+
+@dataclass(slots=True)
+class WorkerNotes:
+    """What audit's ledger does not keep of an incarnation."""
+
+    loaded: int = -1
+    """Version that it has reported last, as it was told to."""
+    draining: bool = False
+    silent: bool = False
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """What audit's ledger does not keep of a request."""
+
+    resume: Resume | None = None
+    known_tokens: int = 0
+    """How far its lost worker had said it was: it goes on from there or later."""
+    kv: Blob | None = None
+    """The KV cache that a move left behind, until it is placed again."""
+    cancelled: bool = False
+
+
+class LiveLedger(Ledger):
+    """See the head of this file; `wrong` is told of what does not hold, and may raise."""
+
+    def __init__(self, run: str, wrong: Wrong) -> None:
+        super().__init__(run, _FirstFinding(wrong))
+        self.counted: Counter[str] = Counter()
+        """Facts of requests that were heeded."""
+        self._tell = wrong
+        self._paused = False
+        self._stopped_now = False
+        self._failed: set[str] = set()
+        """Groups of batches that were refused for them, or that a user ended."""
+        self._workers: defaultdict[int, WorkerNotes] = defaultdict(WorkerNotes)
+        self._requests: defaultdict[str, RequestNotes] = defaultdict(RequestNotes)
+
+    # What stands
+
+    @property
+    def steps_committed(self) -> int:
+        """t: the version of the trainer."""
+        return self.legality.bound.version
+
+    def placed_on(self, epoch: int) -> list[str]:
+        """Requests that an incarnation has."""
+        return [
+            name
+            for name, entry in self._open_requests()
+            if entry.placements[-1:] and entry.placements[-1].epoch == epoch and self._runs(entry)
+        ]
+
+    def known(self, trajectory: str, tokens: int) -> None:
+        """The worker of a request had said that it was so far."""
+        notes = self._requests[trajectory]
+        notes.known_tokens = max(notes.known_tokens, tokens)
+
+    def needed(self) -> dict[int, str]:
+        """Versions that must lie in the store, with who needs them."""
+        found = {0: "version 0", self.version: "the newest version"}
+        found |= {one.spec.version: name for name, one in self.accounts.open.items()}
+        for epoch, worker in self._there():
+            here = {worker.target, self._workers[epoch].loaded, *worker.held}
+            found |= dict.fromkeys(here, worker.joined.worker)
+        found.pop(-1, None)
+        return found
+
+    @property
+    def _in_force(self) -> EffectiveConfig:
+        in_force = self.legality.in_force
+        assert in_force is not None
+        return in_force
+
+    def _there(self) -> Iterator[tuple[int, WorkerEntry]]:
+        return ((at, one) for at, one in self.accounts.workers.items() if not one.departure)
+
+    def _open_requests(self) -> Iterator[tuple[str, RequestEntry]]:
+        return (pair for one in self.accounts.open.values() for pair in one.requests.items())
+
+    def _runs(self, entry: RequestEntry) -> bool:
+        return entry.runs and not self._requests[entry.trajectory].cancelled
+
+    def _present(self, fact: Any) -> RequestEntry | None:
+        """The request that an incarnation has under this attempt."""
+        entry = self.accounts.request(fact.trajectory)
+        worker = self.accounts.workers.get(fact.epoch)
+        if entry is None or worker is None or worker.departure or not self._runs(entry):
+            return None
+        last = entry.placements[-1]
+        return entry if (last.attempt, last.epoch) == (fact.attempt, fact.epoch) else None
+
+    def _has(self, epoch: int, worker: WorkerEntry, version: int) -> bool:
+        """Whether requests of a version may be placed there."""
+        if worker.several:
+            return version in worker.held
+        return worker.target == self._workers[epoch].loaded == version
+
+    def _due_fate(self, group: GroupEntry) -> str:
+        """The fate that a group has to get; empty while it may still be trained."""
+        if group.spec.group in self._failed:
+            return "failed"
+        outlook = outlook_of(group, self._in_force.config.groups)
+        return "" if outlook in ("running", "finished") else outlook
+
+    def _require(self, check: str, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._tell(check, otherwise)
+
+    def states(self) -> Counter[str]:
+        """What facts, groups and workers came to; how stale groups were trained."""
+        accounts, sums, found = self.accounts, self.accounts.summed(), Counter[str]()
+        for name, count in self.counted.items():
+            found[f"fact {name}"] += count
+        for logged in accounts.logged.values():
+            found[f"fact {logged.standing}"] += 1
+        for fate, count in sums.groups.items():
+            found[f"group {fate}"] += count
+        for worker in accounts.workers.values():
+            found[f"worker {worker.departure or 'there'}"] += 1
+        for staleness, count in sums.staleness.items():
+            found[f"staleness {staleness}"] += count
+        return found
+
+    # Rounds
+
+    def apply(self, turn: FoldedRound) -> None:
+        """Book one turn; then the bound must hold, and what was committed is as it was taken."""
+        super().apply(turn)
+        steps, self.unread_steps = self.unread_steps, []
+        check_steps(self, Seen(), steps)
+        if self.config is not None:
+            bound, per_step = self.legality.bound, self._in_force.config.groups.per_step
+            why = why_infeasible(bound.deadlines, bound.step, per_step)
+            self._require("feasible", not why, why)
+
+    def round(self, round_: Round, at: Moment) -> None:
+        """Note what a round says it has seen, then check and book its decisions."""
+        for one in round_.observations:
+            if isinstance(one, LeaseExpired):
+                self._workers[one.epoch].silent = True
+            elif isinstance(one, Progressed):
+                self._note_progress(one.trajectory, one.resume)
+        super().round(round_, at)
+
+    def _note_progress(self, trajectory: str, resume: Resume) -> None:
+        notes = self._requests[trajectory]
+        if notes.resume is None or resume.tokens > notes.resume.tokens:
+            notes.resume = resume
+
+    # Facts
+
+    def fact(self, fact: Fact, at: Moment) -> None:
+        """Book one control record, and note what the ledger does not."""
+        match record := fact.record:
+            case WorkerLeft():
+                there = set(self.placed_on(record.epoch))
+                for name, resume in record.progress.items():
+                    if name in there:
+                        self._note_progress(name, resume)
+            case RequestReleased():
+                self._released(record)
+            case RequestFailed():
+                self.counted["failed"] += self._present(record) is not None
+            case TrajectoriesLogged():
+                for one in record.facts():
+                    group = self.accounts.open.get(group_of(one.trajectory))
+                    holds = group is None or one.version == group.spec.version
+                    self._require("C1", holds, f"{one.trajectory} is of version {one.version}")
+            case BatchRefused():
+                if self.legality.bound.training == (record.step, record.attempt):
+                    self._failed.update(one.group for one in record.offenders)
+            case Command():
+                self._command(record)
+        super().fact(fact, at)
+        if isinstance(record, WorkerReady):
+            worker = self.accounts.workers.get(record.epoch)
+            if worker is not None and not worker.departure and record.version == worker.target:
+                self._workers[record.epoch].loaded = record.version
+
+    def _released(self, fact: RequestReleased) -> None:
+        entry = self._present(fact)
+        if entry is None or not entry.moving:
+            return
+        self.counted["released"] += 1
+        if fact.resume is not None:
+            self._note_progress(fact.trajectory, fact.resume)
+        self._requests[fact.trajectory].kv = fact.kv
+
+    def _command(self, command: Command) -> None:
+        if command.verb in ("pause", "resume") and not command.args:
+            self._paused = command.verb == "pause"
+        elif command.verb == "drain":
+            name = command.args.get("worker")
+            for epoch, worker in self._there():
+                if name in (None, worker.joined.worker):
+                    self._workers[epoch].draining = True
+        elif command.verb == "stop":
+            self._stopped_now |= bool(command.args.get("now", False))
+        elif ended := self.legality.ended_by(command):
+            self._failed.update(one.group for one in self.takes[ended].take.groups)
+
+    # Decisions
+
+    def decision(self, decision: AnyDecision, at: Moment) -> None:
+        """Ask what the ledger does not, then let it check and book the decision."""
+        match decision:
+            case Dispatch():
+                self._dispatch(decision)
+            case TakeBatch():
+                self._take(decision)
+            case End():
+                self._end(decision)
+            case Halt():
+                self._halt()
+            case Place():
+                self._place(decision)
+            case Move():
+                self._move(decision)
+            case Cancel():
+                self._cancel(decision)
+            case Assign():
+                self._assign(decision)
+            case Fence():
+                silent = self._workers[decision.epoch].silent
+                what = f"{decision.worker} is fenced, but nobody observed that it is silent"
+                self._require("lease", silent, what)
+        super().decision(decision, at)
+
+    def _dispatch(self, decision: Dispatch) -> None:
+        who = decision.spec.group
+        self._require("admission", not self._paused, f"{who} is dispatched while the run is paused")
+        if decision.spec.purpose == "eval":
+            return
+        hosted = {
+            version
+            for epoch, worker in self._there()
+            if not self._workers[epoch].draining
+            for version in (worker.target, *worker.held)
+        }
+        queued = {
+            group.spec.version
+            for group in self.accounts.open.values()
+            for entry in group.requests.values()
+            if self._queued(entry)
+        }
+        orphans = sorted(queued - hosted)
+        what = f"{who} is admitted while version {orphans[:1]} has no host"
+        self._require("admission", not orphans, what)
+
+    def _queued(self, entry: RequestEntry) -> bool:
+        over = entry.bound is not None or entry.failed or self._requests[entry.trajectory].cancelled
+        return not over and (entry.waiting or not entry.placements)
+
+    def _take(self, batch: TakeBatch) -> None:
+        for taken in batch.groups:
+            group = self.accounts.open.get(taken.group)
+            counts = () if group is None else tuple(one.taken for one in group.results)
+            what = f"batch {batch.step}/{batch.attempt} has other records of {taken.group}"
+            self._require("binding", taken.trajectories == counts, what)
+
+    def _end(self, decision: End) -> None:
+        name, in_force, bound = decision.group, self._in_force, self.legality.bound
+        group = self.accounts.open.get(name)
+        if group is None:
+            return
+        running = [who for who, entry in group.requests.items() if self._runs(entry)]
+        self._require("fate", not running, f"{name} ends while {running[:1]} is placed")
+        due = self._due_fate(group)
+        if decision.fate == "cancelled" and not due:
+            left = (in_force.steps - bound.step) * in_force.config.groups.per_step
+            surplus = bound.size > left if group.spec.purpose == "train" else self._stopped_now
+            self._require("fate", surplus, f"{name} is cancelled, although a step is left for it")
+        else:
+            what = f"{name} ends as {decision.fate}, but it is {due or 'not over'}"
+            self._require("fate", decision.fate == due, what)
+
+    def _halt(self) -> None:
+        groups = self._in_force.config.groups
+        share, per_step = groups.failed_share_max, groups.per_step
+        failed = self.accounts.summed().groups["failed"]
+        enough = share is not None and failed >= min(2 * per_step, share * 4 * per_step)
+        self._require("fate", enough, f"the run is halted although only {failed} groups failed")
+
+    def _place(self, decision: Place) -> None:
+        spec, epoch = decision.spec, decision.epoch
+        group, worker = self.accounts.open.get(spec.group), self.accounts.workers.get(epoch)
+        if group is None or worker is None:
+            return
+        due, who = self._due_fate(group), f"{spec.group} is placed on {decision.worker}"
+        self._require("placement", not due, f"{who}, but it is {due}")
+        self._require("placement", not self._workers[epoch].draining, f"{who}, which drains")
+        what = f"{who}, which has loaded {self._workers[epoch].loaded}, target {worker.target}"
+        self._require("placement", self._has(epoch, worker, spec.version), what)
+        many = len(self.placed_on(epoch)) + len(decision.siblings)
+        room = worker.joined.slots + worker.joined.prefetch
+        self._require("placement", many <= room, f"{who}, which has {many} then: too many")
+        for one in decision.requests():
+            self._place_one(one)
+
+    def _place_one(self, one: PlacedRequest) -> None:
+        who, notes = one.trajectory, self._requests[one.trajectory]
+        tokens = 0 if one.resume is None else one.resume.tokens
+        known = max(0 if notes.resume is None else notes.resume.tokens, notes.known_tokens)
+        newest = one.resume == notes.resume and tokens >= known
+        self._require("progress", newest, f"{who} goes on from {tokens} tokens of {known} known")
+        self._require("move", one.kv == notes.kv, f"{who} gets another KV cache than it left")
+        notes.kv = None
+
+    def _move(self, decision: Move) -> None:
+        who, entry = decision.trajectory, self.accounts.request(decision.trajectory)
+        group = self.accounts.open.get(group_of(who))
+        to = self.accounts.workers.get(decision.to_epoch)
+        if entry is None or group is None or to is None:
+            return
+        self._require("move", not entry.moving, f"{who} is moved while it moves")
+        there = self._has(decision.to_epoch, to, group.spec.version)
+        there &= not self._workers[decision.to_epoch].draining
+        self._require("move", there, f"{who} moves to {decision.to}, which does not host it")
+        self._require("move", decision.to_epoch != decision.epoch, f"{who} moves to where it is")
+
+    def _cancel(self, decision: Cancel) -> None:
+        what = f"{decision.trajectory} is cancelled where it is not placed"
+        self._require("placement", self._present(decision) is not None, what)
+        self._requests[decision.trajectory].cancelled = True
+
+    def _assign(self, decision: Assign) -> None:
+        worker = self.accounts.workers.get(decision.epoch)
+        if worker is None:
+            return
+        notes, placed = self._workers[decision.epoch], self.placed_on(decision.epoch)
+        who = f"{decision.worker} gets version {decision.version}"
+        self._require("assign", not notes.draining, f"{who}, but it drains")
+        what = f"{who}, but it has {len(placed)} requests, target {worker.target}"
+        free = worker.several or not placed
+        self._require("assign", free and worker.target == notes.loaded, what)
+        used = {self.accounts.open[group_of(one)].spec.version for one in placed}
+        what = f"{who} and drops {decision.drop}, {sorted(used)} are in use"
+        self._require("assign", used.isdisjoint(decision.drop), what)

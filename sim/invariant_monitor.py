@@ -1,0 +1,340 @@
+"""Feeds the checkers with every record as it is appended; decides what is read when.
+
+Control records are booked when a round folds them, in the order of their offsets; decisions when
+their round is appended. What needs no order (role epochs, what an incarnation says after it left)
+is looked at at once. What the orchestrator hears is overheard at its machine, for the leases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from dora_pipe.audit.round_reader import Fact, FoldedRound
+from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.core.errors import InvariantBroken, SchemaError
+from dora_pipe.core.runtime import CaughtUp, Machine, Now, Outputs
+from dora_pipe.orchestrator.digest import digest_of
+from dora_pipe.orchestrator.machine import OrchestratorMachine
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import RoleStarted, WorkerJoined, WorkerLeft, decode_control
+from dora_pipe.schemas.metrics import (
+    OrchestratorStatus,
+    TrainerStatus,
+    WorkerStatus,
+    decode_metrics,
+    merged,
+)
+from dora_pipe.schemas.rounds import (
+    GENESIS_CHAIN,
+    Fence,
+    LeaseExpired,
+    Move,
+    Round,
+    StopRun,
+    chain_of,
+    decode_round,
+    fold_bytes,
+)
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import Unknown
+from dora_pipe.sim.checks import LiveLedger
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
+
+GAP_HEARTBEATS: Final = 2
+"""The orchestrator listens as long as its reactions are at most so many heartbeats apart."""
+
+LEASE_SLACK_NS: Final = 150_000_000
+"""A record that is there may be heard by the next turn of the bus only, and so on."""
+
+
+_LEASE: Final = b'"lease-expired"'
+_DIGEST: Final = b'"state_digest"'
+_SPEAKERS: Final = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
+
+
+class InvariantMonitor:
+    """Sees a world's log; raises InvariantBroken at the first thing that is wrong.
+
+    Example: ``watch = InvariantMonitor(topics, ...); World(..., watch=watch.appended)``
+    """
+
+    def __init__(self, topics: Topics, *, heartbeat_ns: int, lease_ns: int) -> None:
+        self.ledger = LiveLedger(topics.run, self.wrong)
+        self.kinds: Counter[str] = Counter()
+        """Records, decisions and observations by kind."""
+        self.on_move: Callable[[str, str], None] = lambda source, target: None
+        """Told who shall let go of a request, and who shall take it up."""
+        self.exists: Callable[[str], bool] = lambda digest: True
+        """Whether the policy store has weights; told by who made the world."""
+        self.records = 0
+        self.waits: dict[str, str] = {}
+        """What each role said last that it waits for."""
+        self.stopped = False
+        self._topics = topics
+        self._gap_ns = GAP_HEARTBEATS * heartbeat_ns
+        self._lease_ns = lease_ns
+        self._control: deque[Record] = deque()
+        self._round: Round | None = None
+        self._control_next = 0
+        self._left: set[tuple[str, int]] = set()
+        self._words: dict[tuple[str, int], set[bytes]] = {}
+        """What each incarnation has said; who was not told that it landed says it again."""
+        self._newest: Counter[str] = Counter()
+        self._ears: dict[int, _Heard] = {}
+        self._heard = _Heard()
+        """Of the orchestrator that has appended the present round."""
+
+    def wrong(self, check: str, what: str) -> None:
+        """Something does not hold. Raises InvariantBroken, the name of the check first."""
+        raise InvariantBroken(f"{check}: {what}")
+
+    def appended(self, records: Sequence[Record], role: Role | None) -> None:
+        """Records landed, by this role (None: by somebody outside)."""
+        self.records += len(records)
+        for record in records:
+            if record.topic == self._topics.decisions:
+                self._heard = self._ears.get(-1 if role is None else role.number, self._heard)
+                self._on_round(record)
+            elif record.topic == self._topics.control:
+                self._control.append(record)
+                self._said(record)
+            elif record.topic == self._topics.metrics:
+                self._status(record)
+            else:
+                self.kinds[record.topic.rpartition(".")[2]] += 1
+
+    def overhear(self, role: Role, machine: Machine) -> Machine:
+        """The machine, with an ear at it if it is the orchestrator's."""
+        if not isinstance(machine, OrchestratorMachine):
+            return machine
+        heard = self._ears[role.number] = _Heard()
+        return _Overheard(machine, self, heard)
+
+    def at_end(self) -> None:
+        """The run is over: every group has its fate."""
+        ledger = self.ledger
+        for name in ledger.accounts.open:
+            self.wrong("fate", f"{name} has none")
+        in_force = ledger.legality.in_force
+        if in_force is not None and ledger.committed < in_force.steps:
+            self.wrong("live", f"{ledger.committed} steps were committed")
+
+    # Control and metrics, as they come
+
+    def _said(self, record: Record) -> None:
+        try:
+            found: Any = decode_control(record.value)
+        except SchemaError:
+            self.kinds["control unreadable"] += 1
+            return
+        if isinstance(found, Unknown):
+            self.kinds["control unknown"] += 1
+            return
+        self.kinds[f"control {type(found).__struct_config__.tag}"] += 1
+        if isinstance(found, RoleStarted):
+            if self._newest[found.role] != found.role_epoch:
+                what = f"{found.role} takes role epoch {found.role_epoch}"
+                self.wrong("epochs", f"{what}, {self._newest[found.role]} comes next")
+            self._newest[found.role] += 1
+        worker = getattr(found, "worker", None)
+        if worker is None:
+            return
+        epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
+        said = self._words.setdefault((worker, epoch), set())
+        if (worker, epoch) in self._left and record.value not in said:
+            self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
+        said.add(record.value)
+        if isinstance(found, WorkerLeft):
+            self._left.add((worker, epoch))
+
+    def _status(self, record: Record) -> None:
+        try:
+            found = decode_metrics(record.value)
+        except SchemaError:
+            self.kinds["metrics unreadable"] += 1
+            return
+        if isinstance(found, Unknown):
+            self.kinds["metrics unknown"] += 1
+        else:
+            self.kinds[f"metrics {type(found).__struct_config__.tag}"] += 1
+            name = getattr(found, "worker", "") or _SPEAKERS[type(found)]
+            self.waits[name] = found.waits_for
+            if isinstance(found, TrainerStatus):
+                self.kinds[f"trainer {found.phase}"] += 1
+
+    # Rounds
+
+    def _on_round(self, record: Record) -> None:
+        round_, moves = decode_round(record.value), list[Move]()
+        facts = self._facts(round_)
+        self._links(round_, facts)
+        for one in round_.observations:
+            self.kinds[f"observed {type(one).__struct_config__.tag}"] += 1
+            if isinstance(one, LeaseExpired):
+                self._lease(one)
+        for decision in round_.decisions:
+            self.kinds[f"decided {type(decision).__struct_config__.tag}"] += 1
+            if isinstance(decision, Fence):
+                self._expect_progress(decision)
+            elif isinstance(decision, Move):
+                moves.append(decision)
+            elif isinstance(decision, StopRun):
+                self.stopped = True
+            if not decision.reason:
+                self.wrong("rounds", f"round {round_.ordinal} decides without a reason")
+        self.ledger.apply(FoldedRound(offset=record.offset, round=round_, facts=facts))
+        self._kept(round_)
+        for move in moves:
+            self.on_move(move.worker, move.to)
+        self._round, self._control_next = round_, round_.control_next
+
+    def _kept(self, round_: Round) -> None:
+        """Files are deleted between rounds, by the trainer: whoever needs one has it still."""
+        ledger = self.ledger
+        if ledger.config is None or not ledger.config.store.keep_every:
+            return
+        for version, who in ledger.needed().items():
+            if not self.exists(ledger.versions[version].digest):
+                what = f"version {version} is gone from the store, and {who} needs it"
+                self.wrong("kept", f"{what} (round {round_.ordinal})")
+
+    def _facts(self, round_: Round) -> tuple[Fact, ...]:
+        """The control records that a round folds."""
+        facts: list[Fact] = []
+        while self._control and self._control[0].offset < round_.control_next:
+            record, found = self._control.popleft(), None
+            with suppress(SchemaError):
+                found = decode_control(record.value)
+            facts.append(
+                Fact(offset=record.offset, key=record.key, value=record.value, record=found)
+            )
+        return tuple(facts)
+
+    def _links(self, round_: Round, facts: Sequence[Fact]) -> None:
+        last, who = self._round, f"round {round_.ordinal}"
+        ordinal = 0 if last is None else last.ordinal + 1
+        if self.stopped:
+            self.wrong("rounds", f"{who} comes after the end of the run")
+        if round_.ordinal != ordinal:
+            self.wrong("rounds", f"{who} comes where round {ordinal} was expected")
+        if round_.role_epoch != self._newest[ORCHESTRATOR] - 1:
+            newest = self._newest[ORCHESTRATOR] - 1
+            self.wrong("epochs", f"{who} is of role epoch {round_.role_epoch}, {newest} is newest")
+        if last is not None and (
+            round_.now_ns < last.now_ns or round_.control_next < last.control_next
+        ):
+            self.wrong("rounds", f"{who} goes back")
+        chain = GENESIS_CHAIN if last is None else last.chain
+        folded = b"".join(fold_bytes(one.offset, one.value) for one in facts)
+        if chain_of(chain, folded, round_) != round_.chain:
+            self.wrong("rounds", f"{who}: the chain is broken")
+
+    # Leases and progress: what the orchestrator has heard
+
+    def reacts(self, heard: _Heard, inputs: Sequence[Any], now: Now) -> None:
+        """An orchestrator reacts to these."""
+        if heard.last_ns is not None and now.mono_ns - heard.last_ns <= self._gap_ns:
+            heard.listened_ns += now.mono_ns - heard.last_ns
+        heard.last_ns = now.mono_ns
+        for one in inputs:
+            if isinstance(one, CaughtUp):
+                heard.since_ns = heard.listened_ns
+            elif isinstance(one, Record):
+                self._hears(heard, one)
+
+    def _hears(self, heard: _Heard, record: Record) -> None:
+        try:
+            if record.topic == self._topics.control:
+                found: Any = decode_control(record.value)
+            else:
+                found = decode_metrics(record.value)
+        except SchemaError:
+            return
+        worker = getattr(found, "worker", None)
+        if worker is None:
+            return
+        one = (worker, record.offset if isinstance(found, WorkerJoined) else found.epoch)
+        heard.of[one] = heard.listened_ns
+        if isinstance(found, WorkerStatus):
+            heard.said[one] = merged(heard.said.get(one), found)
+
+    def decides(self, heard: _Heard, outputs: Outputs) -> None:
+        """It has decided; who was silent is judged by what it had heard when it did."""
+        for one in outputs.publish:
+            if one.record.topic == self._topics.decisions and _LEASE in one.record.value:
+                for observed in decode_round(one.record.value).observations:
+                    if isinstance(observed, LeaseExpired):
+                        at = (observed.worker, observed.epoch)
+                        since_ns = max(heard.of.get(at, 0), heard.since_ns)
+                        heard.silent_ns[at] = heard.listened_ns - since_ns
+                        if (said := heard.said.get(at)) is not None:
+                            known = said.progress.items()
+                            heard.told[at] = {name: resume.tokens for name, resume in known}
+
+    def digests(self, outputs: Outputs, state: State) -> None:
+        """The digest that it has kept in step is that of the state, made from nothing."""
+        topic = self._topics.decisions
+        rounds = [one.record.value for one in outputs.publish if one.record.topic == topic]
+        if rounds and _DIGEST in rounds[-1]:
+            round_ = decode_round(rounds[-1])
+            if round_.state_digest != digest_of(state):
+                self.wrong("digest", f"round {round_.ordinal} says another state than there is")
+
+    def _lease(self, one: LeaseExpired) -> None:
+        silent_ns = self._heard.silent_ns.get((one.worker, one.epoch), 0)
+        if silent_ns < self._lease_ns - LEASE_SLACK_NS:
+            what = f"the lease of {one.worker} ends after {silent_ns / 1e9:.3f} s of silence"
+            self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
+
+    def _expect_progress(self, fence: Fence) -> None:
+        """What a fenced worker had said of its requests must not be lost."""
+        told = self._heard.told.get((fence.worker, fence.epoch), {})
+        for name in told.keys() & set(self.ledger.placed_on(fence.epoch)):
+            self.ledger.known(name, told[name])
+
+
+class _Heard:
+    """What one incarnation of the orchestrator has heard."""
+
+    def __init__(self) -> None:
+        self.last_ns: int | None = None
+        self.listened_ns = 0
+        """Its own time, without the gaps."""
+        self.since_ns = 0
+        self.of: dict[tuple[str, int], int] = {}
+        self.said: dict[tuple[str, int], WorkerStatus] = {}
+        self.silent_ns: dict[tuple[str, int], int] = {}
+        """How long those had been silent whose lease it let expire."""
+        self.told: dict[tuple[str, int], dict[str, int]] = {}
+        """What it knew of their requests then."""
+
+
+class _Overheard:
+    """A machine whose inputs somebody else hears too."""
+
+    def __init__(
+        self, machine: OrchestratorMachine, watch: InvariantMonitor, heard: _Heard
+    ) -> None:
+        self._machine = machine
+        self._watch = watch
+        self._heard = heard
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        return self._machine.positions()
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        self._watch.reacts(self._heard, inputs, now)
+        outputs = self._machine.react(inputs, now)
+        self._watch.decides(self._heard, outputs)
+        self._watch.digests(outputs, self._machine.state)
+        return outputs
+
+    def wake_at(self) -> int:
+        return self._machine.wake_at()
+
+    @property
+    def finished(self) -> bool:
+        return self._machine.finished

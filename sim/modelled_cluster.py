@@ -1,0 +1,396 @@
+"""Decides nothing: production's planner, state and bound over modelled workers and a trainer.
+
+What is production's own: the state and every rule that changes it (`apply_control`), the planner
+(`decide`), admission, deadlines, batches. What is modelled: how long things take. Left out are the
+bus, the bytes of records and the roles' loops, which the world (`dora_pipe.sim.world`) has; they
+cost nothing here. That makes a step of 8192 requests a second of CPU.
+
+Workers do not depend on each other between two rounds, so time goes from round to round: to the
+next event, but at least `round_s` on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora_pipe.core.errors import ResourceError
+from dora_pipe.orchestrator.fold import apply_control, apply_observation
+from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.state_ops import release
+from dora_pipe.schemas.control import (
+    AnyControl,
+    Command,
+    LoggedEntry,
+    RequestReleased,
+    Resume,
+    TrajectoriesLogged,
+)
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Move,
+    Place,
+    PlacedRequest,
+    PlanPeriod,
+    TakeBatch,
+)
+from dora_pipe.sim.modelled import NEVER_S, EngineRates, TrainerRates
+from dora_pipe.sim.modelled_records import (
+    NO_DIGEST,
+    role_started,
+    run_started,
+    step_committed,
+    worker_joined,
+    worker_ready,
+)
+from dora_pipe.sim.modelled_worker import Left, ModelledWorker, WorkerSize
+from dora_pipe.sim.paradigms_planner import Planner, Production
+
+SECOND_NS: Final = 1_000_000_000
+ROUNDS_MAX: Final = 200_000
+"""More rounds than this do not end by themselves."""
+MANY: Final = 50
+"""A plan with so many decisions may have been cut short, so it is asked once more at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Evaluation groups of a run; `lengths(row)` gives the sampled tokens of each sibling."""
+
+    every: int
+    prompts: int
+    siblings: int
+    lengths: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """A run on modelled hardware. `lengths(ordinal)` gives the sampled tokens of each sibling."""
+
+    workers: Sequence[WorkerSize]
+    rates: EngineRates
+    trainer: TrainerRates
+    lengths: Callable[[int], Sequence[int]]
+    group_size: int
+    per_step: int
+    steps: int
+    max_staleness: int
+    in_flight_batches: float | None = None
+    one_batch: bool = False
+    """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
+    one-step off-policy training is published."""
+    planner: Planner = field(default_factory=Production)
+    reward: Callable[[int, int], float | None] = lambda ordinal, sibling: float(sibling % 2)
+    filter_zero_advantage: bool = False
+    prompt_tokens: int = 0
+    evaluation: Evaluations | None = None
+    report_s: Callable[[int, int], float] = lambda ordinal, sibling: 0.0
+    """From the end of a response to the record that says so: reward, codec, log."""
+    react_s: float = 0.0
+    """From a fact to the round that reads it."""
+    place_s: float = 0.0
+    """From a decision that places a request to the worker's seeing it."""
+    first_step_s: float = 0.0
+    """What the first training step takes beyond the others."""
+    slower: Callable[[int, bool], float] = lambda busy, training: 1.0
+    """How many times as long everything takes while so many workers are busy and a step trains or
+    does not (shared cores)."""
+    round_s: float = 1.0
+    plan_period_s: float = 30.0
+    declares: tuple[str, ...] = ("moves",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpan:
+    """One training step, in seconds since the start."""
+
+    step: int
+    taken_s: float
+    committed_s: float
+    tokens: int
+    """Of its batch."""
+    staleness: tuple[tuple[int, int], ...]
+    """(staleness, groups), sorted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterRun:
+    """What a modelled run did."""
+
+    spans: list[StepSpan] = field(default_factory=list)
+    slot_s: float = 0.0
+    """Active requests, integrated over time and summed over workers."""
+    busy_s: float = 0.0
+    """Time with an active request, summed over workers."""
+    wall_s: float = 0.0
+    slots: int = 0
+    workers: int = 0
+    moves: int = 0
+    moved_s: float = 0.0
+    """Time for which requests stood still because they moved."""
+    loads: int = 0
+    rounds: int = 0
+    requests: int = 0
+
+
+class Cluster:
+    """See the head of this file. Example: ``Cluster(plan).run().spans[-1].committed_s``."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self.plan = plan
+        self.state = State()
+        self.now_s = 0.0
+        self.run_ = ClusterRun(
+            slots=sum(one.slots for one in plan.workers), workers=len(plan.workers)
+        )
+        self._offset = 0
+        self._lefts: dict[str, Left] = {}
+        self._training: tuple[TakeBatch, float] | None = None
+        self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
+        """Responses that are not reported yet, by the time at which they will be."""
+        self._ends = 0
+        self._period_s = plan.plan_period_s
+        self._tell(run_started(plan))
+        self._tell(role_started())
+        self._workers = {one.name: self._join(one) for one in plan.workers}
+
+    def run(self) -> ClusterRun:
+        """Until the last step is committed."""
+        self._limit_batches(training=False)
+        for _ in range(ROUNDS_MAX):
+            self._round()
+            if self.state.version >= self.plan.steps:
+                return self._closed()
+            next_s = self._next_s()
+            if next_s == NEVER_S:
+                raise ResourceError("the modelled run stands still: nothing is due any more")
+            self._advance(max(next_s, self.now_s + self.plan.round_s))
+        raise ResourceError(f"{ROUNDS_MAX} rounds and no end: the modelled run goes in a circle")
+
+    # Facts
+
+    def _tell(self, record: AnyControl) -> int:
+        offset, self._offset = self._offset, self._offset + 1
+        rejected = self.state.tally.rejected
+        apply_control(self.state, offset, record)
+        assert self.state.tally.rejected == rejected, self.state.tally.rejection
+        return offset
+
+    def _join(self, size: WorkerSize) -> ModelledWorker:
+        epoch = self._tell(worker_joined(size, self.plan))
+        return ModelledWorker(
+            size,
+            self.plan.rates,
+            self._lefts,
+            epoch=epoch,
+            prompt_tokens=self.plan.prompt_tokens,
+            place_s=self.plan.place_s,
+            react_s=self.plan.react_s,
+        )
+
+    def _advance(self, now_s: float) -> None:
+        """Everything until then, told to the state."""
+        self.now_s = now_s
+        self.state.now_ns = int(now_s * SECOND_NS)
+        for worker in self._workers.values():
+            for request in worker.advance(now_s):
+                self._ends += 1
+                delay_s = self.plan.report_s(request.spec.ordinal, request.sibling)
+                due_s = now_s + delay_s + self.plan.react_s
+                heapq.heappush(self._ended, (due_s, self._ends, worker, request))
+        self._report()
+        for worker in self._workers.values():
+            assigned = worker.ready(now_s)
+            if assigned is not None:
+                self._tell(worker_ready(worker, assigned))
+        if self._training is not None and self._training[1] <= now_s + 1e-9:
+            self._commit(self._training[0])
+        if now_s >= self._period_s:
+            self._period_s = now_s + self.plan.plan_period_s
+            apply_observation(self.state, PlanPeriod())
+            self._park()
+
+    def _report(self) -> None:
+        """Tell of every response that is due, one record per worker and version."""
+        found: dict[tuple[str, int], list[PlacedRequest]] = {}
+        while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
+            _, _, worker, request = heapq.heappop(self._ended)
+            if request.trajectory not in self._lefts:  # Cancelled after it had ended.
+                continue
+            found.setdefault((worker.size.name, request.spec.version), []).append(request)
+        for (name, version), requests in found.items():
+            entries = tuple(self._entry(one) for one in requests)
+            self._tell(
+                TrajectoriesLogged(
+                    at_ns=0,
+                    worker=name,
+                    epoch=self._workers[name].epoch,
+                    version=version,
+                    digest=requests[0].spec.digest,
+                    trajectories=entries,
+                )
+            )
+
+    def _entry(self, request: PlacedRequest) -> LoggedEntry:
+        left = self._lefts.pop(request.trajectory)
+        self.run_.requests += 1
+        return LoggedEntry(
+            trajectory=request.trajectory,
+            attempt=request.attempt,
+            partition=request.spec.partition,
+            offset=self._offset,
+            sha256=NO_DIGEST,
+            bytes=0,
+            tokens=round(left.done + left.left),
+            finish="stop",
+            reward=self._reward(request),
+        )
+
+    def _reward(self, request: PlacedRequest) -> float | None:
+        if request.spec.purpose == "eval":
+            return 0.0
+        return self.plan.reward(request.spec.ordinal, request.sibling)
+
+    def _commit(self, batch: TakeBatch) -> None:
+        self._training = None
+        self._tell(step_committed(self.state, batch))
+        self._limit_batches(training=False)
+        self._park()
+
+    def _limit_batches(self, *, training: bool) -> None:
+        """Of one-step off-policy training: see `ClusterPlan.one_batch`."""
+        if self.plan.one_batch:
+            wanted = 2.0 if training else 1.0
+            args = {"staleness.in_flight_batches": wanted}
+            self._tell(Command(at_ns=0, user="model", verb="set", args=args))
+
+    # Decisions
+
+    def _round(self) -> None:
+        decisions = self.plan.planner.decide(self.state)
+        self.run_.rounds += 1
+        took = False
+        for decision in decisions:
+            took = self._obey(decision) or took
+        if took:
+            self._limit_batches(training=True)
+        moved = any(isinstance(one, Move) for one in decisions)
+        if took or moved or len(decisions) >= MANY:
+            self._round()
+        self._set_pace()
+
+    def _obey(self, decision: AnyDecision) -> bool:
+        """Do what it says; True for a batch."""
+        if isinstance(decision, TakeBatch):
+            self._train(decision)
+            return True
+        if isinstance(decision, Place):
+            for request in decision.requests():
+                self._place(request)
+        elif isinstance(decision, Assign):
+            self._workers[decision.worker].assign(decision, self.now_s)
+        elif isinstance(decision, Move):
+            self._move(decision)
+        elif isinstance(decision, Cancel):
+            self._workers[decision.worker].release(decision.trajectory)
+            self._lefts.pop(decision.trajectory, None)
+        return False
+
+    def _place(self, request: PlacedRequest) -> None:
+        if request.trajectory not in self._lefts:
+            spec, evaluation = request.spec, self.plan.evaluation
+            if spec.purpose == "eval":
+                assert evaluation is not None
+                length = evaluation.lengths(spec.index)[request.sibling]
+            else:
+                length = self.plan.lengths(spec.ordinal)[request.sibling]
+            self._lefts[request.trajectory] = Left(left=float(length))
+        elif request.kv is not None:
+            done = round(self._lefts[request.trajectory].done)
+            self.run_.moved_s += self.plan.rates.move_s(done)
+        self._workers[request.worker].place(request, self.now_s)
+
+    def _move(self, decision: Move) -> None:
+        worker = self._workers[decision.worker]
+        if not worker.holds(decision.trajectory):  # It has ended and will be reported.
+            return
+        ran = decision.trajectory in worker.running
+        resume = worker.release(decision.trajectory)
+        self.run_.moves += ran
+        kv = self._handover(resume) if ran else None
+        self._tell(
+            RequestReleased(
+                at_ns=0,
+                worker=decision.worker,
+                epoch=decision.epoch,
+                trajectory=decision.trajectory,
+                attempt=decision.attempt,
+                resume=resume,
+                kv=kv,
+            )
+        )
+
+    def _park(self) -> None:
+        """What a planner of `paradigms_planner` takes off its workers."""
+        for trajectory in self.plan.planner.park(self.state):
+            worker = self._workers[self.state.requests[trajectory].worker]
+            if not worker.holds(trajectory):
+                continue
+            ran = trajectory in worker.running
+            resume = worker.release(trajectory)
+            release(self.state, trajectory, self._handover(resume) if ran else None)
+            self.run_.moves += ran
+
+    def _handover(self, resume: Resume | None) -> Blob:
+        tokens = resume.tokens if resume is not None else 0
+        return Blob(sha256=NO_DIGEST, bytes=tokens * self.plan.rates.kv_bytes)
+
+    def _train(self, batch: TakeBatch) -> None:
+        ordinals = [self.state.groups[one.group].spec for one in batch.groups]
+        tokens = sum(sum(self.plan.lengths(spec.ordinal)) for spec in ordinals)
+        samples = len(ordinals) * self.plan.group_size
+        step_s = self.plan.trainer.step_s(tokens=tokens, samples=samples)
+        step_s = step_s * self.plan.slower(self._busy(), True)
+        step_s += self.plan.first_step_s if batch.step == 0 else 0.0
+        staleness = Counter(batch.step - spec.version for spec in ordinals)
+        self._training = batch, self.now_s + step_s + self.plan.react_s
+        self.run_.spans.append(
+            StepSpan(
+                step=batch.step,
+                taken_s=self.now_s,
+                committed_s=self.now_s + step_s,
+                tokens=tokens,
+                staleness=tuple(sorted(staleness.items())),
+            )
+        )
+
+    def _busy(self) -> int:
+        return sum(len(worker.batch) > 0 for worker in self._workers.values())
+
+    def _set_pace(self) -> None:
+        slower = self.plan.slower(self._busy(), self._training is not None)
+        for worker in self._workers.values():
+            worker.batch.slower = slower
+
+    def _next_s(self) -> float:
+        due_s = min(worker.next_s() for worker in self._workers.values())
+        if self._training is not None:
+            due_s = min(due_s, self._training[1])
+        if self._ended:
+            due_s = min(due_s, self._ended[0][0])
+        return min(due_s, self._period_s) if due_s < NEVER_S else due_s
+
+    def _closed(self) -> ClusterRun:
+        run = self.run_
+        run.wall_s = self.now_s
+        for worker in self._workers.values():
+            run.slot_s += worker.batch.slot_s
+            run.busy_s += worker.batch.busy_s
+            run.loads += worker.loads
+        return run

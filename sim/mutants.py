@@ -1,0 +1,347 @@
+"""Mutant bugs: wrong rules, put into this process, that the checkers have to find.
+
+Each changes production's rule where planner and fold share it, so that the run follows the wrong
+rule without noticing. Those of the bound are the ones that docs/staleness.md has counterexamples
+for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora_pipe.bus.memory import MemoryWriter
+from dora_pipe.bus.port import Append
+from dora_pipe.consumers.trainer import retention
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.errors import OutcomeUnknown
+from dora_pipe.orchestrator import apply_control as rules_control
+from dora_pipe.orchestrator import apply_decision as rules_decision
+from dora_pipe.orchestrator import fold, hosting, machine, staleness
+from dora_pipe.orchestrator import state_ops as transitions
+from dora_pipe.orchestrator.group_outcome import COMPLETE, verdict_of
+from dora_pipe.orchestrator.leases import Leases
+from dora_pipe.orchestrator.queues import queue_key
+from dora_pipe.orchestrator.specs import pinned, train_spec
+from dora_pipe.orchestrator.staleness import Finished, Standing
+from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.producers.worker.request import seed_of
+from dora_pipe.schemas.identity import trajectory_seed
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.rounds import GroupSpec, Progressed
+from dora_pipe.sim.patches import Patches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A bug: what is wrong, and how it is put there."""
+
+    name: str
+    what: str
+    plant: Callable[[Patches], None]
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Mutant]:
+    """The process has this bug while the block lasts. Example: ``with planted("gate-from-0"):``"""
+    bug = BUGS[name]
+    with Patches() as patches:
+        bug.plant(patches)
+        yield bug
+
+
+# The bound
+
+
+def _gate_from_0(patches: Patches) -> None:
+    def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
+        due = 0
+        for deadline in sorted(deadlines):
+            due += deadlines[deadline]
+            if due > max(1, deadline - step + 1) * per_step:
+                return False
+        return True
+
+    patches.everywhere(staleness.feasible, feasible)
+
+
+def _gate_at_t(patches: Patches) -> None:
+    patches.put(Standing, "step", property(lambda self: self.version))
+
+
+def _first_finished(patches: Patches) -> None:
+    order: dict[str, int] = {}
+
+    def note(line: list[Finished], one: Finished) -> None:
+        order.setdefault(one.group, len(order))
+        insort(line, one)
+
+    patches.put(transitions, "insort", note)
+    _take_by(patches, lambda one: order.get(one.group, 0))
+
+
+def _newest_first(patches: Patches) -> None:
+    _take_by(patches, lambda one: (-one.deadline, -one.ordinal))
+
+
+def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
+    """Batches in another order, behind the same gate."""
+
+    def take(
+        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    ) -> Sequence[Finished]:
+        batch = sorted(finished, key=key)[:per_step]
+        if len(batch) < per_step:
+            return ()
+        rest = Counter(deadlines)
+        rest.subtract(one.deadline for one in batch)
+        return batch if staleness.feasible(rest, step + 1, per_step) else ()
+
+    patches.everywhere(staleness.take, take)
+
+
+def _overdue_then_oldest(patches: Patches) -> None:
+    def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
+        untaken = sum(deadlines.values())
+        room = (at.max_staleness + 1 - at.training) * at.per_step - untaken
+        return max(0, min(room, (at.steps - at.step) * at.per_step - untaken))
+
+    def take(
+        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    ) -> Sequence[Finished]:
+        return finished[:per_step] if len(finished) >= per_step else ()
+
+    patches.everywhere(staleness.admissible, admissible)
+    patches.everywhere(staleness.take, take)
+
+
+def _old_stamp(patches: Patches) -> None:
+    def stamped(state: State) -> GroupSpec:
+        spec, fates = train_spec(state), state.tally.fates
+        oldest = min(state.policies)
+        if not (fates.get("failed", 0) or fates.get("filtered", 0)) or oldest == state.version:
+            return spec
+        late = state.version - oldest
+        return _changed(
+            spec, version=oldest, digest=state.policies[oldest], deadline=spec.deadline - late
+        )
+
+    patches.everywhere(train_spec, stamped)
+
+
+def _training_is_free(patches: Patches) -> None:
+    right = staleness.admissible
+
+    def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
+        more = dataclasses.replace(at, in_flight_batches=at.in_flight_batches + at.training)
+        return right(deadlines, more)
+
+    patches.everywhere(staleness.admissible, admissible)
+
+
+def _short_batch(patches: Patches) -> None:
+    right = staleness.take
+
+    def take(
+        finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
+    ) -> Sequence[Finished]:
+        some = finished[: max(1, per_step - 1)]
+        return right(finished, deadlines, step=step, per_step=per_step) or some
+
+    patches.everywhere(staleness.take, take)
+
+
+def _unfinished(patches: Patches) -> None:
+    def verdict(group: Group, rules: Any) -> Any:
+        found = verdict_of(group, rules)
+        early = group.spec.purpose == "train" and group.spec.size - group.ended == 1
+        return COMPLETE if found is None and early and group.valid else found
+
+    patches.everywhere(verdict_of, verdict)
+
+
+# Requests and workers
+
+
+def _fenced_counts(patches: Patches) -> None:
+    def present(state: State, record: Any, trajectory: str, attempt: int) -> Any:
+        return state.requests.get(trajectory)
+
+    patches.put(rules_control, "_living", lambda state, name, epoch: state.workers.get(name))
+    patches.put(rules_control, "_present", present)
+
+
+def _progress_lost(patches: Patches) -> None:
+    patches.everywhere(transitions.note_progress, lambda state, trajectory, resume: None)
+
+
+def _placed_twice(patches: Patches) -> None:
+    """Sibling 0 of every third group stays in the queue although it was placed."""
+    right, require = transitions.place, rules_decision._require
+
+    def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
+        again = state.requests[trajectory].worker
+        if again:
+            state.workers[again].requests.discard(trajectory)
+        right(state, trajectory, attempt, worker)
+        spec = state.groups[state.requests[trajectory].group].spec
+        if spec.ordinal % 3 == 0 and trajectory.endswith("-000") and attempt == 1:
+            queue = state.queues.setdefault(spec.version, [])
+            insort(queue, queue_key(spec, 0))
+
+    def lax(holds: bool, otherwise: str) -> None:
+        require(holds or otherwise.endswith("is placed already"), otherwise)
+
+    patches.everywhere(transitions.place, place)
+    patches.put(rules_decision, "_require", lax)
+
+
+def _attempts_for_ever(patches: Patches) -> None:
+    def fault(state: State, trajectory: str, error: str) -> None:
+        transitions.requeue(state, trajectory)
+
+    patches.everywhere(transitions.fault, fault)
+
+
+def _leaving_counts(patches: Patches) -> None:
+    right = transitions.close_worker
+
+    def close(state: State, worker: Worker, *, orderly: bool) -> None:
+        right(state, worker, orderly=False)
+
+    patches.everywhere(right, close)
+
+
+def _lease_in_outage(patches: Patches) -> None:
+    patches.put(Leases, "turn", lambda self, now_ns: None)
+
+
+def _lease_from_birth(patches: Patches) -> None:
+    patches.put(Leases, "hear", lambda self, one, now_ns: None)
+
+
+def _too_many(patches: Patches) -> None:
+    room = Worker.room
+    assert isinstance(room, property) and room.fget is not None
+    more = room.fget
+    patches.put(Worker, "room", property(lambda self: more(self) + 1))
+
+
+def _orphan_forgotten(patches: Patches) -> None:
+    patches.everywhere(hosting.orphans, lambda *args: [])
+
+
+def _attempt_in_seed(patches: Patches) -> None:
+    def seed(place: Any) -> int:
+        return trajectory_seed(place.spec.seed + place.attempt, place.sibling)
+
+    patches.everywhere(seed_of, seed)
+
+
+# Restarts and appends
+
+
+def _commit_again(patches: Patches) -> None:
+    def forgetful(*args: Any) -> CommitHistory:
+        history = read_history(*args)
+        if history.notes:
+            history.revoke()
+        history.decisions_next = 0
+        return history
+
+    patches.everywhere(read_history, forgetful)
+
+
+def _restart_forgets(patches: Patches) -> None:
+    right = fold.apply_observation
+
+    def apply(state: State, observation: Any) -> None:
+        if not isinstance(observation, Progressed):
+            right(state, observation)
+
+    patches.put(fold, "apply_observation", apply)
+
+
+def _unknown_is_done(patches: Patches) -> None:
+    right = MemoryWriter.append
+
+    def append(self: MemoryWriter, records: Sequence[Append]) -> list[int]:
+        try:
+            return right(self, records)
+        except OutcomeUnknown:
+            if self._name is not None:
+                raise
+            return [0] * len(records)
+
+    patches.put(MemoryWriter, "append", append)
+
+
+def _pins_forgotten(patches: Patches) -> None:
+    right = retention.retained
+
+    def retained(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
+        return right(commits, (len(commits),), keep_every)
+
+    patches.everywhere(right, retained)
+
+
+def _hosted_not_pinned(patches: Patches) -> None:
+    patches.everywhere(pinned, lambda state: tuple(sorted(state.pins)))
+
+
+def _chain_without_control(patches: Patches) -> None:
+    patches.put(machine, "fold_bytes", lambda offset, value: b"")
+
+
+def _untouched(patches: Patches) -> None:
+    patches.put(State, "_touch_leaves", lambda self, worker: None)
+
+
+def _changed(spec: GroupSpec, **changes: Any) -> GroupSpec:
+    plain = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    return GroupSpec(**(plain | changes))
+
+
+_ALL: Final = (
+    ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
+    ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),
+    ("first-finished", "batches take what finished first", _first_finished),
+    ("newest-first", "batches take the latest deadlines first", _newest_first),
+    (
+        "overdue-then-oldest",
+        "batches take what is overdue, then the oldest; capacity (eta + t + 1) * B",
+        _overdue_then_oldest,
+    ),
+    ("old-stamp", "a replacement gets the version of what it replaces", _old_stamp),
+    ("training-is-free", "a batch in training does not count against C * B", _training_is_free),
+    ("short-batch", "a batch is taken with a group less", _short_batch),
+    ("unfinished", "a group counts as finished before its last sibling", _unfinished),
+    ("fenced-counts", "the record of a fenced attempt counts", _fenced_counts),
+    ("progress-lost", "a lost request starts again from its prompt", _progress_lost),
+    ("placed-twice", "a request is placed while it is placed", _placed_twice),
+    ("attempts-for-ever", "faults are not counted", _attempts_for_ever),
+    ("leaving-counts", "leaving in order counts as a fault", _leaving_counts),
+    ("lease-in-outage", "leases run down while nobody listens", _lease_in_outage),
+    ("lease-from-birth", "a lease is not renewed by what is heard", _lease_from_birth),
+    ("too-many", "a worker gets a request more than it has room for", _too_many),
+    ("orphan-forgotten", "a version without a host is not seen", _orphan_forgotten),
+    ("attempt-in-seed", "the attempt enters the seed of a request", _attempt_in_seed),
+    ("commit-again", "a restarted trainer has forgotten its last commit", _commit_again),
+    ("restart-forgets", "a restarted orchestrator folds no progress", _restart_forgets),
+    ("unknown-is-done", "a worker takes an unknown outcome for done", _unknown_is_done),
+    ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
+    ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
+    ("chain-without-control", "the chain leaves control out", _chain_without_control),
+    ("untouched", "the digest does not see that a worker has changed", _untouched),
+)
+
+BUGS: Final[dict[str, Mutant]] = {
+    name: Mutant(name=name, what=what, plant=plant) for name, what, plant in _ALL
+}
+"""Every planted bug by its name."""

@@ -1,0 +1,237 @@
+"""Decides which published rows are simulated, on which hardware and under which paradigm.
+
+Every row runs on the hardware of one law (`dora_pipe.sim.scaling_model`), which was fitted to the
+synchronous and one-step rows alone; DORA's and the partial rollout's rows are predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan
+from dora_pipe.sim.paper_figures import Figures, Seeds, figures_of_run
+from dora_pipe.sim.paradigms import Pool, PoolPlan
+from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional
+from dora_pipe.sim.scaling_model import FITTED, GROUPS, SIBLINGS, ScalingModel
+from dora_pipe.sim.workload import EFFICIENCY, Lengths
+
+SEEDS: Final = (1, 2, 3)
+STEPS: Final = 16
+ROUND_S: Final = 2.0
+"""Rounds are at least so far apart: of a step of ten minutes a fraction of a percent."""
+
+Part = Literal["fitted", "predicted", "ours"]
+PoolKind = Literal["", "partial", "interruptible", "roll-flash", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a paper prints, or what follows from it; None where it says nothing."""
+
+    step_min: float | None = None
+    exposed_min: float | None = None
+    tokens_s: float | None = None
+    staleness: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A paradigm on a number of GPUs."""
+
+    name: str
+    gpus: int
+    part: Part
+    shared: bool = False
+    """All GPUs generate, then all train; else the law's share of them trains."""
+    max_staleness: int = 0
+    in_flight_batches: float | None = None
+    one_batch: bool = False
+    planner: Callable[[], Planner] = Production
+    pool: PoolKind = ""
+    """A paradigm of `dora_pipe.sim.paradigms`; empty: production's planner."""
+    published: Published = Published()
+
+    def training(self, law: ScalingModel) -> int:
+        """GPUs that train."""
+        return self.gpus if self.shared else law.training(self.gpus)
+
+    def generating(self, law: ScalingModel) -> int:
+        """GPUs that generate."""
+        return self.gpus if self.shared else self.gpus - self.training(law)
+
+
+PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
+    ("sync", 64): Published(step_min=22.91, exposed_min=14.9, tokens_s=14_143),
+    ("sync", 128): Published(step_min=20.23, exposed_min=14.77, tokens_s=16_070),
+    ("one-step", 64): Published(step_min=22.94, exposed_min=7.57, tokens_s=14_141),
+    ("one-step", 128): Published(step_min=14.0, tokens_s=23_200),
+    ("partial", 64): Published(step_min=17.38, exposed_min=8.0, tokens_s=19_872),
+    ("partial", 128): Published(step_min=13.95),
+    ("dora", 64): Published(
+        step_min=14.67, exposed_min=1.8, tokens_s=23_327, staleness={0: 0.20, 1: 0.66, 2: 0.14}
+    ),
+    ("dora", 128): Published(
+        step_min=10.46, exposed_min=2.5, tokens_s=34_135, staleness={0: 0.20, 1: 0.66, 2: 0.14}
+    ),
+}
+
+PARTIAL_SURPLUS: Final = 1.25
+"""Groups in flight of the partial rollout, in batches: more than one, not published."""
+
+
+def published_rows(gpus: int) -> Iterator[Scenario]:
+    """The four published paradigms; DORA with its own Algorithm 1 and with production's planner."""
+    known = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
+    yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=known["sync"])
+    yield Scenario(
+        name="one-step",
+        gpus=gpus,
+        part="fitted",
+        max_staleness=1,
+        one_batch=True,
+        published=known["one-step"],
+    )
+    yield Scenario(
+        name="partial",
+        gpus=gpus,
+        part="predicted",
+        shared=True,
+        pool="partial",
+        in_flight_batches=PARTIAL_SURPLUS,
+        published=known["partial"],
+    )
+    for name, planner in (("dora", Production), ("dora, Algorithm 1", Proportional)):
+        yield Scenario(
+            name=name,
+            gpus=gpus,
+            part="predicted",
+            max_staleness=2,
+            in_flight_batches=2.0,
+            planner=planner,
+            published=known["dora"],
+        )
+
+
+def sweep_rows(gpus: int) -> Iterator[Scenario]:
+    """The knob that no paper publishes: groups in flight, for DORA and for the partial rollout."""
+    swept: tuple[tuple[str, Callable[[], Planner], tuple[float, ...]], ...] = (
+        ("dora", Production, (2.0, 2.25, 2.5, 3.0)),
+        ("dora, Algorithm 1", Proportional, (2.0, 2.25)),
+    )
+    for name, planner, sizes in swept:
+        for batches in sizes:
+            yield Scenario(
+                name=f"{name}, C {batches:g}",
+                gpus=gpus,
+                part="ours",
+                max_staleness=2,
+                in_flight_batches=batches,
+                planner=planner,
+            )
+    for batches in (1.1, 1.25, 1.5):
+        yield Scenario(
+            name=f"partial, surplus {batches:g}",
+            gpus=gpus,
+            part="ours",
+            shared=True,
+            pool="partial",
+            in_flight_batches=batches,
+        )
+
+
+def other_rows(gpus: int) -> Iterator[Scenario]:
+    """What else the same hardware could do."""
+    yield Scenario(
+        name="eta 1, C 2", gpus=gpus, part="ours", max_staleness=1, in_flight_batches=2.0
+    )
+    yield Scenario(
+        name="legacy fill, C 2",
+        gpus=gpus,
+        part="ours",
+        max_staleness=2,
+        in_flight_batches=2.0,
+        planner=LegacyFill,
+    )
+    pools: tuple[PoolKind, ...] = ("interruptible", "drop", "roll-flash")
+    for pool in pools:
+        yield Scenario(
+            name=pool,
+            gpus=gpus,
+            part="ours",
+            pool=pool,
+            max_staleness=2,
+            in_flight_batches=3.0 if pool != "interruptible" else 2.0,
+        )
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    law: ScalingModel = FITTED,
+    lengths: Lengths = EFFICIENCY,
+    seed: int,
+    steps: int = STEPS,
+    per_step: int = GROUPS,
+) -> Figures:
+    """One run of a scenario."""
+    drawn = cache(lambda ordinal: lengths.draw(seed=seed, ordinal=ordinal, size=SIBLINGS))
+    if not scenario.pool:
+        return figures_of_run(
+            Cluster(
+                ClusterPlan(
+                    workers=law.workers(scenario.generating(law)),
+                    rates=law.rates(),
+                    trainer=law.trainer(scenario.training(law)),
+                    lengths=drawn,
+                    group_size=SIBLINGS,
+                    per_step=per_step,
+                    steps=steps,
+                    max_staleness=scenario.max_staleness,
+                    in_flight_batches=scenario.in_flight_batches,
+                    one_batch=scenario.one_batch,
+                    planner=scenario.planner(),
+                    round_s=ROUND_S,
+                )
+            ).run()
+        )
+    return figures_of_run(Pool(_pool_plan(scenario, law, drawn, steps, per_step)).run())
+
+
+def _pool_plan(
+    scenario: Scenario,
+    law: ScalingModel,
+    drawn: Callable[[int], Sequence[int]],
+    steps: int,
+    per_step: int,
+) -> PoolPlan:
+    by_sample = scenario.pool == "roll-flash"
+    assert scenario.in_flight_batches is not None
+    in_flight = round(scenario.in_flight_batches * per_step) * (SIBLINGS if by_sample else 1)
+    return PoolPlan(
+        workers=law.workers(scenario.generating(law)),
+        rates=law.rates(),
+        trainer=law.trainer(scenario.training(law)),
+        lengths=drawn,
+        group_size=SIBLINGS,
+        per_step=per_step,
+        steps=steps,
+        in_flight=in_flight,
+        unit="sample" if by_sample else "group",
+        shared=scenario.shared,
+        interrupt=scenario.pool != "drop",
+        bound=scenario.max_staleness if scenario.pool in ("roll-flash", "drop") else None,
+    )
+
+
+def simulate_seeds(
+    scenario: Scenario,
+    *,
+    law: ScalingModel = FITTED,
+    seeds: Sequence[int] = SEEDS,
+    steps: int = STEPS,
+) -> Seeds:
+    """A scenario under several seeds."""
+    return Seeds(runs=[simulate(scenario, law=law, seed=seed, steps=steps) for seed in seeds])

@@ -1,0 +1,299 @@
+"""What a world is made of beside the machines; decides what the plain simulated parts are.
+
+`Parts` is the place to plug in another engine, trainer, codec, task or length of things: it is
+asked once per incarnation for the ports of a worker or of the trainer, and gets a `Site` that says
+who asks. `PlainParts` has production's ports (engine, tasks, codec, progress, training) in virtual
+time, with `SimulatedEngine` and `SimulatedLearner` behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Final, Protocol
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
+from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
+from dora_pipe.consumers.trainer.effects import (
+    DropFiles,
+    FetchBatch,
+    PublishPolicy,
+    Restore,
+    TrainStep,
+)
+from dora_pipe.consumers.trainer.ports import InlinePort
+from dora_pipe.consumers.trainer.role import handlers_setup
+from dora_pipe.consumers.trainer.status import Gauges
+from dora_pipe.core.runtime import Meter
+from dora_pipe.producers.engines.registry import capabilities
+from dora_pipe.producers.engines.simulated import (
+    END_TOKEN,
+    Lengths,
+    SimulatedEngine,
+    long_tailed_length,
+)
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    PromptCall,
+    RewardCall,
+    Rewarded,
+    TaskCall,
+    TaskEvent,
+)
+from dora_pipe.producers.worker.effects import LoadWeights
+from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.sim.clock import RoleClock
+from dora_pipe.sim.ports import (
+    Numbers,
+    PacedPort,
+    SimPort,
+    SimTasks,
+    TimedTaskPort,
+    observed_of,
+    prompt_of,
+)
+from dora_pipe.store.store import PolicyStore
+
+MS: Final = 1_000_000
+"""ns of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """A worker that a world has. Example: ``WorkerPlan(name="w0", slots=8, prefetch=2)``."""
+
+    name: str
+    slots: int
+    prefetch: int
+    context_tokens: int = 256
+    token_ns: int = 2 * MS
+    """One step of its engine, whatever runs in it."""
+    load_ns: int = 200 * MS
+    """Loading the weights of a version."""
+    rate: float = 1.0
+    """Of its monotonic clock."""
+    versions: int = 1
+    """How many its engine hosts at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Who asks for parts, and what it may use. `chance` is this incarnation's own."""
+
+    topics: Topics
+    config: Config
+    clock: RoleClock
+    meter: Meter
+    chance: Random
+    store: PolicyStore
+    open_bus: Callable[[], Bus]
+    """A bus of this incarnation, beside that of its loop."""
+    run_started: RunStarted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """Ports of a worker incarnation in the order in which they are polled, and what it declares."""
+
+    ports: Sequence[SimPort]
+    kv_used: Callable[[], int] = lambda: 0
+    kv_tokens: int = 0
+    engine: str = "simulated"
+    declares: frozenset[str] = frozenset()
+    stop_ids: tuple[int, ...] = (END_TOKEN,)
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParts:
+    """Ports of a trainer incarnation."""
+
+    ports: Sequence[SimPort]
+    cached: Callable[[], Gauges] = lambda: Gauges(0, 0)
+
+
+class Parts(Protocol):
+    """See the head of this file."""
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """Version 0 and the digest of the assets, both in the store."""
+        ...
+
+    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
+        """The ports of a worker incarnation."""
+        ...
+
+    def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
+        """The ports of a trainer incarnation; `history` is what control says at its start."""
+        ...
+
+
+def reward_of(call: RewardCall) -> Rewarded:
+    """0 or 1 by a digest of the text."""
+    drawn = int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
+    value = float(drawn % 2)
+    return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
+
+
+def answer_of(call: TaskCall) -> TaskEvent:
+    """One turn, a reward by the text."""
+    if isinstance(call, PromptCall):
+        return prompt_of(call)
+    if isinstance(call, EnvStep):
+        return observed_of(call, done=True)
+    return reward_of(call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """How long things take that are not the engine's; ns."""
+
+    task_ns: int = 5 * MS
+    codec_ns: int = 1 * MS
+    progress_ns: int = 2 * MS
+    handover_ns: int = 4 * MS
+    restore_ns: int = 50 * MS
+    fetch_ns: int = 20 * MS
+    train_ns: int = 300 * MS
+    publish_ns: int = 30 * MS
+    again_ns: int = 5 * MS
+    """From one step of the trainer's work to its next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainParts:
+    """See the head of this file; `steps_max` engine steps make one event of the world."""
+
+    lengths: Lengths = long_tailed_length
+    delays: Delays = field(default_factory=Delays)
+    steps_max: int = 8
+    answer: Callable[[TaskCall], TaskEvent] = answer_of
+    handover: Handover = field(default_factory=MemoryHandover)
+    """Shared by all workers: they run on one machine."""
+
+    @property
+    def single_turn(self) -> bool:
+        """Whether requests have no episodes; only then they move."""
+        return True
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """A policy of 32 bytes."""
+        assets = directory / "config.json"
+        assets.write_text(json.dumps({"model_type": "simulated"}))
+        digest = store.publish_assets([assets])
+        return store.publish_weights(initial_weights), digest
+
+    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
+        """Production's ports, paced."""
+        engine = self.engine(site, plan)
+        tasks = self.tasks(site)
+        return WorkerParts(
+            ports=[
+                TimedTaskPort(TaskPort(tasks, Numbers()), tasks),
+                self._codec(site),
+                self._progress(site),
+                self._handover(site),
+                self._engine_port(site, engine, plan),
+            ],
+            kv_used=lambda: engine.kv_used_tokens,
+            kv_tokens=plan.slots * plan.context_tokens,
+            engine=engine.name,
+            declares=frozenset(capabilities(engine, single_turn=self.single_turn)),
+            close=engine.close,
+        )
+
+    def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
+        """Production's work, effect by effect."""
+        handlers = EffectHandlers(
+            handlers_setup(site.topics, site.run_started, site.config, history, adopt=False),
+            bus=site.open_bus(),
+            store=site.store,
+            make_learner=SimulatedLearner,
+            clock=site.clock,
+            meter=site.meter,
+        )
+        inner = InlinePort(handlers)
+        port = PacedPort(
+            inner, site.clock, delay_ns=self._work_ns, again_ns=lambda: self.delays.again_ns
+        )
+        return TrainerParts(ports=[port], cached=inner.cached)
+
+    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
+        """The engine of a worker."""
+        return SimulatedEngine(
+            slots=plan.slots,
+            context_tokens=plan.context_tokens,
+            versions_resident=plan.versions,
+            lengths=self.lengths,
+            now_ns=site.clock.wall_ns,
+        )
+
+    def tasks(self, site: Site) -> SimTasks:
+        """The task pool of a worker."""
+        return SimTasks(site.clock, answer=self.answer, delay_ns=lambda call: self.delays.task_ns)
+
+    def _codec(self, site: Site) -> SimPort:
+        return PacedPort(
+            CodecPort(site.meter, clock=site.clock),
+            site.clock,
+            delay_ns=lambda effect: self.delays.codec_ns,
+            again_ns=lambda: self.delays.codec_ns,
+        )
+
+    def _progress(self, site: Site) -> SimPort:
+        return PacedPort(
+            ProgressPort(site.open_bus(), site.topics.progress, site.meter, clock=site.clock),
+            site.clock,
+            delay_ns=lambda effect: self.delays.progress_ns,
+            again_ns=lambda: self.delays.progress_ns,
+        )
+
+    def _handover(self, site: Site) -> SimPort:
+        return PacedPort(
+            HandoverPort(self.handover, in_thread=False),
+            site.clock,
+            delay_ns=lambda effect: self.delays.handover_ns,
+            again_ns=lambda: 0,
+        )
+
+    def _engine_port(self, site: Site, engine: SimulatedEngine, plan: WorkerPlan) -> SimPort:
+        inner = EnginePort(
+            engine,
+            site.store.weights_path,
+            clock=site.clock,
+            in_thread=False,
+            steps_max=self.steps_max,
+        )
+        return PacedPort(
+            inner,
+            site.clock,
+            delay_ns=lambda effect: plan.load_ns if isinstance(effect, LoadWeights) else 0,
+            again_ns=lambda: self.steps_max * plan.token_ns,
+        )
+
+    def _work_ns(self, effect: Any) -> int:
+        delays = self.delays
+        return {
+            Restore: delays.restore_ns,
+            FetchBatch: delays.fetch_ns,
+            TrainStep: delays.train_ns,
+            PublishPolicy: delays.publish_ns,
+            DropFiles: 0,
+        }[type(effect)]

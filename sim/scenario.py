@@ -1,0 +1,227 @@
+"""What a seed means: the configuration, the workers and the faults of one simulated run.
+
+Swarm testing: every seed leaves most faults out and has the others more or less often, so that
+between them they meet every combination. Everything is drawn in one fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.model import Config
+from dora_pipe.sim.parts import MS, Delays, WorkerPlan
+
+FAULTS: Final[dict[str, str]] = {
+    "kill-worker": "a worker dies and is started again",
+    "kill-trainer": "the trainer dies and is started again",
+    "kill-orchestrator": "the orchestrator dies and is started again",
+    "kill-appending": "a role dies in the middle of an append, some records of which land",
+    "pause-worker": "a worker is stopped and continued, often beyond its lease",
+    "pause-trainer": "the trainer is stopped and continued",
+    "pause-orchestrator": "the orchestrator is stopped and continued",
+    "zombie-worker": "a worker is stopped, another takes its name, then it continues",
+    "zombie-trainer": "the trainer is stopped, another takes over, then it continues",
+    "zombie-orchestrator": "the orchestrator is stopped, another takes over, then it continues",
+    "outage": "nobody reaches the bus for a while",
+    "outage-one": "one role does not reach the bus for a while",
+    "append-refused": "an append is refused: the bus is away or full",
+    "append-unknown": "an append lands and its writer is not told; a plain one appends again",
+    "append-torn": "some records of an append land and its writer is not told",
+    "delayed": "what a worker appends becomes visible later",
+    "poll-refused": "a poll fails",
+    "clock-rate": "monotonic clocks run slow or fast",
+    "clock-jump": "a wall clock jumps, forwards or back",
+    "join": "another worker joins, or one that had left comes back",
+    "drain": "a user drains a worker",
+    "terminate": "a worker is asked to stop and leaves in order",
+    "depart": "a worker dies and never comes back",
+    "reward-raises": "a reward raises",
+    "reward-hangs": "a reward hangs until its time limit",
+    "prompt-fails": "a prompt cannot be made",
+    "episode-lost": "the process of an episode dies",
+    "command-pause": "a user pauses the run, and resumes it later",
+    "command-bound": "a user sets max_staleness and in_flight_batches, up and down",
+    "command-odd": "a user asks for what cannot be",
+    "command-fail-batch": "a user ends the batch in training",
+    "command-stop": "a user stops the run early, now or when its groups are trained",
+    "garbage": "a foreign record in control, metrics or trajectories",
+    "gaps": "offsets have large gaps",
+    "handover-full": "a KV cache that moves finds no room",
+    "handover-lost": "a KV cache that moves is gone",
+    "handover-damaged": "a KV cache that moves was damaged",
+    "move-source-dies": "the worker that a request leaves dies meanwhile",
+    "move-target-dies": "the worker that a request moves to dies meanwhile",
+    "command-moves": "a user switches moves off or on",
+    "policy-unreadable": "a worker cannot load its weights",
+}
+"""Every fault, and what it is."""
+
+STRIKING: Final = (
+    "kill-worker",
+    "pause-worker",
+    "kill-orchestrator",
+    "kill-trainer",
+    "zombie-worker",
+)
+"""Every seed has one of these."""
+
+ALWAYS: Final = 3
+"""A seed has at least so many kinds of faults."""
+
+SIBLINGS_MEAN: Final = 42
+"""Small batches get more steps, so that every seed has something to do."""
+
+SLOW: Final = (1, 1, 1, 6)
+"""Generation may be slow beside everything else, on few slots: only then it pays to move."""
+
+WORKERS_MAX: Final = 6
+
+MOVING: Final = tuple(name for name in FAULTS if name.startswith(("handover-", "move-")))
+"""What can befall a request that moves. It moves in slow seeds alone, and there not often: three of
+four such seeds have all of these, drawn apart as `KEEP_EVERY` is."""
+
+KEEP_EVERY: Final = (0, 1, 2, 3)
+"""Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What a seed means."""
+
+    seed: int
+    config: Config
+    workers: tuple[WorkerPlan, ...]
+    """Those that are there from the beginning, then those that may join."""
+    first: int
+    """How many are there from the beginning."""
+    delays: Delays
+    steps_max: int
+    """Engine steps per event."""
+    faults: Mapping[str, float]
+    """The enabled faults and how often each comes, relative to the others."""
+    strike_ns: int
+    """Mean time between two faults that strike."""
+    append_share: float
+    """Appends that something befalls, where such faults are enabled."""
+    away_ns: int
+    """Mean time that what is stopped, away or dead stays so."""
+    task_share: float
+    """Calls of the task that fail, where such faults are enabled."""
+    episodes: bool
+    faulty_ns: int
+    """The faults stop after so long at the latest."""
+
+
+def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
+    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``
+
+    With `resident`, most workers host several versions at once; all else stays what it was.
+    """
+    chance = Random(f"dora-pipe sim {seed}")
+    slow = chance.choice(SLOW)
+    config = _config(chance, seed, steps, crowded=slow > 1)
+    keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
+    store = msgspec.structs.replace(config.store, keep_every=keep_every)
+    config = msgspec.structs.replace(config, store=store)
+    names = sorted(FAULTS)
+    count = chance.randint(ALWAYS, 16)
+    faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
+    faults[chance.choice(STRIKING)] = 1.0
+    if slow > 1 and Random(f"dora-pipe sim moving {seed}").random() < 0.75:
+        faults = dict.fromkeys(MOVING, 1.0) | faults
+    first = chance.randint(1, WORKERS_MAX)
+    first = max(first, 3) if slow > 1 else first
+    rates = "clock-rate" in faults
+    plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
+    if resident:
+        plans = _resident(seed, plans)
+    return Scenario(
+        seed=seed,
+        config=config,
+        workers=plans,
+        first=first,
+        delays=_delays(chance),
+        steps_max=chance.choice((1, 2)),
+        faults=faults,
+        strike_ns=chance.choice((150, 400, 1000)) * MS * slow,
+        append_share=chance.choice((0.005, 0.02, 0.08)),
+        away_ns=chance.choice((100, 600, 2500)) * MS,
+        task_share=chance.choice((0.03, 0.1, 0.3)),
+        episodes=chance.random() < 0.2,
+        faulty_ns=chance.choice((5, 10, 20)) * 1000 * MS * slow,
+    )
+
+
+def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
+    eta = chance.randrange(4)
+    size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
+    if crowded:
+        eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
+    steps += 1 + chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
+    plain: dict[str, Any] = {
+        "run": {"name": "sim", "steps": steps, "seed": seed},
+        "model": {"path": "none"},
+        "task": {"kind": "none", "turns_max": chance.randint(1, 3)},
+        "sampling": {"max_tokens": 96 if crowded else chance.choice((24, 96))},
+        "groups": {
+            "size": size,
+            "per_step": per_step,
+            "min_valid_siblings": chance.randint(1, min(2, size)),
+            "filter_zero_advantage": size > 1 and chance.random() < 0.25,
+            "attempts_max": chance.choice((2, 3, 5)),
+        },
+        "staleness": {
+            "max_staleness": eta,
+            "in_flight_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
+        },
+        "planner": {"moves": chance.random() < 0.85, "moves_max": chance.randint(1, 3)},
+        "evaluation": {
+            "prompts": chance.choice((0, 0, 2, 3)),
+            "every": chance.choice((0, 2, 4)),
+            "siblings": chance.randint(1, 2),
+            "sampling": {"max_tokens": 24},
+        },
+        "trainer": {"checkpoint_every": chance.randint(1, 4)},
+        "workers": {"checkpoint_tokens": chance.choice((4, 16))},
+        "bus": {"partitions": chance.randint(1, 4)},
+        "timing": {
+            "heartbeat_s": 0.2,
+            "lease_s": chance.choice((1.0, 2.0)),
+            "plan_period_s": chance.choice((2.0, 10.0)),
+            "stop_timeout_s": chance.choice((1.0, 10.0)),
+        },
+    }
+    return msgspec.convert(plain, Config)
+
+
+def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
+    return WorkerPlan(
+        name=f"w{number}",
+        slots=chance.randint(1, 8 if slow == 1 else 3),
+        prefetch=chance.randrange(4),
+        token_ns=chance.choice((2, 5, 15)) * MS * slow,
+        load_ns=chance.choice((50, 200, 800)) * MS,
+        rate=chance.choice((0.5, 0.8, 1.0, 1.25, 2.0)) if rates else 1.0,
+    )
+
+
+def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+    """The same workers with room for several versions; half of the seeds mix them with others."""
+    chance = Random(f"dora-pipe sim resident {seed}")
+    rooms = chance.choice(((2, 3, 5), (1, 2, 4)))
+    return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
+
+
+def _delays(chance: Random) -> Delays:
+    return Delays(
+        task_ns=chance.choice((1, 10, 100)) * MS,
+        train_ns=chance.choice((50, 300, 1200)) * MS,
+        restore_ns=chance.choice((10, 200)) * MS,
+        fetch_ns=chance.choice((5, 50)) * MS,
+        publish_ns=chance.choice((5, 100)) * MS,
+    )

@@ -1,0 +1,393 @@
+"""Decides how the simulator's figures stand side by side: published, simulated, and the error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dora_pipe.sim import paper_closed_forms as closed
+from dora_pipe.sim.paper import (
+    PUBLISHED,
+    SEEDS,
+    STEPS,
+    Published,
+    Scenario,
+    other_rows,
+    published_rows,
+    simulate_seeds,
+    sweep_rows,
+)
+from dora_pipe.sim.paper_figures import Figures, Seeds, overlap
+from dora_pipe.sim.scaling_model import (
+    FITTED,
+    FITTED_TO,
+    GPUS_PER_WORKER,
+    GROUPS,
+    MINUTE_S,
+    SIBLINGS,
+    TRAIN_SHARE,
+    ScalingModel,
+    fit,
+    mean_rollouts,
+    misfit,
+    predicted,
+)
+from dora_pipe.sim.workload import EFFICIENCY, STEP_100, bubble, figures_of
+
+Row = dict[str, Any]
+
+SIZES = (64, 128)
+"""GPUs of the published rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under a title, and what has to be said about them."""
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def columns(self) -> list[str]:
+        """Of all rows, in order of appearance."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+
+def error(found: float, wanted: float | None) -> str:
+    """Simulated against published, as a signed share."""
+    return "" if not wanted else f"{found / wanted - 1:+.1%}"
+
+
+def plus_minus(seeds: Seeds, what: Callable[[Figures], float], digits: int = 2) -> str:
+    """Mean and half the spread over seeds."""
+    return f"{seeds.mean(what):.{digits}f} ±{seeds.spread(what):.{digits}f}"
+
+
+def histogram(shares: Mapping[int, float] | None) -> str:
+    """Shares of staleness 0, 1, 2 ..."""
+    if not shares:
+        return ""
+    return "/".join(
+        f"{shares.get(key, 0.0):.2f}"[1 if shares.get(key, 0.0) < 0.995 else 0 :]
+        for key in range(max(shares) + 1)
+    )
+
+
+def lengths_table() -> Table:
+    """The two fits of response lengths."""
+    wanted: dict[str, tuple[Any, ...]] = {
+        "efficiency": (EFFICIENCY, 2400, 1000, 5700, 23_900, 0.006, None),
+        "step 100": (STEP_100, 3536, None, None, None, None, 0.885),
+    }
+    rows: list[Row] = []
+    for name, (lengths, mean, p50, p90, p99, capped, idle) in wanted.items():
+        found = figures_of(lengths, size=SIBLINGS)
+        measured = bubble(found, longest=lengths.cap)
+        for what, one, other in (
+            ("mean", found.mean, mean),
+            ("p50", found.p50, p50),
+            ("p90", found.p90, p90),
+            ("p99", found.p99, p99),
+            ("at the cap", found.capped, capped),
+            ("bubble", measured, idle),
+            ("E[longest of 16] / mean", found.tail, None),
+        ):
+            rows.append(
+                {
+                    "fit": name,
+                    "figure": what,
+                    "published": other,
+                    "simulated": one,
+                    "error": error(one, other),
+                }
+            )
+    return Table(name="lengths", title="Response lengths: censored log-normal fits", rows=rows)
+
+
+def law_table(law: ScalingModel = FITTED) -> Table:
+    """What the law says about the numbers it was fitted to."""
+    minutes = predicted(law, mean_rollouts(law))
+    rows: list[Row] = [
+        {
+            "row": one.what,
+            "gpus": one.gpus,
+            "published": one.minutes,
+            "law": found,
+            "error": error(found, one.minutes),
+        }
+        for one, found in zip(FITTED_TO, minutes, strict=True)
+    ]
+    return Table(
+        name="law",
+        title="One law from GPUs to slots and speed, minutes",
+        rows=rows,
+        notes=(
+            f"{law.slots_per_gpu} slots per GPU, tau {law.tau_s * 1e3:.1f} ms alone and "
+            f"{law.tau_s * (1 + law.rise) * 1e3:.1f} ms in a full engine, "
+            f"{GPUS_PER_WORKER} GPUs a worker; "
+            f"training {law.train_fixed_s:.0f} s + {law.train_gpu_s:.0f} s / GPUs",
+        ),
+    )
+
+
+SHARES_TRIED = (0.25, 0.375, 0.5, 0.625, 0.75)
+
+
+def share_table(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> Table:
+    """The law fitted with other shares of GPUs that train, and DORA's rows under each."""
+    rows: list[Row] = []
+    for share in SHARES_TRIED:
+        law = fit(train_share=share)
+        found = {
+            one.gpus: simulate_seeds(one, law=law, seeds=seeds, steps=steps).mean(_step)
+            for gpus in SIZES
+            for one in published_rows(gpus)
+            if one.name == "dora"
+        }
+        rms = math.sqrt(misfit(predicted(law, mean_rollouts(law))))
+        row: Row = {
+            "share": share,
+            "slots/GPU": law.slots_per_gpu,
+            "fitted rows, rms": f"{rms:.1%}",
+        }
+        for gpus, minutes in found.items():
+            row[f"dora {gpus}"] = minutes
+            row[f"error {gpus}"] = error(minutes, PUBLISHED["dora", gpus].step_min)
+        rows.append(row)
+    return Table(
+        name="share",
+        title="The share of GPUs that train, which is not published: a fit for each",
+        rows=rows,
+        notes=(
+            f"{TRAIN_SHARE} was chosen, and only DORA's rows select it: its predictions are no "
+            "test of the share",
+        ),
+    )
+
+
+def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
+    """DORA's step time against every other paradigm's, published and simulated.
+
+    `found` has the simulated minutes by (row, GPUs). A ratio above 1: DORA is faster.
+    """
+    rows: list[Row] = []
+    for other in ("sync", "one-step", "partial", "partial, surplus 1.5"):
+        for gpus in SIZES:
+            dora = PUBLISHED["dora", gpus].step_min
+            row = PUBLISHED.get((other.partition(",")[0], gpus), Published())
+            wanted = row.step_min / dora if row.step_min and dora else None
+            simulated = found[other, gpus] / found["dora", gpus]
+            rows.append(
+                {
+                    "dora against": other,
+                    "gpus": gpus,
+                    "published": wanted,
+                    "simulated": simulated,
+                    "error": error(simulated, wanted),
+                }
+            )
+    return rows
+
+
+def published_row(scenario: Scenario, found: Seeds) -> Row:
+    """Published and simulated side by side."""
+    wanted = scenario.published
+    shares = found.staleness()
+    return {
+        "row": scenario.name,
+        "gpus": scenario.gpus,
+        "part": scenario.part,
+        "step": wanted.step_min,
+        "step sim": plus_minus(found, _step),
+        "step err": error(found.mean(_step), wanted.step_min),
+        "exposed": wanted.exposed_min,
+        "exposed sim": plus_minus(found, _exposed),
+        "exposed err": error(found.mean(_exposed), wanted.exposed_min),
+        "tok/s": wanted.tokens_s,
+        "tok/s sim": plus_minus(found, _tokens, 0),
+        "tok/s err": error(found.mean(_tokens), wanted.tokens_s),
+        "staleness": histogram(wanted.staleness),
+        "staleness sim": histogram(shares),
+        "overlap": overlap(shares, wanted.staleness) if wanted.staleness else None,
+        "idle slots": 1 - found.mean(lambda one: one.slots_used),
+    }
+
+
+def ours_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
+    """A row that nobody published, against what the hardware allows."""
+    limit = limit_min(scenario, law)
+    return {
+        "row": scenario.name,
+        "gpus": scenario.gpus,
+        "step": plus_minus(found, _step),
+        "limit": limit,
+        "above": error(found.mean(_step), limit),
+        "exposed": plus_minus(found, _exposed),
+        "tok/s": plus_minus(found, _tokens, 0),
+        "staleness": histogram(found.staleness()),
+        "mean": found.mean(lambda one: one.staleness_mean),
+        "moves": f"{found.mean(lambda one: one.moves_share):.1%}",
+        "loads": found.mean(lambda one: one.loads_step),
+        "idle slots": 1 - found.mean(lambda one: one.slots_used),
+    }
+
+
+def limit_min(scenario: Scenario, law: ScalingModel) -> float:
+    """max(T_train, total tokens x tau / slots); both after each other where GPUs are shared."""
+    tokens = GROUPS * SIBLINGS * figures_of(EFFICIENCY, size=SIBLINGS).mean
+    rollout_s = law.rollout_limit_s(scenario.generating(law), tokens)
+    train_s = law.trainer(scenario.training(law)).fixed_s
+    both = rollout_s + train_s if scenario.shared else max(rollout_s, train_s)
+    return both / MINUTE_S
+
+
+def published_tables(
+    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
+) -> Iterator[Table]:
+    """The four published paradigms at both sizes, then DORA's step against the others'."""
+    rows: list[Row] = []
+    minutes: dict[tuple[str, int], float] = {}
+    for gpus in SIZES:
+        for one in published_rows(gpus):
+            found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
+            rows.append(published_row(one, found))
+            minutes[one.name, gpus] = found.mean(_step)
+        for one in sweep_rows(gpus):
+            if one.name == "partial, surplus 1.5":
+                found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
+                minutes[one.name, gpus] = found.mean(_step)
+    yield Table(
+        name="dora",
+        title="DORA's table: minutes per step, minutes in which nobody trains, tokens/s",
+        rows=rows,
+        notes=("fitted rows made the law; predicted rows did not enter it",),
+    )
+    yield Table(
+        name="dora",
+        title="DORA's step time against the others': above 1, DORA is faster",
+        rows=ratio_rows(minutes),
+    )
+
+
+def ours_table(
+    name: str,
+    title: str,
+    seeds: Sequence[int] = SEEDS,
+    steps: int = STEPS,
+    law: ScalingModel = FITTED,
+) -> Table:
+    """Section `sweep` or `others`, at both sizes."""
+    make = {"sweep": sweep_rows, "others": other_rows}[name]
+    rows = [
+        ours_row(one, simulate_seeds(one, law=law, seeds=seeds, steps=steps), law)
+        for gpus in SIZES
+        for one in make(gpus)
+    ]
+    return Table(name=name, title=title, rows=rows)
+
+
+def flash_table(seed: int = 1) -> Table:
+    """ROLL Flash's bounds on generation, for the efficiency lengths, in mean generation times."""
+    rows: list[Row] = []
+    for workers in (64, 512, 2048, 8192):
+        drawn = [
+            one
+            for ordinal in range(GROUPS)
+            for one in EFFICIENCY.draw(seed=seed, ordinal=ordinal, size=SIBLINGS)
+        ]
+        mean, longest, count = sum(drawn) / len(drawn), float(max(drawn)), len(drawn)
+        sync = closed.generate(drawn, workers)
+        best = sum(drawn) / workers
+        bound = closed.sync_bound(workers=workers, samples=count, mean=mean, longest=longest)
+        rows.append(
+            {
+                "workers": workers,
+                "samples": count,
+                "sync": sync / mean,
+                "bound": bound / mean,
+                "kept": sync <= bound,
+                "never stopping": best / mean,
+                "speed-up": sync / best,
+                "greatest": closed.speedup_bound(mean=mean, longest=longest),
+            }
+        )
+    return Table(
+        name="flash",
+        title="ROLL Flash: a rollout against its bound, and what never stopping wins",
+        rows=rows,
+    )
+
+
+def stream_table(seeds: Sequence[int] = SEEDS) -> Table:
+    """Applied Compute: mean staleness predicted, measured, by the formula, and simulated."""
+    rows: list[Row] = []
+    for one in closed.STREAMS:
+        found = [closed.simulate_stream(one, seed=seed) for seed in seeds]
+        mean = sum(found) / len(found)
+        rows.append(
+            {
+                "C": one.in_flight,
+                "B": one.batch,
+                "q": one.queue,
+                "rho": one.rho,
+                "M_tail": one.tail,
+                "predicted": one.published,
+                "measured": one.measured,
+                "formula": one.closed_form,
+                "simulated": f"{mean:.2f} ±{(max(found) - min(found)) / 2:.2f}",
+                "to formula": error(mean, one.closed_form),
+                "to measured": error(mean, one.measured),
+            }
+        )
+    return Table(
+        name="stream",
+        title="Applied Compute: mean staleness of a stream",
+        rows=rows,
+        notes=(
+            "for q = 1 and rho < 1 the published predictions are .14 and .36 below the published "
+            "formula",
+        ),
+    )
+
+
+SECTIONS = ("lengths", "law", "share", "dora", "sweep", "others", "flash", "stream")
+
+
+def tables(
+    sections: Sequence[str], *, seeds: Sequence[int], steps: int, law: ScalingModel = FITTED
+) -> Iterator[Table]:
+    """The sections asked for, one after the other."""
+    made: dict[str, Callable[[], Iterable[Table]]] = {
+        "lengths": lambda: [lengths_table()],
+        "law": lambda: [law_table(law)],
+        "share": lambda: [share_table(seeds, steps)],
+        "dora": lambda: published_tables(seeds, steps, law),
+        "sweep": lambda: [
+            ours_table(
+                "sweep", "The knob nobody publishes: batches in flight, bound 2", seeds, steps, law
+            )
+        ],
+        "others": lambda: [
+            ours_table("others", "What else the same hardware could do", seeds, steps, law)
+        ],
+        "flash": lambda: [flash_table()],
+        "stream": lambda: [stream_table(seeds)],
+    }
+    for name in sections:
+        yield from made[name]()
+
+
+def _step(one: Figures) -> float:
+    return one.step_min
+
+
+def _exposed(one: Figures) -> float:
+    return one.exposed_min
+
+
+def _tokens(one: Figures) -> float:
+    return one.tokens_s

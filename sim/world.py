@@ -1,0 +1,363 @@
+"""A whole run in one thread on virtual time: production's machines in production's loop, by events.
+
+The world decides who has the next turn: a heap of (due time, role), ties by the order of birth. A
+role is due when its machine wants to be woken, one of its ports has something to say, it has
+records to append, or a record it reads becomes visible. Nothing else moves time, and nothing is
+drawn here: the same config, parts, faults and seed give the same log, byte by byte.
+
+While a role sleeps inside a turn (its bus is away), the others go on: their turns run inside its
+sleep. A role that is killed meanwhile never wakes up.
+
+Example::
+
+    with World(config, workers=[WorkerPlan(name="w0", slots=8, prefetch=2)]) as world:
+        assert world.run(until_ns=600 * SECOND_NS)
+        report = audit(world.bus, world.topics, world.store.root)
+"""
+
+from __future__ import annotations
+
+import heapq
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Record, TopicSpec
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
+from dora_pipe.core.runtime import Runtime
+from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.schemas.control import RunStarted, config_digest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import SCHEMA_VERSION, sha256_hex
+from dora_pipe.sim.clock import NEVER_NS, RoleClock, WorldClock
+from dora_pipe.sim.fault_model import FaultModel, NoFaults
+from dora_pipe.sim.parts import Parts, PlainParts, WorkerPlan
+from dora_pipe.sim.ports import StillMeter
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Killed, Role, Watcher
+from dora_pipe.sim.roles import build_orchestrator, build_trainer, build_worker
+from dora_pipe.store.store import PolicyStore
+
+SECOND_NS: Final = 1_000_000_000
+MS: Final = 1_000_000
+
+TICK_NS: Final = 100_000
+"""A turn of a role takes so long; its next one comes after that."""
+
+WAIT_NS: Final = 250 * MS
+"""Workers and trainer look this often whether the run has started."""
+
+EVENTS_MAX: Final = 2_000_000
+"""A world with more events than this is running in a circle."""
+
+RUN_STARTED: Final = b'"run-started"'
+
+DATASET: Final = sha256_hex(b"train rows")
+EVAL_DATASET: Final = sha256_hex(b"eval rows")
+ROOM: Final = Path("/dev/shm")
+"""Where policies lie while a world lasts, if the machine has it: nothing here must survive."""
+
+
+class World:
+    """See the head of this file. With `start`, all roles are started at once."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        workers: Sequence[WorkerPlan],
+        parts: Parts | None = None,
+        faults: FaultModel | None = None,
+        seed: int = 0,
+        rows: int = 40,
+        eval_rows: int = 3,
+        watch: Watcher | None = None,
+        start: bool = True,
+    ) -> None:
+        self.config = config
+        self.parts: Parts = parts or PlainParts()
+        self.faults: FaultModel = faults or NoFaults()
+        self.clock = WorldClock()
+        self.topics = Topics(config.run.name)
+        self.plans = {plan.name: plan for plan in workers}
+        self.seed = seed
+        self.roles: dict[int, Role] = {}
+        """Incarnations that live, by number."""
+        self.begun = False
+        """Whether `run started` is in the log; workers and trainer wait for it."""
+        self.events = 0
+        """Turns of roles and things that happened to them."""
+        self.ends: list[tuple[int, Role]] = []
+        """Incarnations that ended, with the time."""
+        self.watch = watch
+        self._heap: list[tuple[int, int, int, Role | Callable[[], None]]] = []
+        self._serial = count()
+        self._numbers = count()
+        self._acting: Role | None = None
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="dora-sim-", dir=ROOM if ROOM.is_dir() else None
+        )
+        self.store = PolicyStore(Path(self._folder.name) / "policies")
+        self.log = MemoryLog()
+        self.bus = MemoryBus(self.log, now_ms=self._now_ms)
+        """A bus without faults, for whoever looks from outside."""
+        many = {self.topics.trajectories, self.topics.progress}
+        self.bus.create(
+            [
+                TopicSpec(name=name, partitions=config.bus.partitions if name in many else 1)
+                for name in self.topics.all()
+            ]
+        )
+        self.log.watch = self._appended
+        self.run_started = self._run_started(rows, eval_rows)
+        if start:
+            self.start_all(len(self.plans))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Roles
+
+    def start(self, name: str) -> Role:
+        """A new incarnation of the orchestrator, the trainer or a planned worker.
+
+        One of that name that lives goes on: it is a zombie from now on.
+        """
+        number = next(self._numbers)
+        chance = Random(f"{self.seed}/{number}")
+        role = Role(name, number, RoleClock(self.clock, lambda ns: None), chance, StillMeter())
+        role.clock.pause = lambda until_ns: self._sleep(role, until_ns)
+        role.clock.start_ns = self.clock.ns
+        if name in self.plans:
+            role.clock.rate = self.plans[name].rate
+        role.bus = MemoryBus(self.log, faults=self.faults.born(role), now_ms=self._now_ms)
+        self.roles[number] = role
+        self._turn(role)
+        return role
+
+    def start_all(self, workers: int) -> None:
+        """The orchestrator, so many of the planned workers, the trainer."""
+        for name in (ORCHESTRATOR, *list(self.plans)[:workers], TRAINER):
+            self.start(name)
+
+    def present(self, name: str) -> Role | None:
+        """The newest living incarnation of a name."""
+        found = [role for role in self.roles.values() if role.name == name]
+        return found[-1] if found else None
+
+    def kill(self, role: Role, why: str = "killed") -> None:
+        """What SIGKILL does: nothing more is said. The fault model may start it again."""
+        if role.dead:
+            return
+        self._ended(role, why)
+        ns = self.faults.died(role, why)
+        if ns is not None:
+            self.after(ns, lambda: self._restart(role.name))
+
+    def pause(self, role: Role, ns: int) -> None:
+        """What SIGSTOP and SIGCONT do: it gets no turn for so long, and knows nothing of it."""
+        role.paused_until_ns = max(role.paused_until_ns, self.clock.ns + ns)
+
+    def stop(self, role: Role) -> None:
+        """What SIGTERM does: it ends in order."""
+        if role.runtime is not None and not role.dead:
+            role.runtime.stop()
+            self.wake(role)
+
+    def wake(self, role: Role) -> None:
+        """Give it a turn now."""
+        if role.runtime is not None and not (role.dead or role.asleep):
+            self._schedule(role, self.clock.ns)
+
+    def open_bus(self, role: Role) -> MemoryBus:
+        """Another bus of an incarnation; the same befalls it."""
+        return MemoryBus(self.log, faults=role.bus.faults, now_ms=self._now_ms)
+
+    # Time
+
+    def after(self, ns: int, action: Callable[[], None]) -> None:
+        """Let something happen later."""
+        due_ns = self.clock.ns + max(0, ns)
+        heapq.heappush(self._heap, (due_ns, -1, next(self._serial), action))
+
+    def run(self, *, until_ns: int, done: Callable[[], bool] | None = None) -> bool:
+        """Go on until every role has gone (or `done`); False when time is up before."""
+        while not (done() if done is not None else not self.roles):
+            if not self._heap or self._heap[0][0] > until_ns:
+                self.clock.ns = max(self.clock.ns, until_ns)
+                return False
+            self._next()
+        return True
+
+    def close(self) -> None:
+        """Close everything."""
+        for role in list(self.roles.values()):
+            self._ended(role, "the world ends")
+        self._folder.cleanup()
+
+    def _advance(self, until_ns: int) -> None:
+        """Everything that happens until then."""
+        while self._heap and self._heap[0][0] <= until_ns:
+            self._next()
+        self.clock.ns = max(self.clock.ns, until_ns)
+
+    def _next(self) -> None:
+        due_ns, _, _, what = heapq.heappop(self._heap)
+        if isinstance(what, Role):
+            if what.dead or what.asleep or what.due_ns != due_ns:
+                return
+            if what.paused_until_ns > due_ns:
+                self._schedule(what, what.paused_until_ns)
+                return
+        self.events += 1
+        if self.events > EVENTS_MAX:
+            raise ResourceError(f"{EVENTS_MAX} events and no end: the world runs in a circle")
+        self.clock.ns = max(self.clock.ns, due_ns)
+        if isinstance(what, Role):
+            self._turn(what)
+        else:
+            what()
+
+    def _turn(self, role: Role) -> None:
+        """One tick, or the beginning of an incarnation."""
+        outer, self._acting = self._acting, role
+        role.due_ns, role.acting = NEVER_NS, True
+        try:
+            if role.runtime is None:
+                self._build(role)
+            else:
+                self._tick(role.runtime, role)
+        except Killed:
+            assert role.dead
+        except LogTruncated:
+            raise
+        except BusError as error:
+            self.kill(role, f"{type(error).__name__}: {error.message}")
+        finally:
+            self._acting, role.acting = outer, False
+            if role.dead:
+                self._close(role)
+
+    def _tick(self, runtime: Runtime, role: Role) -> None:
+        turn_ns = runtime.next_turn_ns
+        runtime.tick()
+        if runtime.next_turn_ns != turn_ns:
+            role.pending_ns = [ns for ns in role.pending_ns if ns > self.clock.ns]
+        if role.machine.finished:
+            self.kill(role, str(getattr(role.machine, "outcome", "ended")))
+        elif not role.dead:
+            self._schedule(role, self._due_ns(runtime, role))
+
+    def _due_ns(self, runtime: Runtime, role: Role) -> int:
+        """World time of the next turn."""
+        own_ns = runtime.due_ns()
+        for port in role.ports:
+            own_ns = min(own_ns, port.due_ns())
+        due_ns = role.clock.world_ns(own_ns)
+        if role.pending_ns:
+            turn_ns = role.clock.world_ns(runtime.next_turn_ns)
+            due_ns = min(due_ns, max(turn_ns, min(role.pending_ns)))
+        return max(due_ns, self.clock.ns + TICK_NS)
+
+    def _schedule(self, role: Role, due_ns: int) -> None:
+        if due_ns < NEVER_NS and due_ns != role.due_ns:
+            role.due_ns = due_ns
+            heapq.heappush(self._heap, (due_ns, role.number, next(self._serial), role))
+
+    def _sleep(self, role: Role, until_ns: int) -> None:
+        """The others go on until then; `Killed` if this one did not survive it."""
+        if not role.dead:
+            outer, self._acting, role.asleep = self._acting, None, True
+            self._advance(max(until_ns, role.paused_until_ns))
+            self._acting, role.asleep = outer, False
+        if role.dead:
+            raise Killed
+
+    # Beginnings and ends
+
+    def _build(self, role: Role) -> None:
+        if role.name != ORCHESTRATOR and not self.begun:
+            self._schedule(role, self.clock.ns + WAIT_NS)
+            return
+        if role.name == ORCHESTRATOR:
+            build_orchestrator(self, role)
+        elif role.name == TRAINER:
+            build_trainer(self, role)
+        else:
+            build_worker(self, role, self.plans[role.name])
+        self._schedule(role, self.clock.ns + TICK_NS)
+
+    def _ended(self, role: Role, why: str) -> None:
+        role.dead, role.end = True, why
+        self.roles.pop(role.number, None)
+        self.ends.append((self.clock.ns, role))
+        if not role.acting:
+            self._close(role)
+
+    def _close(self, role: Role) -> None:
+        if role.runtime is not None:
+            role.runtime.close()
+        for close in role.on_close:
+            close()
+        role.on_close.clear()
+
+    def _restart(self, name: str) -> None:
+        """Start it again, unless somebody else has its name by now."""
+        if self.present(name) is None:
+            self.start(name)
+
+    # The log
+
+    def _appended(self, records: Sequence[Record], visible_ms: int) -> None:
+        """Wake whoever reads it."""
+        topics = {record.topic for record in records}
+        self.begun = self.begun or any(RUN_STARTED in record.value for record in records)
+        ns = max(self.clock.ns, visible_ms * MS)
+        for role in self.roles.values():
+            if role.runtime is not None and not topics.isdisjoint(role.reads):
+                role.pending_ns.append(ns)
+                if role is not self._acting and not role.asleep:
+                    turn_ns = role.clock.world_ns(role.runtime.next_turn_ns)
+                    due_ns = max(ns, turn_ns, self.clock.ns)
+                    if due_ns < role.due_ns:
+                        self._schedule(role, due_ns)
+        if self.watch is not None:
+            self.watch.appended(records, self._acting)
+
+    def _now_ms(self) -> int:
+        return self.clock.ns // MS
+
+    def _run_started(self, rows: int, eval_rows: int) -> RunStarted:
+        policy, assets_digest = self.parts.policy(self.store, Path(self._folder.name))
+        plain = msgspec.to_builtins(self.config)
+        return RunStarted(
+            at_ns=self.clock.wall_ns(),
+            run=self.config.run.name,
+            schema_version=SCHEMA_VERSION,
+            config=plain,
+            config_digest=config_digest(plain),
+            dataset_digest=DATASET,
+            dataset_rows=rows,
+            eval_digest=EVAL_DATASET,
+            eval_rows=eval_rows,
+            seed=self.config.run.seed,
+            policy=policy,
+            assets_digest=assets_digest,
+            planner=PLANNER,
+            package="0",
+        )

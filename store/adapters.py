@@ -1,0 +1,257 @@
+"""LoRA policies as files: decides how an adapter names its base, and what merging makes of both.
+
+A version of a LoRA run (Hu et al. 2021, arXiv 2106.09685) is the weights of version 0 and an
+adapter: for every adapted linear layer W a pair A [rank, in] and B [out, rank], so that the layer
+computes x W^T + scale (x A^T) B^T. In the store it is one safetensors file with the tensors as peft
+names them, and two of ours: the weights digest of the base, and the scale. Both are tensors, so
+that the digest of the file, which is the policy's, covers them: a policy is its adapter on exactly
+that base, and everything that is done with weights by digest is done with adapters too.
+
+Exported beside merged weights it is a directory as peft and vLLM read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.safetensors_file import (
+    Entry,
+    Source,
+    mapped,
+    read_entries,
+    read_manifest,
+    write_tensors,
+)
+
+BASE: Final = "dora_pipe.base"
+"""Tensor: the 32 bytes of the base's weights digest."""
+SCALE: Final = "dora_pipe.scale"
+"""Tensor: one float32, alpha / rank."""
+
+PREFIX: Final = "base_model.model."
+"""What peft puts before the name of a layer."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+FOLDER: Final = "adapter"
+"""Of an exported policy, beside its merged weights: `from_pretrained` takes a directory that holds
+an adapter's config for an adapter."""
+
+_BASE_BYTES: Final = 32
+_ALPHA_DIGITS: Final = 9
+"""Decimals that are tried; float32 has no more."""
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter in memory. `pairs` maps a layer, ``model.layers.0.self_attn.q_proj``, to (A, B),
+    float32 [rank, in] and [out, rank]."""
+
+    base: str
+    """Weights digest (hex) of the weights that it stands on."""
+    scale: float
+    pairs: Mapping[str, tuple[Array, Array]]
+
+    @property
+    def rank(self) -> int:
+        """Of every pair."""
+        return next((len(a) for a, _ in self.pairs.values()), 0)
+
+    @property
+    def alpha(self) -> float:
+        """The shortest number that divided by the rank is the scale: 16, where float32's 16/6
+        times 6 would be 16.0000005."""
+        whole = self.scale * self.rank
+        found = (round(whole, digits) for digits in range(_ALPHA_DIGITS))
+        return next((a for a in found if np.float32(a / self.rank) == self.scale), whole)
+
+
+def a_name(layer: str) -> str:
+    """Name of a layer's A in a file."""
+    return f"{PREFIX}{layer}{A}"
+
+
+def b_name(layer: str) -> str:
+    """Name of a layer's B in a file."""
+    return f"{PREFIX}{layer}{B}"
+
+
+def marks(base: str, scale: float) -> list[Source]:
+    """The two tensors that say what an adapter stands on, and how much it counts."""
+    digest, factor = bytes.fromhex(base), np.array([scale], "<f4").tobytes()
+    return [
+        Source(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
+        Source(name=SCALE, dtype="F32", shape=(1,), data=lambda: factor),
+    ]
+
+
+def adapter_sources(adapter: Adapter) -> list[Source]:
+    """What the file of an adapter in a store holds."""
+    return [*_peft_sources(adapter), *marks(adapter.base, adapter.scale)]
+
+
+def base_of(path: Path) -> str | None:
+    """The weights digest that an adapter's file stands on; None for whole weights.
+
+    Raises PolicyError for what is no safetensors file.
+    """
+    entry = next((one for one in read_entries(path) if one.name == BASE), None)
+    if entry is None:
+        return None
+    with mapped(path) as data:
+        return _base(path, entry, data)
+
+
+def stands_on(manifest: Manifest, base: str) -> bool:
+    """Whether a manifest is that of an adapter on these weights; needs no file."""
+    wanted = hashlib.sha256(bytes.fromhex(base)).hexdigest()
+    return any(one.name == BASE and one.sha256 == wanted for one in manifest.tensors)
+
+
+def read_adapter(path: Path, *, digest: str) -> Adapter:
+    """The adapter in a file of this weights digest. Raises PolicyError for anything doubtful."""
+    found = read_manifest(path).digest
+    if found != digest:
+        raise PolicyError(f"{path} has the weights digest {found[:16]}, not {digest[:16]}")
+    entries = {entry.name: entry for entry in read_entries(path)}
+    with mapped(path) as data:
+        base, scale = _marked(path, entries, data)
+        layers = sorted(
+            name[len(PREFIX) : -len(A)]
+            for name in entries
+            if name.startswith(PREFIX) and name.endswith(A)
+        )
+        expected = {BASE, SCALE, *map(a_name, layers), *map(b_name, layers)}
+        if odd := sorted(expected ^ entries.keys()):
+            raise PolicyError(f"{path} is no adapter: tensor {odd[0]!r}")
+        pairs = {
+            layer: (
+                _matrix(path, entries[a_name(layer)], data),
+                _matrix(path, entries[b_name(layer)], data),
+            )
+            for layer in layers
+        }
+    ranks = {size for a, b in pairs.values() for size in (a.shape[0], b.shape[1])}
+    if len(ranks) != 1:
+        raise PolicyError(f"{path} is no adapter: its ranks are {sorted(ranks)}")
+    return Adapter(base=base, scale=scale, pairs=pairs)
+
+
+def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter:
+    """As `read_adapter`, and of this rank, on weights of digest `base`. Raises PolicyError."""
+    adapter = read_adapter(path, digest=digest)
+    if adapter.base != base:
+        wanted = base[:16] or "any"
+        raise PolicyError(f"{path} stands on weights {adapter.base[:16]}, not on {wanted}")
+    if adapter.rank != rank:
+        raise PolicyError(f"{path} has rank {adapter.rank}, not {rank}")
+    return adapter
+
+
+def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
+    """Whole weights: those of the base with the adapter added. Raises PolicyError, OSError.
+
+    Computed in float64 and rounded once; log-probs differ from the unmerged ones by float32's
+    rounding (about 1e-6).
+    """
+    with ExitStack() as stack:
+        data = stack.enter_context(mapped(base))
+        entries = read_entries(base)
+        layers = {f"{layer}.weight": pair for layer, pair in adapter.pairs.items()}
+        if odd := sorted(layers.keys() - {one.name for one in entries}):
+            raise PolicyError(f"the adapter does not fit {base}: it has no tensor {odd[0]!r}")
+        sources = [
+            Source(
+                name=one.name,
+                dtype=one.dtype,
+                shape=one.shape,
+                data=_merged(base, one, data, layers.get(one.name), adapter.scale),
+            )
+            for one in entries
+        ]
+        return write_tensors(path, sources)
+
+
+def write_peft(directory: Path, adapter: Adapter) -> None:
+    """The adapter as a directory that peft and vLLM load. Raises OSError.
+
+    It names no base model: whoever loads it has one in hand, and a path of this machine says
+    nothing elsewhere.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / WEIGHTS, _peft_sources(adapter))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in adapter.pairs}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _peft_sources(adapter: Adapter) -> Iterator[Source]:
+    for layer, pair in adapter.pairs.items():
+        for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
+            yield Source(name=name, dtype="F32", shape=matrix.shape, data=matrix.tobytes)
+
+
+def _base(path: Path, entry: Entry, data: memoryview) -> str:
+    if entry.dtype != "U8" or entry.shape != (_BASE_BYTES,):
+        raise PolicyError(f"{path} is no adapter: {BASE} is no digest")
+    return bytes(data[entry.start : entry.end]).hex()
+
+
+def _marked(path: Path, entries: Mapping[str, Entry], data: memoryview) -> tuple[str, float]:
+    if BASE not in entries or SCALE not in entries:
+        raise PolicyError(f"{path} is no adapter: it does not say what it stands on")
+    scale = entries[SCALE]
+    if scale.dtype != "F32" or scale.shape != (1,):
+        raise PolicyError(f"{path} is no adapter: {SCALE} is no number")
+    factor = np.frombuffer(bytes(data[scale.start : scale.end]), "<f4")[0]
+    return _base(path, entries[BASE], data), float(factor)
+
+
+def _matrix(path: Path, entry: Entry, data: memoryview) -> Array:
+    if entry.dtype != "F32" or len(entry.shape) != 2:
+        raise PolicyError(f"{path} is no adapter: {entry.name!r} is no float32 matrix")
+    plain = np.frombuffer(bytes(data[entry.start : entry.end]), "<f4")
+    return plain.reshape(entry.shape).astype(np.float32)
+
+
+def _merged(
+    path: Path, entry: Entry, data: memoryview, pair: tuple[Array, Array] | None, scale: float
+) -> Callable[[], bytes]:
+    def plain() -> bytes:
+        return bytes(data[entry.start : entry.end])
+
+    if pair is None:
+        return plain
+    a, b = pair
+    if entry.dtype != "F32" or entry.shape != (b.shape[0], a.shape[1]):
+        raise PolicyError(f"the adapter does not fit {path}: {entry.name!r} is {entry.shape}")
+
+    def added() -> bytes:
+        whole = np.frombuffer(plain(), "<f4").reshape(entry.shape).astype(np.float64)
+        whole += scale * (b.astype(np.float64) @ a.astype(np.float64))
+        return whole.astype("<f4").tobytes()
+
+    return added

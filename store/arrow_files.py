@@ -1,0 +1,196 @@
+"""The policy store's files on any of pyarrow's file systems; decides how often it tries again.
+
+A file system that can rename gets a file under a temporary name first. An object store shows an
+object only when its upload is complete, so it gets the name at once: a copy under another key would
+cost a second upload and be no safer. Either way a file that is there is whole, and its digest is
+compared by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+from pyarrow import fs
+
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.durable import sync
+from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.store.files import TEMPORARY, Listed, is_no_room, no_room, resource_error
+
+T = TypeVar("T")
+
+LOG = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 8 << 20
+"""Files are copied in pieces of this size."""
+
+PAUSES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Between two tries while the file system is away; then it counts as gone."""
+
+OBJECT_STORES: Final = frozenset({"s3", "gcs", "abfs"})
+"""`type_name` of file systems where an upload appears whole or not at all."""
+
+_COUNTER = itertools.count()
+
+
+class ArrowFiles:
+    """See `Files`. Example: ``ArrowFiles(fs.LocalFileSystem(), "/mnt/policies")``"""
+
+    def __init__(
+        self, system: fs.FileSystem, base: str, *, where: str = "", clock: Clock | None = None
+    ) -> None:
+        self.where = where or base
+        self._system = system
+        self._base = base.rstrip("/")
+        self._clock = clock or SystemClock()
+
+    def put(self, source: Path, name: str) -> None:
+        """See Files; `source` stays where it is."""
+        self._patiently(f"writing {name}", lambda: self._put(source, name))
+
+    def get(self, name: str, target: Path) -> bool:
+        """See Files."""
+        return self._patiently(f"reading {name}", lambda: self._get(name, target))
+
+    def exists(self, name: str) -> bool:
+        """See Files."""
+        return self._patiently(f"looking for {name}", lambda: self._bytes(name) is not None)
+
+    def delete(self, name: str) -> bool:
+        """See Files."""
+
+        def remove() -> bool:
+            if self._bytes(name) is None:
+                return False
+            self._system.delete_file(self._path(name))
+            return True
+
+        return self._patiently(f"removing {name}", remove)
+
+    def listed(self, folder: str) -> list[Listed]:
+        """See Files."""
+        return self._patiently(f"listing {folder}", lambda: self._listed(folder))
+
+    def _listed(self, folder: str) -> list[Listed]:
+        selector = fs.FileSelector(self._path(folder), allow_not_found=True, recursive=True)
+        found = self._system.get_file_info(selector)
+        # Some file systems leave a leading slash away when they list.
+        base = self._base.lstrip("/")
+        cut = len(base) + 1 if base else 0
+        listed = [
+            Listed(name=one.path.lstrip("/")[cut:], bytes=one.size, modified_ns=one.mtime_ns or 0)
+            for one in found
+            if one.type == fs.FileType.File
+        ]
+        return sorted(listed, key=lambda one: one.name)
+
+    def _put(self, source: Path, name: str) -> None:
+        final = self._path(name)
+        folder = final.rpartition("/")[0]
+        if self._system.type_name in OBJECT_STORES:
+            self._upload(source, final)
+            return
+        self._system.create_dir(folder, recursive=True)
+        partial = f"{folder}/{TEMPORARY}{os.getpid()}-{next(_COUNTER)}"
+        try:
+            self._upload(source, partial)
+            self._system.move(partial, final)
+        except OSError:
+            self._remove(partial)
+            raise
+        if self._system.type_name == "local":
+            sync(Path(folder))
+
+    def _upload(self, source: Path, path: str) -> None:
+        """Copy, and look whether all of it arrived: a stream that failed may have been closed."""
+        with source.open("rb") as file, self._system.open_output_stream(path) as stream:
+            while piece := file.read(PIECE_BYTES):
+                stream.write(piece)
+        if self._system.type_name == "local":
+            sync(Path(path))
+        there, wanted = self._system.get_file_info(path).size, source.stat().st_size
+        if there != wanted:
+            self._remove(path)
+            raise OSError(f"{there} of {wanted} bytes arrived")
+
+    def _get(self, name: str, target: Path) -> bool:
+        try:
+            with (
+                self._system.open_input_stream(self._path(name)) as stream,
+                target.open("wb") as file,
+            ):
+                while piece := stream.read(PIECE_BYTES):
+                    file.write(piece)
+        except FileNotFoundError:
+            target.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _bytes(self, name: str) -> int | None:
+        info = self._system.get_file_info(self._path(name))
+        return info.size if info.type == fs.FileType.File else None
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._system.delete_file(path)
+        except OSError as error:
+            LOG.debug("%s stays: %s", path, error)
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if self._base else name
+
+    def _patiently(self, what: str, call: Callable[[], T]) -> T:
+        """`call` until it succeeds or the pauses are used up. Raises ResourceError; NoRoom at once:
+        how long that is waited for, others decide."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return call()
+            except OSError as error:
+                if is_no_room(error):
+                    raise no_room(self.where) from error
+                if pause_s is None:
+                    if error.errno is not None and self._system.type_name == "local":
+                        raise resource_error(Path(self.where), error) from error
+                    raise ResourceError(
+                        f"the policy store {self.where} does not answer: {what}: {_line(error)}",
+                        hint="once it is there again: start again with --resume; nothing is lost",
+                    ) from error
+                LOG.warning(
+                    "%s: %s: %s; trying again in %s s", self.where, what, _line(error), pause_s
+                )
+                self._clock.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+
+def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> ArrowFiles:
+    """The files behind `s3://bucket/prefix?endpoint_override=...`, `file:///path` and others.
+
+    `folder` is one below that. Raises ConfigError for an address that pyarrow does not know, or one
+    with credentials in it.
+    """
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "store.url must not hold credentials",
+            hint="give them by the environment, e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    try:
+        system, base = fs.FileSystem.from_uri(url)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"store.url {url}: {_line(error)}") from None
+    if not base.strip("/"):
+        raise ConfigError(f"store.url {url} names no bucket or folder")
+    where = url.partition("?")[0].rstrip("/")
+    if folder:
+        base, where = f"{base.rstrip('/')}/{folder}", f"{where}/{folder}"
+    return ArrowFiles(system, base, where=where, clock=clock)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,99 @@
+"""Where a run's log is, as one process tells another; decides how a log is opened."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dora_pipe.bus.archive.tiered import tiered
+from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
+from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.open import open_bus
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Bus as BusSection
+from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
+
+
+class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """A log, and where its values lie that are too large for it; without any secret.
+
+    Example: ``LogLocation(run="demo", url="sqlite:runs/demo/log.sqlite").open()``
+    """
+
+    run: str
+    url: str
+    """As `open_bus` takes it."""
+    bus: BusSection | None = None
+    """How Kafka is entered; None where that takes nothing. Secrets stay where it says."""
+    claims: str = ""
+    """Directory of the large values, or of copies of them; empty: there are none."""
+    store_url: str = ""
+    """The store that has them, where that is another file system."""
+    archive: str = ""
+    """Directory of an archive that has the beginning of the log."""
+
+    def open(self) -> Bus:
+        """The log. Raises BusError, ConfigError for a missing secret or an odd `store_url`."""
+        security = None if self.bus is None else KafkaSecurity.of(self.bus)
+        bus = open_bus(self.url, security, claims=self.claim_store())
+        return tiered(bus, Path(self.archive)) if self.archive else bus
+
+    def claim_store(self) -> ClaimStore | None:
+        """Where the large values lie. Raises ConfigError."""
+        if not self.claims:
+            return None
+        if not self.store_url:
+            return ClaimFiles(Path(self.claims))
+        from dora_pipe.store.arrow_files import open_files
+
+        return SharedClaims(open_files(self.store_url, folder=self.run), Path(self.claims))
+
+
+class SharedClaims:
+    """The `ClaimStore` of the log over a store's file system; `folder` is for unfinished copies."""
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        self._files = files
+        self._folder = folder
+
+    def write(self, digest: str, value: bytes) -> None:
+        """Keep a value durably under its digest. Raises BusFull, which is tried again."""
+        try:
+            with _unfinished(self._folder) as partial:
+                source = partial / digest
+                source.write_bytes(value)
+                self._files.put(source, _name(digest))
+        except (ResourceError, OSError) as error:
+            raise BusFull(
+                f"a value of {len(value)} bytes cannot be kept in {self._files.where}: {error}"
+            ) from error
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        """The value of that digest and size, or None where there is none such. Raises BusError."""
+        try:
+            with _unfinished(self._folder) as partial:
+                target = partial / digest
+                if not self._files.get(_name(digest), target):
+                    return None
+                return target.read_bytes() if target.stat().st_size == size_bytes else None
+        except (ResourceError, OSError) as error:
+            raise BusError(
+                f"a claimed value in {self._files.where} cannot be read: {error}"
+            ) from error
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """A folder for one copy, gone afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as name:
+        yield Path(name)
+
+
+def _name(digest: str) -> str:
+    return f"{CLAIMS}/{digest}"

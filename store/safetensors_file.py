@@ -1,0 +1,336 @@
+"""Safetensors files, read, checked and written tensor by tensor, without torch.
+
+The format: eight bytes of header length (little endian), a JSON header, then the bytes of the
+tensors one after the other. The header is parsed by hand, so that a hostile file costs no more than
+`HEADER_BYTES_MAX` of memory, and tensors are hashed from a memory map.
+
+Written tensors lie sorted by name and the header is padded to eight bytes, so equal tensors give
+equal files. Writing by hand keeps a full disk an `OSError` that the store can tell from a bad
+tensor. Numbers that are not finite are refused: one NaN makes every token's logits NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
+from dora_pipe.schemas.policy import Manifest, Tensor, weights_digest
+
+HEADER_BYTES_MAX = 100_000_000
+"""Longer headers are refused; the reference implementation draws the same line."""
+
+DIMENSIONS_MAX = 32
+"""A product of as many sizes as a header has room for would take for ever."""
+
+LENGTH_BYTES = 8
+
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of one element, by the format's own names."""
+
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+_METADATA = msgspec.json.Decoder(dict[str, str])
+
+_NO_METADATA = msgspec.Raw(b"{}")
+
+PIECE_BYTES: Final = 4 << 20
+"""Looked at in one go: the answer for each number takes memory, too."""
+
+_FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+_BF16_EXPONENT: Final = 0x7F80
+"""All ones in an infinity and in a NaN."""
+
+WEIGHTS_HINT: Final = "were they saved whole? repair or replace that file"
+
+METADATA = {"format": "pt"}
+"""transformers refuses a file that does not say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file; its bytes are [start, end) of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class _Declared(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_DECLARED = msgspec.json.Decoder(_Declared)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a safetensors file: one pass over its bytes. Raises PolicyError."""
+    entries = read_entries(path)
+    with mapped(path) as data:
+        tensors = [
+            Tensor(
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                sha256=_sha256(data, entry.start, entry.end),
+            )
+            for entry in entries
+        ]
+    return manifest_of(tensors, sum(entry.end - entry.start for entry in entries))
+
+
+def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
+    """The manifest of tensors that were hashed elsewhere; sorted by name."""
+    return Manifest(
+        digest=weights_digest(tensors),
+        bytes=size_bytes,
+        tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)),
+    )
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Where each tensor lies, in the order of the file. Raises PolicyError on anything doubtful."""
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
+    """`read_entries`, and the texts that the writer put beside the tensors.
+
+    Raises PolicyError for a file that is none, ResourceError where this machine cannot read it.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = _header_length(path, file.read(LENGTH_BYTES), size)
+            header = file.read(length)
+    except FileNotFoundError:
+        raise PolicyError(f"no weights at {path}") from None
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
+    return _parsed(path, header, size)
+
+
+def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:
+    """As `read_header`, of bytes that are at hand; `where` is what errors call them."""
+    length = _header_length(where, bytes(data[:LENGTH_BYTES]), len(data))
+    return _parsed(where, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
+
+
+def _parsed(where: Path | str, header: bytes, size: int) -> tuple[list[Entry], dict[str, str]]:
+    try:
+        names = _NAMES.decode(header)
+        metadata = _METADATA.decode(names.pop("__metadata__", _NO_METADATA))
+        declared = {name: _DECLARED.decode(raw) for name, raw in names.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _garbage(where, f"its header is no header: {error}") from None
+    base = LENGTH_BYTES + len(header)
+    entries = _placed(where, declared, base)
+    if (entries[-1].end if entries else base) != size:
+        raise _garbage(where, "its tensors do not fill the file")
+    return entries, metadata
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, read only, without copying them."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        view = memoryview(pages)
+        try:
+            yield view
+        finally:
+            view.release()
+
+
+def _header_length(path: Path | str, first: bytes, size: int) -> int:
+    if len(first) < LENGTH_BYTES:
+        raise _garbage(path, f"it has {size} bytes")
+    (length,) = struct.unpack("<Q", first)
+    if length > min(HEADER_BYTES_MAX, size - LENGTH_BYTES):
+        raise _garbage(path, f"it declares a header of {length} bytes")
+    return int(length)
+
+
+def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
+    """Entries in file order; they must lie end to end and have the bytes their shape needs."""
+    entries: list[Entry] = []
+    at = 0
+    for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
+        start, end = one.data_offsets
+        if start != at or _odd(one.shape):
+            raise _garbage(path, f"tensor {name!r} does not lie where the one before it ends")
+        if one.dtype not in DTYPE_BYTES:
+            raise _garbage(path, f"tensor {name!r} has the unknown type {one.dtype!r}")
+        if end - start != math.prod(one.shape) * DTYPE_BYTES[one.dtype]:
+            raise _garbage(path, f"tensor {name!r} has {end - start} bytes for shape {one.shape}")
+        entries.append(
+            Entry(name=name, dtype=one.dtype, shape=one.shape, start=base + start, end=base + end)
+        )
+        at = end
+    return entries
+
+
+def _odd(shape: tuple[int, ...]) -> bool:
+    return len(shape) > DIMENSIONS_MAX or any(not 0 <= size < 2**63 for size in shape)
+
+
+def _sha256(data: memoryview, start: int, end: int) -> str:
+    with data[start:end] as part:
+        return hashlib.sha256(part).hexdigest()
+
+
+def _garbage(path: Path | str, why: str) -> PolicyError:
+    return PolicyError(f"{path} is not a safetensors file: {why}")
+
+
+def count_non_finite(dtype: str, data: memoryview) -> int:
+    """How many numbers of a tensor's bytes are NaN or infinite; integers never are."""
+    if dtype not in _FLOATS and dtype != "BF16":
+        return 0
+    found = 0
+    for start in range(0, len(data), PIECE_BYTES):
+        with data[start : start + PIECE_BYTES] as piece:
+            found += _count(dtype, piece)
+    return found
+
+
+def _count(dtype: str, data: memoryview) -> int:
+    if dtype == "BF16":
+        bits = np.frombuffer(data, dtype="<u2") & _BF16_EXPONENT
+        return int(np.count_nonzero(bits == _BF16_EXPONENT))
+    numbers = np.frombuffer(data, dtype=_FLOATS[dtype])
+    return numbers.size - int(np.count_nonzero(np.isfinite(numbers)))
+
+
+def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
+    """Raises NonFinite naming the tensor and how many of its numbers are not finite."""
+    found = count_non_finite(dtype, data)
+    if found:
+        size = len(data) // {"F64": 8, "F32": 4}.get(dtype, 2)
+        raise NonFinite(f"tensor {name!r}: {found:,} of {size:,} numbers are NaN or infinite")
+
+
+def refuse_non_finite_file(path: Path) -> None:
+    """The same for every tensor of a safetensors file. Raises PolicyError."""
+    entries = read_entries(path)
+    with mapped(path) as data:
+        for entry in entries:
+            with data[entry.start : entry.end] as part:
+                found = count_non_finite(entry.dtype, part)
+            if found:
+                raise PolicyError(
+                    f"{path}: tensor {entry.name!r}: {found:,} numbers are NaN or infinite",
+                    hint=WEIGHTS_HINT,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A tensor to write. `data` gives its row-major little-endian bytes and is called once.
+
+    Example: ``Source(name="bias", dtype="F32", shape=(2,), data=lambda: bytes(8))``
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Callable[[], bytes | memoryview]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def write_tensors(path: Path, sources: Iterable[Source]) -> Manifest:
+    """Write a safetensors file and describe it; nothing is synced.
+
+    Raises OSError, and NonFinite for a tensor that holds a NaN or an infinity.
+    """
+    ordered = sorted(sources, key=lambda source: source.name)
+    header = _header(ordered)
+    described: list[Tensor] = []
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for source in ordered:
+            with memoryview(source.data()).cast("B") as data:
+                assert len(data) == source.bytes, source.name
+                refuse_non_finite(source.name, source.dtype, data)
+                file.write(data)
+                sha256 = hashlib.sha256(data).hexdigest()
+            described.append(
+                Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
+            )
+    return manifest_of(described, sum(source.bytes for source in ordered))
+
+
+@contextmanager
+def file_sources(path: Path) -> Iterator[list[Source]]:
+    """Every tensor of a safetensors file, to be written again. Raises PolicyError."""
+    entries = read_entries(path)
+    with mapped(path) as data:
+
+        def of(entry: Entry) -> Callable[[], bytes]:
+            return lambda: bytes(data[entry.start : entry.end])
+
+        yield [
+            Source(name=one.name, dtype=one.dtype, shape=one.shape, data=of(one)) for one in entries
+        ]
+
+
+def manifest_in_memory(sources: Iterable[Source]) -> Manifest:
+    """The manifest that `write_tensors` would return, without writing."""
+    described, size_bytes = [], 0
+    for source in sources:
+        with memoryview(source.data()).cast("B") as data:
+            sha256 = hashlib.sha256(data).hexdigest()
+            size_bytes += len(data)
+        described.append(
+            Tensor(name=source.name, dtype=source.dtype, shape=source.shape, sha256=sha256)
+        )
+    return manifest_of(described, size_bytes)
+
+
+def _header(sources: Iterable[Source]) -> bytes:
+    fields: dict[str, Mapping[str, object]] = {"__metadata__": METADATA}
+    at = 0
+    for source in sources:
+        fields[source.name] = {
+            "dtype": source.dtype,
+            "shape": list(source.shape),
+            "data_offsets": [at, at + source.bytes],
+        }
+        at += source.bytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

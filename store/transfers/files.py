@@ -1,0 +1,156 @@
+"""Blobs in a directory that the processes of one machine share: decides what a file must be.
+
+    <run>/handover/<sha256>.safetensors
+
+A file appears at once under the digest of its bytes: temporary name, then renamed. It is not
+synced: a cache that a power cut takes is prefilled again, and a half-written one does not have its
+digest. It is read from a memory map, so that a file may be deleted as soon as it was fetched and
+costs its reader no memory of its own.
+
+Files are deleted by whoever used them, at the end of a run and when it starts; what is forgotten
+meanwhile (its reader died) goes when it is older than `AGE_MAX_NS` and something new is offered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.store.transfers.port import (
+    AGE_MAX_NS,
+    BLOB_BYTES_MAX,
+    GONE,
+    LATE,
+    NO_ROOM,
+    OTHER_DIGEST,
+    PLACE_BYTES_MAX,
+    TOO_LARGE,
+    UNREADABLE,
+    Array,
+    Lost,
+    misnamed,
+)
+
+SUFFIX: Final = ".safetensors"
+TEMPORARY: Final = ".tmp-"
+OWNER_ONLY: Final = 0o700
+"""Whoever may read the directory may read what policies say."""
+
+_COUNTER = itertools.count()
+
+
+class MappedFiles:
+    """See the module. The directory is made when the first blob is offered.
+
+    Example: ``MappedFiles(Path("runs/demo/handover"), clock=SystemClock())``
+    """
+
+    address = ""
+
+    def __init__(self, root: Path, *, clock: Clock, bytes_max: int = PLACE_BYTES_MAX) -> None:
+        self._root = root
+        self._clock = clock
+        self._bytes_max = bytes_max
+
+    def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
+        """Write a file, unless there is no room for it."""
+        size = sum(chunk.nbytes for chunk in chunks)
+        if size > BLOB_BYTES_MAX:
+            return Lost(TOO_LARGE)
+        try:
+            self._root.mkdir(mode=OWNER_ONLY, parents=True, exist_ok=True)
+            if self._used_bytes() + size > self._bytes_max:
+                return Lost(NO_ROOM)
+            return self._written(chunks, size)
+        except OSError:
+            return Lost(NO_ROOM)
+
+    def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
+        """Map a file; what has another digest is deleted."""
+        if (wrong := misnamed(blob)) is not None:
+            return wrong
+        if timeout_s <= 0:
+            return Lost(LATE)
+        path = self.path(blob)
+        try:
+            if path.stat().st_size != blob.bytes:
+                return self._damaged(path)
+            # Copy-on-write: torch takes no array that it must not write to.
+            data = np.memmap(path, np.uint8, mode="c")
+            if hashlib.sha256(data.data).hexdigest() != blob.sha256:
+                return self._damaged(path)
+        except FileNotFoundError:
+            return Lost(GONE)
+        except (OSError, ValueError):
+            return Lost(UNREADABLE)
+        return data
+
+    def drop(self, blob: Blob) -> None:
+        """Delete the file, if it is there. Whoever has mapped it can go on reading."""
+        if misnamed(blob) is None:
+            _delete(self.path(blob))
+
+    def clear(self) -> None:
+        """Delete the directory."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+    def path(self, blob: Blob) -> Path:
+        """Where a blob lies, or would lie."""
+        return self._root / f"{blob.sha256}{SUFFIX}"
+
+    def _written(self, chunks: Sequence[memoryview], size: int) -> Blob:
+        partial = self._root / f"{TEMPORARY}{os.getpid()}-{next(_COUNTER)}"
+        digest = hashlib.sha256()
+        try:
+            with partial.open("wb") as file:
+                for chunk in chunks:
+                    digest.update(chunk)
+                    file.write(chunk)
+            blob = Blob(sha256=digest.hexdigest(), bytes=size)
+            partial.replace(self.path(blob))
+        finally:
+            partial.unlink(missing_ok=True)
+        return blob
+
+    def _damaged(self, path: Path) -> Lost:
+        _delete(path)
+        return Lost(OTHER_DIGEST)
+
+    def _used_bytes(self) -> int:
+        """Bytes of all files, after those that nobody will fetch are gone."""
+        used, oldest_ns = 0, self._clock.wall_ns() - AGE_MAX_NS
+        for path in _files(self._root):
+            try:
+                facts = path.stat()
+            except FileNotFoundError:
+                continue
+            if facts.st_mtime_ns < oldest_ns:
+                _delete(path)
+            else:
+                used += facts.st_size
+        return used
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for path in root.iterdir():
+        if path.suffix == SUFFIX or path.name.startswith(TEMPORARY):
+            yield path
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # a blob that stays costs room, and is cleared with the next run

@@ -1,0 +1,132 @@
+"""Decides from the configuration how a process hands bytes to others; Flight only where asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.config.model import Transfers as Section
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.peers import PeerBook, PeerWeights
+from dora_pipe.store.transfers.port import NoTransfers, Transfers
+
+if TYPE_CHECKING:
+    from dora_pipe.store.transfers.flight import Identity
+
+TOKEN_VARIABLE: Final = "DORA_PIPE_TRANSFERS_TOKEN"
+"""Goes before `transfers.token_file`."""
+
+TOKEN_CHARACTERS_MIN: Final = 16
+TOKEN_BYTES_MAX: Final = 64 * 1024
+"""A larger file is a wrong path."""
+
+LOOPBACK: Final = "127.0.0.1"
+"""Where `host` says nothing: nobody from outside gets in unasked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """How this process hands bytes to others."""
+
+    transfers: Transfers
+    peers: PeerWeights | None = None
+    """What its policy store asks first; None where there is nobody to ask."""
+
+
+def open_transfers(
+    section: Section,
+    place: Path,
+    *,
+    topics: Topics,
+    open_bus: Callable[[], Bus],
+    weights: Callable[[str], Path],
+    clock: Clock,
+) -> Opened:
+    """What a configuration means. `place` is this machine's directory, `weights` says where weights
+    of a file name lie. Raises ConfigError for a missing token or a file that cannot be read."""
+    if section.kind == "none":
+        return Opened(transfers=NoTransfers())
+    files = MappedFiles(place, clock=clock)
+    if section.kind == "files":
+        return Opened(transfers=files)
+    from dora_pipe.store.transfers.flight import FlightTransfers
+
+    identity = _identity(section, topics.run)
+    try:
+        flight = FlightTransfers(files, identity, weights=weights)
+    except (OSError, pa.ArrowException) as error:
+        where = f"{identity.host}:{identity.port}"
+        raise ConfigError(
+            f"cannot listen on {where} for transfers: {str(error).splitlines()[0]}",
+            hint="set transfers.host to an address of this machine, transfers.port to a free one",
+        ) from None
+    book = PeerBook(open_bus, topics, own=flight.address)
+    return Opened(transfers=flight, peers=PeerWeights(flight, book.having))
+
+
+def need_transfers(section: Section) -> None:
+    """Raise ConfigError, before anything starts, where transfers cannot be opened."""
+    if section.kind == "flight":
+        _identity(section, "")
+
+
+def _identity(section: Section, run: str) -> Identity:
+    from dora_pipe.store.transfers.flight import Identity
+
+    server: tuple[tuple[str, Any], ...] = ()
+    client: tuple[tuple[str, Any], ...] = ()
+    if section.cert_file:
+        pair = (
+            _content("cert_file", section.cert_file),
+            _content("key_file", section.key_file or section.cert_file),
+        )
+        server = (("tls_certificates", [pair]),)
+    if section.ca_file:
+        client = (("tls_root_certs", _content("ca_file", section.ca_file)),)
+    return Identity(
+        token=_token(section.token_file),
+        run=run,
+        host=section.host or LOOPBACK,
+        port=section.port,
+        server_tls=server,
+        client_tls=client,
+    )
+
+
+def _token(token_file: str) -> bytes:
+    """The run's token; errors name variables and files, never what is in them."""
+    token = os.environ.get(TOKEN_VARIABLE, "").encode()
+    if not token and token_file:
+        token = _content("token_file", token_file).removesuffix(b"\n").removesuffix(b"\r")
+    if not token:
+        raise ConfigError(
+            'transfers.kind = "flight" needs a token that all processes of the run know',
+            hint=f"set {TOKEN_VARIABLE}, or transfers.token_file to a file that holds it",
+        )
+    if len(token) < TOKEN_CHARACTERS_MIN:
+        raise ConfigError(
+            f"the token for transfers has fewer than {TOKEN_CHARACTERS_MIN} characters",
+            hint="make one: openssl rand -hex 32",
+        )
+    return token
+
+
+def _content(key: str, path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(TOKEN_BYTES_MAX + 1)
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        raise ConfigError(f"transfers.{key}: {path}: {why}") from None
+    if not 0 < len(content) <= TOKEN_BYTES_MAX:
+        raise ConfigError(f"transfers.{key}: {path} is {'too large' if content else 'empty'}")
+    return content

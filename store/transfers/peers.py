@@ -1,0 +1,113 @@
+"""Which peers have weights, as they said in their last status; decides in which order to ask them.
+
+Statuses are lossy and so is this: a peer that is not found is not asked. The end of the metrics
+topic is read at the moment when weights are wanted, which is seldom, by a reader of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.transfers.port import Lost
+
+TAIL_RECORDS: Final = 4000
+"""Of each partition of the metrics topic; hundreds of roles in a quiet period (`pace`)."""
+
+READ_TURNS_MAX: Final = 50
+POLL_S: Final = 0.1
+
+LOG = logging.getLogger(__name__)
+
+PEERS_MAX: Final = 4
+"""So many are asked; when none of them has time the store is read at once."""
+
+
+class PeerBook:
+    """Asks the log. `own` is this process's address, which is never among the answers.
+
+    Example: ``PeerBook(open_bus, topics, own="grpc://10.0.0.7:40123").having(name)``
+    """
+
+    def __init__(self, open_bus: Callable[[], Bus], topics: Topics, *, own: str) -> None:
+        self._open_bus = open_bus
+        self._topic = topics.metrics
+        self._own = own
+
+    def having(self, name: str) -> list[str]:
+        """Addresses of peers that said they have the weights of this name; none without a log.
+
+        Every asker has an order of its own, so that not all begin with the same peer.
+        """
+        found: dict[str, str] = {}
+        try:
+            for record in self._tail():
+                _note(found, record)
+        except BusError:
+            return []
+        peers = {peer for peer, url in found.items() if url == f"{peer}/{name}"} - {self._own}
+        return sorted(peers, key=lambda peer: sha256_hex(self._own.encode(), peer.encode()))
+
+    def _tail(self) -> Iterator[Record]:
+        with closing(self._open_bus()) as bus:
+            tps = [TopicPartition(self._topic, one) for one in range(bus.partitions(self._topic))]
+            ends = {tp: bus.end(tp) for tp in tps}
+            starts = {tp: max(bus.begin(tp), end - TAIL_RECORDS) for tp, end in ends.items()}
+            with closing(bus.reader(starts)) as reader:
+                for _ in range(READ_TURNS_MAX):
+                    if all(reader.position(tp) >= end for tp, end in ends.items()):
+                        return
+                    yield from reader.poll(timeout_s=POLL_S)
+
+
+def _note(found: dict[str, str], record: Record) -> None:
+    """Take the newest word of each peer: by address, the URL of its weights."""
+    if b'"weights_at":"grpc' not in record.value:  # most cost no decoding
+        return
+    try:
+        status = decode_metrics(record.value)
+    except SchemaError:
+        return
+    if isinstance(status, WorkerStatus | TrainerStatus):
+        address, _, _ = status.weights_at.partition("/weights/")
+        found[address] = status.weights_at
+
+
+class Source(Protocol):
+    """What gets a file from a peer; see `FlightTransfers.copy`."""
+
+    def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
+        """Write a peer's file; None when all of it was written."""
+        ...
+
+
+class PeerWeights:
+    """What a `PolicyStore` asks first. `having` says which peers may have a name.
+
+    Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, book.having))``
+    """
+
+    def __init__(self, source: Source, having: Callable[[str], list[str]]) -> None:
+        self._source = source
+        self._having = having
+
+    def __call__(self, name: str, target: Path) -> bool:
+        """Write the file of this name; False when no peer gave it."""
+        if not name.startswith("weights/"):
+            return False
+        for peer in self._having(name)[:PEERS_MAX]:
+            with target.open("wb") as file:
+                lost = self._source.copy(peer, name, file)
+            if lost is None:
+                LOG.info("%s came from %s", name[:20], peer)
+                return True
+            LOG.info("%s did not come from %s: %s", name[:20], peer, lost.why)
+        return False

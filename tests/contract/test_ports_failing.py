@@ -1,0 +1,384 @@
+"""Every port, every effect, whatever raises: the machine hears of it, or the role ends.
+
+A port that is not here, or an effect without its failure, makes the first tests fail.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.consumers.trainer.checks import Known
+from dora_pipe.consumers.trainer.effects import (
+    DropFiles,
+    FetchBatch,
+    PublishPolicy,
+    Restore,
+    TrainStep,
+)
+from dora_pipe.consumers.trainer.ports import ThreadPort
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
+from dora_pipe.core.runtime import Meter
+from dora_pipe.orchestrator.snapshot_port import SnapshotPort
+from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot
+from dora_pipe.orchestrator.trim_port import TrimPort
+from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
+from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.tasks.calls import EnvObserved, Forget, PromptCall, PromptReady, TaskFailed
+from dora_pipe.producers.worker.effects import (
+    DropKv,
+    DropWeights,
+    EncodeFailed,
+    EncodeProgress,
+    EncodeTrajectory,
+    EngineAdd,
+    EngineCancel,
+    EngineExport,
+    EngineExported,
+    EngineFailed,
+    EngineStarted,
+    EnvStep,
+    FetchKv,
+    FetchProgress,
+    KvFetched,
+    KvPut,
+    LoadFailed,
+    LoadWeights,
+    ProgressFetched,
+    PutKv,
+    RewardCall,
+)
+from dora_pipe.producers.worker.kv_handover import KvLabel
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.policy import Blob
+from tests.support.tidy import ROOT
+
+LIMIT_S = 10.0
+BLOB = Blob(sha256="a" * 64, bytes=5)
+LABEL = KvLabel(trajectory="g0000000001-000", prefix="p")
+KV = Kv(tokens=1, layout="x", weights="b" * 64, arrays={})
+ODD: Any = object()
+"""What a codec cannot encode."""
+
+PLANTED = [
+    RuntimeError("CUDA out of memory"),
+    MemoryError(),
+    OSError(5, "Input/output error"),
+    SystemExit(3),
+]
+
+
+class Failing:
+    """Stands for whatever a port works with: every call of it raises what was planted."""
+
+    slots, active, busy, kv_used_tokens, records, bytes, waits_for = 1, 0, False, 0, 0, 0, ()
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise self._error
+
+        return call
+
+    def poll(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        """Closing works."""
+
+
+def _request(name: str) -> EngineRequest:
+    return EngineRequest(
+        request=name, token_ids=[1], sampled=0, seed=1, params=SamplingParams(max_tokens=2)
+    )
+
+
+def _engine_port(error: BaseException, folder: Path) -> EnginePort:
+    broken: Any = Failing(error)
+    return EnginePort(broken, Path, clock=SystemClock())
+
+
+def _task_port(error: BaseException, folder: Path) -> TaskPort:
+    broken: Any = Failing(error)
+    return TaskPort(broken, broken)
+
+
+def _codec_port(error: BaseException, folder: Path) -> CodecPort:
+    return CodecPort(Meter(), clock=SystemClock())
+
+
+def _progress_port(error: BaseException, folder: Path) -> ProgressPort:
+    broken: Any = Failing(error)
+    return ProgressPort(broken, "r.progress", Meter(), clock=SystemClock())
+
+
+def _handover_port(error: BaseException, folder: Path) -> HandoverPort:
+    broken: Any = Failing(error)
+    return HandoverPort(broken)
+
+
+def _snapshot_port(error: BaseException, folder: Path) -> SnapshotPort:
+    (folder / "file").write_text("")
+    return SnapshotPort(folder / "file" / "below", "r")
+
+
+def _trim_port(error: BaseException, folder: Path) -> TrimPort:
+    def opened() -> Any:
+        raise error
+
+    return TrimPort(opened, sleep=lambda _: None)
+
+
+def _thread_port(error: BaseException, folder: Path) -> ThreadPort:
+    class Work(Failing):
+        def idle(self) -> Iterator[Any]:
+            return iter(())
+
+        def gauges(self) -> Any:
+            return None
+
+    @contextmanager
+    def opened(meter: Meter) -> Iterator[Any]:
+        yield Work(error)
+
+    return ThreadPort(opened, Meter())
+
+
+@dataclass(frozen=True)
+class Case:
+    """An effect, and the events that tell that it failed; `ENDS` where the role ends with it."""
+
+    effect: Any
+    said: tuple[type, ...]
+
+
+ENDS = (BaseException,)
+KNOWN: Any = Known
+OWNER = re.compile(r"^class (\w+)[:(](?:(?!^class ).)*?^    effects: tuple\[type", re.M | re.S)
+PORTS: dict[type, tuple[Callable[[BaseException, Path], Any], list[Case]]] = {
+    EnginePort: (
+        _engine_port,
+        [
+            Case(EngineAdd(request=_request("a")), (EngineStarted, EngineFailed)),
+            Case(EngineCancel(request="b"), (EngineFailed,)),
+            Case(EngineExport(request="b"), (EngineExported, EngineFailed)),
+            Case(DropWeights(versions=(1,)), (EngineFailed,)),
+            Case(LoadWeights(version=3, digest="a"), (LoadFailed,)),
+        ],
+    ),
+    TaskPort: (
+        _task_port,
+        [
+            Case(PromptCall(request="a", split="train", index=0), (TaskFailed,)),
+            Case(EnvStep(request="a", token_ids=[1]), (TaskFailed,)),
+            Case(
+                RewardCall(request="a", split="train", index=0, answer=[1], turns=[[1]]),
+                (TaskFailed,),
+            ),
+            Case(Forget(request="a"), ()),
+        ],
+    ),
+    CodecPort: (
+        _codec_port,
+        [
+            Case(EncodeTrajectory(request="a", trajectory=ODD), (EncodeFailed,)),
+            Case(EncodeProgress(request="a", progress=ODD), (EncodeFailed,)),
+        ],
+    ),
+    ProgressPort: (
+        _progress_port,
+        [
+            Case(
+                FetchProgress(request="a", resume=Resume(tokens=1, partition=0, offset=0)),
+                (ProgressFetched,),
+            )
+        ],
+    ),
+    HandoverPort: (
+        _handover_port,
+        [
+            Case(PutKv(request="a", label=LABEL, kv=KV), (KvPut,)),
+            Case(FetchKv(request="a", label=LABEL, blob=BLOB), (KvFetched,)),
+            Case(DropKv(blob=BLOB), ()),
+        ],
+    ),
+    SnapshotPort: (
+        _snapshot_port,
+        [Case(WriteSnapshot(offset=1, digest="", body=Body(head=b"")), ())],
+    ),
+    TrimPort: (_trim_port, [Case(TrimMetrics(before_ns=0, limits={}), (MetricsTrimmed,))]),
+    ThreadPort: (
+        _thread_port,
+        [
+            Case(Restore(step=0, notes=()), ENDS),
+            Case(FetchBatch(decision=KNOWN, known=KNOWN), ENDS),
+            Case(TrainStep(step=0, attempt=0, settings=KNOWN), ENDS),
+            Case(PublishPolicy(step=0, attempt=0, checkpoint=False), ENDS),
+            Case(DropFiles(weights=(), optimizers=()), ()),
+        ],
+    ),
+}
+
+IN_THE_LOOP = {"InlinePort", "TaskPool"}
+"""They raise in the loop, where everything is heard: the simulator's trainer; and the pool of
+processes, which stands behind `TaskPort`."""
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(make, case, id=f"{port.__name__}-{type(case.effect).__name__}")
+        for port, (make, cases) in PORTS.items()
+        for case in cases
+    ]
+
+
+def test_every_port_of_the_product_is_here() -> None:
+    found = {
+        owner
+        for folder in ("consumers", "orchestrator", "producers")
+        for file in (ROOT / folder).rglob("*.py")
+        for owner in OWNER.findall(file.read_text())
+    }
+    assert found == {port.__name__ for port in PORTS} | IN_THE_LOOP
+
+
+@pytest.mark.parametrize("port", PORTS, ids=lambda port: port.__name__)
+def test_every_effect_of_a_port_has_its_failure(port: Any, tmp_path: Path) -> None:
+    make, cases = PORTS[port]
+    assert [type(case.effect) for case in cases] == list(port.effects)
+    made = make(RuntimeError(), tmp_path)
+    made.close()
+
+
+def _events(port: Any, wanted: int) -> list[Any]:
+    """So many events, or none for a moment where none is wanted; what the port raises is one."""
+    events: list[Any] = []
+    until_s = time.monotonic() + (LIMIT_S if wanted else 0.2)
+    while time.monotonic() < until_s and (not wanted or len(events) < wanted):
+        try:
+            events += port.poll()
+        except (OSError, RuntimeError, MemoryError, DoraError) as error:
+            events.append(error)
+        time.sleep(0.001)
+    return events
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(("make", "case"), _cases())
+def test_effect_that_raises_is_answered_in_bounded_time(
+    make: Callable[[BaseException, Path], Any],
+    case: Case,
+    planted: BaseException,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = make(planted, tmp_path)
+    port.start(case.effect)
+    events = _events(port, len(case.said))
+    assert len(events) == len(case.said), events
+    assert all(isinstance(one, kind) for one, kind in zip(events, case.said, strict=True))
+    assert type(case.effect).__name__ in caplog.text or "step of the engine" in caplog.text
+    port.close()
+
+
+@pytest.mark.parametrize(
+    ("planted", "here"),
+    [
+        (RuntimeError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (OSError(5, "Input/output error"), True),
+        (ResourceError("vLLM's server is gone"), True),
+        (BusError("the log is away"), True),
+        (PolicyError("another digest"), False),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+)
+def test_failure_is_this_worker_s_unless_the_version_is_known_to_be_wrong(
+    planted: Exception, here: bool, tmp_path: Path
+) -> None:
+    port = _engine_port(planted, tmp_path)
+    port.start(LoadWeights(version=3, digest="a"))
+    (event,) = _events(port, 1)
+    assert (event.version, event.here) == (3, here)
+    assert (str(planted) or "MemoryError") in event.message
+    port.close()
+
+
+@pytest.mark.parametrize("effect", [EngineExport(request="b"), LoadWeights(version=3, digest="a")])
+def test_broken_promise_of_an_engine_ends_the_role(effect: Any, tmp_path: Path) -> None:
+    port = _engine_port(InvariantBroken("sampled from other weights"), tmp_path)
+    with pytest.raises(InvariantBroken):
+        port.start(effect)
+        for _ in range(1000):
+            port.poll()
+            time.sleep(0.001)
+    port.close()
+
+
+def test_engine_that_failed_is_not_touched_again(tmp_path: Path) -> None:
+    port = _engine_port(RuntimeError("device-side assert"), tmp_path)
+    port.start(EngineAdd(request=_request("a")))
+    port.start(EngineAdd(request=_request("b")))
+    _, event = _events(port, 2)
+    assert event == EngineFailed(message="RuntimeError: device-side assert")
+    port.start(EngineCancel(request="a"))
+    port.start(DropWeights(versions=(1,)))
+    port.start(EngineExport(request="a"))
+    assert _events(port, 1) == [EngineExported(request="a", kv=None)]
+    assert not port.busy and port.poll() == []
+    port.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        PromptReady(request="a", text="x", episode=False),
+        EnvObserved(request="a", text="x", done=False, tool="", ok=True),
+    ],
+)
+def test_text_that_has_no_tokens_fails_its_request_alone(said: Any) -> None:
+    class Pool(Failing):
+        def poll(self) -> list[Any]:
+            return [said, TaskFailed(request="b", error="E", message="m")]
+
+        def start(self, effect: Any) -> None:
+            forgotten.append(effect)
+
+    forgotten: list[Any] = []
+    broken: Any = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    pool: Any = Pool(broken)
+    port = TaskPort(pool, pool)
+    first, second = port.poll()
+    assert (first.request, first.error) == ("a", "UnicodeEncodeError")
+    assert "surrogates not allowed" in first.message
+    assert second.request == "b"
+    assert forgotten == [Forget(request="a")]
+
+
+def test_thread_whose_work_cannot_be_opened_ends_the_role() -> None:
+    @contextmanager
+    def opened(meter: Meter) -> Iterator[Any]:
+        raise BusError("no log there")
+        yield
+
+    port = ThreadPort(opened, Meter())
+    (error,) = _events(port, 1)
+    assert isinstance(error, BusError)
+    port.close()

@@ -1,0 +1,193 @@
+"""Every field of every kind of fact, decision and round, forged by itself with the chain mended:
+audit names it, or it is one of those that docs/audit.md lists as beyond it.
+
+Method: one record of each kind of a recorded run, field by field; what a record left out is put in.
+`UNSEEN` is all of the fields that pass: the fast tests forge them all at once and hold the page to
+them, the slow one forges each of the others by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from dora_pipe.core.errors import SchemaError
+from tests.support.every_field import LEFT_OUT, fields_of, with_another
+from tests.support.every_field import Path as Field
+from tests.support.recorded_run import RecordedRun, audited, recorded_in
+from tests.support.tamper import Row, Tamper
+from tests.support.tidy import ROOT
+
+UNSEEN: Final = {
+    "run-started": "at_ns schema_version eval_rows planner package lineage",
+    "role-started": "at_ns instance host pid package",
+    "worker-joined": "at_ns instance host pid kv_tokens engine engine_version dtype device "
+    "declares.0 reward_digest package",
+    "worker-ready": "at_ns load_ms",
+    "worker-left": "at_ns reason",
+    "trajectories-logged": "at_ns",
+    "step-committed": "at_ns compute_s figures.loss figures.tokens figures.trajectories "
+    "numerics.micro_batch_tokens numerics.trainer dropped",
+    "command": "at_ns user",
+    "round": "now_ns control_next",
+}
+"""By kind, what stands once in the log. Times, places and people; what engines say of themselves;
+figures and fingerprints, which replay compares; where a run came from; which versions that nobody
+pinned retention dropped. Of the kinds that are not here every field is named."""
+
+SEALED: Final = ("kind", "config", "chain", "state_digest", "decisions", "observations")
+"""Not forged as fields: tags; a configuration, which has a digest; what a forger mends; and what is
+of a kind of its own."""
+
+
+@pytest.fixture
+def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A fact, a round, or what stands in a round: the record that it is in, and where."""
+
+    kind: str
+    row: Row
+    inside: Field = ()
+
+    def fields(self) -> list[Field]:
+        """Places of its fields, from the record on."""
+        found = [path for path in fields_of(self.plain()) if path[0] not in SEALED]
+        return [(*self.inside, *path) for path in found]
+
+    def left_out(self) -> list[Field]:
+        """Places of the fields that it leaves out and a forger may put in."""
+        plain = self.plain()
+        found = (name for name in LEFT_OUT.get(self.kind, ()) if name not in plain)
+        return [(*self.inside, name) for name in found]
+
+    def plain(self) -> dict[str, Any]:
+        """It itself, as JSON has it."""
+        plain: Any = msgspec.json.decode(self.row.value)
+        for at in self.inside:
+            plain = plain[at]
+        assert isinstance(plain, dict)
+        return plain
+
+    def name(self, path: Field) -> str:
+        """A field as the page calls it."""
+        return ".".join(map(str, path[len(self.inside) :]))
+
+
+def one_of_each(log: Tamper) -> dict[str, Example]:
+    """Of every kind the one in the middle."""
+    found: dict[str, list[Example]] = {}
+    for one in _examples(log):
+        found.setdefault(one.kind, []).append(one)
+    return {kind: those[len(those) // 2] for kind, those in found.items()}
+
+
+def _examples(log: Tamper) -> Iterator[Example]:
+    for row in log.rows("control"):
+        yield Example(kind=msgspec.json.decode(row.value)["kind"], row=row)
+    for row in log.rows("decisions"):
+        plain = msgspec.json.decode(row.value)
+        yield Example(kind="round", row=row)
+        for part in ("observations", "decisions"):
+            for place, one in enumerate(plain.get(part, ())):
+                yield Example(kind=one["kind"], row=row, inside=(part, place))
+
+
+def all_of(example: Example) -> list[Field]:
+    """Every field that a forger may write."""
+    return [*example.fields(), *example.left_out()]
+
+
+def forge(log: Tamper, row: Row, *paths: Field) -> None:
+    """Write a record with other values in these fields, and mend the chain."""
+    plain = msgspec.json.decode(row.value)
+    for path in paths:
+        plain = with_another(plain, path)
+    log.put(replace(row, value=msgspec.json.encode(plain, order="deterministic")))
+    with suppress(SchemaError):  # nobody mends what cannot be read
+        log.mend()
+
+
+def test_what_stands_only_once_in_the_log_passes(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        for kind, example in one_of_each(log).items():
+            unseen = UNSEEN.get(kind, "").split()
+            forged = [path for path in all_of(example) if example.name(path) in unseen]
+            assert len(forged) == len(unseen), kind
+            if forged:
+                forge(log, example.row, *forged)
+    report = audited(copy)
+    assert report.holds, [one.line for one in report.violations]
+
+
+def test_page_lists_exactly_what_stands_only_once() -> None:
+    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields that stand once")[2]
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    listed = {kind.strip(" `"): fields.replace("`", "").split(", ") for kind, fields in rows}
+    told = {kind: sorted(one.strip() for one in fields) for kind, fields in listed.items()}
+    assert told == {kind: sorted(fields.split()) for kind, fields in UNSEEN.items()}
+
+
+def test_kinds_that_are_forged_are_those_that_the_page_speaks_of(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        kinds = one_of_each(log).keys()
+    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields that stand once")[2]
+    told = page.partition("\n## ")[0]
+    assert [kind for kind in kinds if f"`{kind}`" not in told] == []
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+def test_every_other_field_is_named(copy: RecordedRun, tmp_path: Path) -> None:
+    with Tamper(copy) as log:
+        examples = one_of_each(log)
+    passed: dict[str, list[str]] = {}
+    for number, (kind, example) in enumerate(examples.items()):
+        for place, path in enumerate(all_of(example)):
+            forged = copy.copy(tmp_path / f"{number}-{place}")
+            with Tamper(forged) as log:
+                forge(log, example.row, path)
+            if audited(forged).holds:
+                passed.setdefault(kind, []).append(example.name(path))
+    assert {kind: sorted(names) for kind, names in passed.items()} == {
+        kind: sorted(fields.split()) for kind, fields in UNSEEN.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dropped": [0]}, "drops version 0, which retention keeps"),
+        ({"dropped": ["pinned"]}, "which retention keeps"),
+        ({"adopted": True}, "says it adopted weights, which its trainer never said"),
+    ],
+)
+def test_commit_that_excuses_what_is_missing_is_named(
+    copy: RecordedRun, changes: dict[str, Any], text: str
+) -> None:
+    with Tamper(copy) as log:
+        commit, take = one_of_each(log)["step-committed"], _take_of(log)
+        if changes.get("dropped") == ["pinned"]:
+            changes = {"dropped": [max(take["pins"])]}
+        value = msgspec.json.encode(commit.plain() | changes, order="deterministic")
+        log.put(replace(commit.row, value=value))
+        log.mend()
+    lines = [one.line for one in audited(copy).violations]
+    assert any(text in line for line in lines), lines
+
+
+def _take_of(log: Tamper) -> dict[str, Any]:
+    """The decision that the commit in the middle carries out."""
+    step = one_of_each(log)["step-committed"].plain()["step"]
+    takes = (one.plain() for one in _examples(log) if one.kind == "take-batch")
+    return next(one for one in takes if one["step"] == step)

@@ -1,0 +1,82 @@
+"""The catalogue of whole runs: it and audit's ledger, two accounts of one log, say the same."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.reading import FILE, LivingCatalogue, read_catalogue
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.seed_runner import SeedRun
+from dora_pipe.sim.world import World
+from tests.support.catalogue_stage import differences
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+class Compared(SeedRun):
+    """A seed's world whose log is looked at by both accounts."""
+
+    found: list[str] | None = None
+
+    def _look(self, world: World) -> None:
+        super()._look(world)
+        self.found = differences(world.bus, world.topics)
+
+
+def test_both_accounts_of_an_eventful_run_agree(recorded: RecordedRun) -> None:
+    with closing(recorded.open()) as bus:
+        assert differences(bus, recorded.topics) == []
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_both_accounts_of_a_seed_agree(seed: int, resident: bool) -> None:
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
+    seed_run = Compared(draw(seed, resident=resident))
+    played = seed_run.run()
+    assert played.holds, played.line
+    assert seed_run.found == []
+
+
+def test_a_finished_run_is_saved_and_opened_without_its_log(
+    recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / FILE
+    count = "select count(*) from steps"
+    with closing(recorded.open()) as bus:
+        with closing(read_catalogue(bus, recorded.topics, path)) as made:
+            assert made.one(count) == (STEPS,)
+        assert path.is_file()
+        monkeypatch.setattr("dora_pipe.catalogue.reading.LivingCatalogue", None)
+        with closing(read_catalogue(bus, recorded.topics, path)) as opened:
+            assert opened.one(count) == (STEPS,)
+
+
+def test_a_living_catalogue_grows_with_its_log(recorded: RecordedRun) -> None:
+    with closing(recorded.open()) as bus:
+        shares, groups = [], []
+        with closing(_living(bus, recorded.topics)) as living:
+            while living.advance():
+                living.refresh()
+                shares.append(living.follower.share)
+                found = living.catalogue.one("select count(*) from groups")
+                assert found is not None
+                groups.append(found[0])
+        living.catalogue.close()
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert groups == sorted(groups)
+    assert living.follower.over and not living.follower.unreadable
+
+
+def _living(bus: Bus, topics: Topics) -> LivingCatalogue:
+    return LivingCatalogue(bus, topics)

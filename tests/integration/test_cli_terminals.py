@@ -1,0 +1,160 @@
+"""The command line where a terminal takes no more than ASCII, and where Ctrl-C comes at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.port import Append
+from dora_pipe.cli.main import EXIT_INTERRUPTED
+from dora_pipe.cli.output import emit_json, emit_table
+from dora_pipe.config.describe import dump_toml, toml
+from dora_pipe.config.load import load_config
+from dora_pipe.core.console import speak
+from dora_pipe.launch.examples import example_file
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.wire import encode
+from tests.support.recorded_run import RecordedRun, recorded_in
+
+TEXT = "na\u00efve \u2192 \U0001f600 \udc80"
+LIMIT_S = 60
+RUN_MAIN = "from dora_pipe.cli.main import main; main()"
+
+INTERRUPTED_WHILE_IMPORTING = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+        return None
+
+sys.meta_path.insert(0, Interrupt())
+from dora_pipe.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+def test_text_that_an_encoding_has_no_bytes_for_is_written_as_an_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = io.BytesIO()
+    ascii_alone = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", ascii_alone)
+    speak()
+    emit_table(("who",), [(TEXT,)], title=TEXT)
+    emit_json({"who": TEXT})
+    assert raw.getvalue().isascii()
+    *_, last = raw.getvalue().decode().splitlines()
+    assert json.loads(last) == {"who": TEXT}
+    assert raw.getvalue().count(rb"na\xefve") == 2
+
+
+HOSTILE = "\x1b[31m\x9b31m\x07\u202e na\u00efve \U0001f600"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_terminal(
+    encoding: str, as_json: bool, tmp_path: Path
+) -> None:
+    given = load_config(example_file("arithmetic"), [f"task.options={toml({HOSTILE: HOSTILE})}"])
+    file = tmp_path / "a.toml"
+    file.write_text(dump_toml(given))
+    words = [str(file), "--json"] if as_json else [str(file)]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_MAIN, "config", "show", *words],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONUTF8": "0"},
+        capture_output=True,
+        encoding=encoding,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    read = json.loads(done.stdout) if as_json else tomllib.loads(done.stdout)
+    assert read["task"]["options"] == {"mu": 1.5, HOSTILE: HOSTILE}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [HOSTILE],
+        ["show", HOSTILE],
+        ["show", "a", f"--{HOSTILE}"],
+        ["sim", "--seed", HOSTILE],
+        ["run", HOSTILE],
+        ["config", "show", HOSTILE],
+        ["config", "show", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],
+        ["config", "show", str(example_file("arithmetic")), "-o", f"run.name={HOSTILE}"],
+        ["tell", "a", HOSTILE],
+        ["whatif", "a", "--paradigm", HOSTILE],
+    ],
+)
+def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_MAIN, *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode in (2, 3)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("words", [("cat", "."), ("cat", ".", "--json"), ("show", ".", "3")])
+def test_command_shows_what_ascii_cannot_say(
+    words: tuple[str, ...], recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "recorded")
+    bus = copy.open()
+    command = Command(at_ns=0, user="j\u00fcrgen", verb="pause")
+    bus.writer().append([Append(topic=copy.topics.control, value=encode(command))])
+    bus.close()
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_MAIN, *words],
+        cwd=copy.directory,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"},
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["dora_pipe.cli.app", "typer", "pydantic", "pyarrow", "dora_pipe.cli.commands.observe"],
+)
+def test_ctrl_c_while_the_commands_are_imported_is_one_line(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING.format(module=module), "runs"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (EXIT_INTERRUPTED, "interrupted\n")
+
+
+def test_nothing_slow_is_imported_before_ctrl_c_is_a_line() -> None:
+    names = "{'typer', 'rich', 'pyarrow', 'msgspec', 'numpy', 'importlib.metadata', 'email'}"
+    code = f"import sys, dora_pipe.cli.main; sys.exit(len({names} & sys.modules.keys()))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, timeout=LIMIT_S).returncode == 0
+    )

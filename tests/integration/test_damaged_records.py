@@ -1,0 +1,199 @@
+"""Who shows, exports or reproduces a trajectory says when its record is not what was logged.
+
+Method: a record of a recorded run is removed, changed, or changes places with another one; every
+reader of records is asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from dora_pipe.audit.replay_trajectory import engines_of
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.consumers.trainer.batch_source import batch_of_commit
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.observe.traces import names
+from dora_pipe.observe.web import sampled
+from dora_pipe.observe.web.pages import trajectory_page
+from dora_pipe.observe.web.query import parse_query
+from dora_pipe.schemas.control import StepCommitted
+from dora_pipe.schemas.identity import group_of
+from tests.support import damage
+from tests.support.command_line import Call, caller
+from tests.support.otlp_endpoint import OtlpEndpoint
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+from tests.support.ui_stage import source_of, view_of_log
+
+
+@pytest.fixture
+def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line: exit code, stdout, stderr."""
+    return caller(monkeypatch, capsys)
+
+
+def _swap(log: Tamper) -> str:
+    """Two trajectories change places, headers and all."""
+    (row, fact), (other, _) = log.trained(40), log.trained(41)
+    log.put(replace(row, value=other.value, headers=other.headers, key=other.key))
+    log.put(replace(other, value=row.value, headers=row.headers, key=row.key))
+    return fact.trajectory
+
+
+DAMAGES: dict[str, tuple[Callable[[Tamper], str], str]] = {
+    "gone": (damage.remove_trajectory, "its record is not there at trajectories:"),
+    "changed": (damage.change_token, "is not the one that was logged: sha256"),
+    "swapped": (_swap, "is not the one that was logged: sha256"),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damaged(copy: RecordedRun, request: pytest.FixtureRequest) -> tuple[RecordedRun, str, str]:
+    """A damaged run, the trajectory, and what is to be said of it."""
+    damaging, text = DAMAGES[request.param]
+    with Tamper(copy) as log:
+        return copy, damaging(log), text
+
+
+def test_show_says_so_and_ends_with_exit_code_5(
+    call: Call, damaged: tuple[RecordedRun, str, str]
+) -> None:
+    run, name, text = damaged
+    code, out, err = call("show", str(run.directory), name, "--json")
+    assert code == 5
+    assert f"error: {name}: " in err and text in err
+    story = json.loads(out)
+    (bound,) = [one for one in story["records"] if one["standing"] == "bound"]
+    assert text in bound["found"]
+    assert "segments" not in story
+
+
+def test_export_leaves_it_out_by_name_and_ends_with_exit_code_5(
+    call: Call, damaged: tuple[RecordedRun, str, str], tmp_path: Path
+) -> None:
+    run, name, text = damaged
+    file = tmp_path / "x.parquet"
+    code, _, err = call("export", str(run.directory), "--parquet", str(file))
+    assert code == 5
+    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
+    written = set(pq.read_table(file)["trajectory"].to_pylist())
+    assert name not in written and len(written) > 200
+
+
+def test_group_with_a_damaged_sibling_says_so(
+    call: Call, damaged: tuple[RecordedRun, str, str]
+) -> None:
+    run, name, text = damaged
+    code, _, err = call("show", str(run.directory), group_of(name), "--json")
+    assert code == 5
+    assert f"error: {name}: " in err and text in err
+
+
+@pytest.mark.parametrize("words", [(), ("--follow",)], ids=["whole", "follow"])
+def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
+    call: Call, damaged: tuple[RecordedRun, str, str], words: tuple[str, ...]
+) -> None:
+    run, name, text = damaged
+    with OtlpEndpoint() as endpoint:
+        code, _, err = call("export", str(run.directory), "--traces", endpoint.address, *words)
+        own = [one for one in endpoint.spans if one.attributes.get(names.TRAJECTORY) == name]
+        whole = {one.attributes.get(names.TRAJECTORY) for one in endpoint.spans}
+    assert code == 5
+    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
+    assert "damaged, and their traces told by facts alone" in err
+    assert own and not any(one.stage == "segment" for one in own)
+    assert len(whole) > 200, "the sound ones were sent"
+
+
+def test_whatif_leaves_its_times_out_by_name_and_ends_with_exit_code_5(
+    call: Call, damaged: tuple[RecordedRun, str, str]
+) -> None:
+    run, name, text = damaged
+    code, out, err = call("whatif", str(run.directory), "--json")
+    assert code == 5
+    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
+    assert json.loads(out)["answers"], "what is sound is answered from"
+
+
+def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
+    call: Call, damaged: tuple[RecordedRun, str, str]
+) -> None:
+    run, name, text = damaged
+    code, out, err = call("cat", str(run.directory), "trajectories")
+    assert code == 5
+    assert len(out.splitlines()) > 200
+    assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
+    own = call("cat", str(run.directory), "trajectories", "--key", group_of(name))
+    assert own[0] == 5
+    assert call("cat", str(run.directory), "control")[0] == 0
+
+
+def test_cat_of_sound_records_finds_nothing_wrong(call: Call, copy: RecordedRun) -> None:
+    for words in ((), ("--limit", "3"), ("--partition", "0", "--from", "20")):
+        code, _, err = call("cat", str(copy.directory), "trajectories", *words)
+        assert (code, err) == (0, "")
+
+
+def test_page_of_times_is_made_of_sound_records(
+    damaged: tuple[RecordedRun, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, name, text = damaged
+    monkeypatch.setattr(sampled, "RECORDS_MAX", 10_000)
+    with source_of(run) as source, view_of_log(source) as view:
+        page = sampled.sampled_times(view, source)
+    assert any(line.startswith(f"{name}: ") and text in line for line in page["damaged"])
+    assert 0 < page["sampled"] < page["of"]
+
+
+def test_regeneration_does_not_take_another_record_for_it(
+    damaged: tuple[RecordedRun, str, str],
+) -> None:
+    run, name, text = damaged
+    with (
+        closing(run.open()) as bus,
+        closing(read_catalogue(bus, run.topics)) as tables,
+        pytest.raises(InvariantBroken, match=name) as caught,
+    ):
+        engines_of(bus, run.topics, tables, [name])
+    assert text in caught.value.message
+
+
+def test_batch_that_is_measured_is_the_one_that_was_trained(copy: RecordedRun) -> None:
+    with Tamper(copy) as log:
+        name = damage.change_token_and_record(log)
+        commits = [fact for _, fact in log.facts(StepCommitted)]
+    commit = next(
+        one
+        for one in commits
+        for group in one.groups
+        if name in [taken.trajectory for taken in group.trajectories]
+    )
+    bus = copy.open()
+    try:
+        with pytest.raises(InvariantBroken, match=f"{name} .*other bytes"):
+            batch_of_commit(bus, copy.topics, commit, clock=SystemClock())
+    finally:
+        bus.close()
+
+
+def test_page_of_a_trajectory_says_why_it_has_no_record(
+    damaged: tuple[RecordedRun, str, str],
+) -> None:
+    run, name, text = damaged
+    with source_of(run) as source, view_of_log(source) as view:
+        page = trajectory_page(view, source, parse_query(f"/trajectory/{name}"))
+    assert text in page["record"]["missing"]

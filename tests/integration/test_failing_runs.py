@@ -1,0 +1,88 @@
+"""Runs that learn nothing: every reward raises and the run halts, or all are equal: it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora_pipe.audit.audit import audit
+from dora_pipe.bus.port import Append
+from dora_pipe.cli.records import run_state
+from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.why.answer import why_now
+from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.wire import encode
+from tests.support.cluster import ORCHESTRATOR, Cluster, make_config, reward_by_text
+from tests.support.inline_tasks import InlineTasks
+
+TYPO = "KeyError: 'answr'"
+
+
+def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_path: Path) -> None:
+    mended: list[bool] = []
+
+    def reward(call: RewardCall) -> TaskEvent:
+        if mended:
+            return reward_by_text(call)
+        return TaskFailed(request=call.request, error="KeyError", message="'answr'")
+
+    config = make_config(run__steps=3)
+    with Cluster(tmp_path, config, tasks=lambda: InlineTasks(reward=reward)) as cluster:
+        cluster.until(lambda: ORCHESTRATOR not in cluster.roles)
+        state = recover(cluster.bus, cluster.topics).state
+        assert state.tally.fates["failed"] < 40
+        assert TYPO in state.failures.halted
+        assert not state.done
+        assert run_state(cluster.bus, cluster.topics).startswith("halted")
+
+        answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
+        assert answer.stopped.startswith(f"STOPPED: {state.failures.halted}")
+        assert answer.alarms == ()
+        later_ns = cluster.clock.wall_ns() + 60 * 10**9
+        rows = list(why_now(cluster.bus, cluster.topics, now_ns=later_ns).rows())
+        assert len(rows) == 5 and all("is silent" in text for _, _, text, _, _ in rows)
+        assert [advice for *_, advice in rows] == [""] * 5, "none is to be started again"
+        assert not any("no decision yet" in line for line in answer.tree())
+
+        cluster.start(ORCHESTRATOR)
+        cluster.until(lambda: ORCHESTRATOR not in cluster.roles)
+        assert recover(cluster.bus, cluster.topics).state.failures.halted
+
+        mended.append(True)
+        resume = Command(at_ns=0, user="u", verb="resume")
+        cluster.bus.writer().append([Append(topic=cluster.topics.control, value=encode(resume))])
+        cluster.start(ORCHESTRATOR)
+        cluster.run()
+        assert run_state(cluster.bus, cluster.topics) == "finished"
+        report = audit(cluster.bus, cluster.topics, cluster.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    assert report.finished
+
+
+def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
+    tmp_path: Path,
+) -> None:
+    config = make_config(run__steps=3, groups__filter_zero_advantage=True)
+    with Cluster(tmp_path, config, on_disk=False, tasks=InlineTasks) as cluster:
+        progress = Progress(cluster.bus, cluster.topics)
+        said: list[str] = []
+
+        def twice() -> bool:
+            said.extend(line for line in progress.lines() if line.startswith("no step"))
+            return len(said) == 2
+
+        cluster.until(twice)
+        answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
+        open_groups = len(progress.account.open)
+        progress.close()
+    batches = 4 * config.groups.per_step
+    assert said == [
+        f"no step after {count} groups: {count} filtered "
+        "(all valid rewards are equal: no advantage)"
+        for count in (batches, 2 * batches)
+    ]
+    assert answer.no_step.startswith(f"no step after {progress.fates['filtered']} groups: ")
+    assert answer.stopped == ""
+    in_flight = config.groups.per_step * (config.staleness.max_staleness + 1)
+    assert open_groups <= in_flight, "what was filtered is not kept"

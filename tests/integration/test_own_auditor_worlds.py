@@ -1,0 +1,64 @@
+"""Simulated runs under drawn faults, as a stranger's auditor sees them: nothing is found.
+
+What the page of records says of fences, moves, refused batches, commands, dead letters and workers
+that host several versions is what happens. The logs are copied to SQLite, offset by offset.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.seed_runner import SeedRun
+from dora_pipe.sim.world import World
+from tests.support.sqlite_copy import copy_log
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "own_auditor"
+ENDS = "rounds the last round: folds control to "
+"""A simulated bus leaves longer gaps than a file: its ends are not the file's."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
+
+
+def _findings(seed: int, place: Path, *, resident: bool) -> list[str]:
+    """What the program finds in the log of a seed that holds."""
+    place.mkdir()
+    seed_run = SeedRun(draw(seed, steps=10, resident=resident))
+    close = World.close
+
+    def closing(self: World) -> None:
+        copy_log(self.bus, self.topics, place / "log.sqlite")
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "close", closing)
+        played = seed_run.run()
+    assert played.holds, played.line
+    own: Callable[[Path], Any] = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]
+    ledger, standings = own(place)
+    assert standings["counts"] > 0 and ledger.findings.looked > 1000
+    return [line for line in ledger.findings.lines if not line.startswith(ENDS)]
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["one-version", "several"])
+@pytest.mark.parametrize("seed", [7, 21, 39])
+def test_a_seed_that_holds_has_no_finding(seed: int, resident: bool, tmp_path: Path) -> None:
+    assert _findings(seed, tmp_path / "run", resident=resident) == []
+
+
+@pytest.mark.pure
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(4))
+def test_many_seeds_that_hold_have_no_finding(chunk: int, tmp_path: Path) -> None:
+    for seed in range(100 + 25 * chunk, 125 + 25 * chunk):
+        found = _findings(seed, tmp_path / str(seed), resident=bool(seed % 2))
+        assert found == [], seed

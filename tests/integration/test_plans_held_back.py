@@ -1,0 +1,44 @@
+"""Whether a run exists, and what its log knows, is asked of a log that hides nothing any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.launch import plan as plans
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support import orchestrator_records as records
+
+HIDDEN_MS = 300
+
+
+def test_a_run_whose_first_records_a_dead_role_hides_is_found_by_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = records.make_config(bus__url="kafka://nobody:1")
+    topics, log = Topics(config.run.name), MemoryLog()
+
+    def now_ms() -> int:
+        return time.monotonic_ns() // 1_000_000
+
+    late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=HIDDEN_MS)})
+    writer = MemoryBus(log, faults=late, now_ms=now_ms)
+    writer.create([TopicSpec(name=name) for name in topics.all()])
+    first = encode(records.run_started(config))
+    writer.writer().append([Append(topic=topics.control, value=first)])
+
+    @contextmanager
+    def opened_bus(*_: object) -> Iterator[MemoryBus]:
+        yield MemoryBus(log, now_ms=now_ms)
+
+    monkeypatch.setattr(plans, "opened_bus", opened_bus)
+    plan = plans.plan_elsewhere(config, tmp_path)
+    assert plan is not None
+    assert encode(plan.first) == first

@@ -1,0 +1,272 @@
+"""What is found before a run starts or goes on: nothing is started, nothing is written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.cli import main as cli
+from dora_pipe.config.load import load_config
+from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
+from dora_pipe.launch.fork_server import ForkServer
+from dora_pipe.launch.plan import run_started
+from dora_pipe.launch.preflight import check_data, check_log
+from dora_pipe.launch.run import load_again
+from dora_pipe.launch.run_dir import LOCK, RunDir
+from dora_pipe.launch.run_lock import locked, refuse_running
+from dora_pipe.orchestrator.snapshots import body_of, file_bytes
+from dora_pipe.orchestrator.state import State
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+pytest.importorskip("torch")
+
+from tests.support.user_run import furnish
+
+Run = Callable[..., tuple[int, str]]
+
+NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=NEW"
+"""What is printed of a run that is over."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return furnish(tmp_path)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`dora-pipe WORDS` in this process: exit code, and what it said last."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def finished(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A copy of a run that is over, in a folder of runs."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "runs" / "recorded")
+
+
+def change_config(place: Path, **changes: object) -> None:
+    """Keys of the model's config.json."""
+    path = place / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "why"),
+    [
+        ({"model_type": "mamba"}, (), "models of type 'mamba' are not supported"),
+        ({}, ("-o", "workers.context_tokens=4096"), "fewer than a context of 4096 tokens"),
+    ],
+)
+def test_model_that_the_engine_cannot_take_leaves_nothing_behind(
+    place: Path, command: Run, changes: dict[str, object], words: tuple[str, ...], why: str
+) -> None:
+    change_config(place, **changes)
+    code, err = command("run", "config.toml", *words)
+    assert (code, why in err) == (9, True), err
+    assert not (place / "runs").exists()
+
+
+def test_model_without_a_tokenizer_or_with_a_broken_one_leaves_nothing_behind(
+    place: Path, command: Run
+) -> None:
+    (place / "model" / "tokenizer.json").write_text("{")
+    code, err = command("run", "config.toml")
+    assert (code, "is not a tokenizer" in err) == (9, True), err
+    (place / "model" / "tokenizer.json").unlink()
+    code, err = command("run", "config.toml")
+    assert (code, "has no tokenizer" in err) == (9, True), err
+    assert not (place / "runs").exists()
+
+
+def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, command: Run) -> None:
+    (place / "judge.py").write_text("scores = 1\n")
+    code, err = command("run", "config.toml")
+    assert code in (3, 10), err
+    assert not (place / "runs").exists()
+
+
+def test_a_finished_run_is_not_changed_and_the_hint_says_how_to_go_on(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent.parent)
+    before = (finished.directory / "config.toml").read_bytes()
+    code, err = command("run", "runs/recorded", "--resume", "-o", "run.steps=99")
+    assert code == 2
+    assert "'recorded' is over" in err and NEW_FROM_IT in err
+    assert (finished.directory / "config.toml").read_bytes() == before
+
+
+def test_a_finished_run_that_is_resumed_says_that_it_is_over_and_starts_nothing(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent.parent)
+    monkeypatch.setattr("dora_pipe.launch.run.supervise", None)
+    before = (finished.directory / "config.toml").read_bytes()
+    code, err = command("run", "runs/recorded", "--resume")
+    assert (code, err.count("\n")) == (0, 1), err
+    assert "run 'recorded' is over" in err and NEW_FROM_IT in err
+    assert (finished.directory / "config.toml").read_bytes() == before
+    assert not (finished.directory / "logs").exists()
+
+
+def test_a_copy_under_another_name_is_not_resumed_as_the_run_it_was_made_of(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = finished.directory.parent
+    monkeypatch.chdir(runs.parent)
+    monkeypatch.setattr("dora_pipe.launch.run.supervise", None)
+    finished.copy(runs / "cut")
+    for words in ((), ("-o", "run.name=cut")):
+        code, err = command("run", "runs/cut", "--resume", *words)
+        assert (code, err.count("\n")) == (3, 2), err
+        assert "runs/cut holds run 'recorded', not 'cut'" in err
+        assert "dora-pipe run runs/recorded --resume" in err and "FOLDER/recorded" in err
+    finished.copy(runs.parent / "copies" / "recorded")
+    assert command("run", "copies/recorded", "--resume", "--runs", "copies")[0] == 0
+    monkeypatch.chdir(finished.directory)
+    assert command("run", ".", "--resume", "--runs", "..")[0] == 0
+
+
+def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
+    place: Path, finished: RecordedRun
+) -> None:
+    folder = place / "mine"
+    folder.mkdir()
+    shutil.copy(finished.directory / "config.toml", folder)
+    assert load_again(folder, (), "", finished.directory.parent).run.name == "recorded"
+
+
+def test_a_living_run_is_not_resumed_beside_itself(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent.parent)
+    with locked(RunDir(finished.directory)):
+        code, err = command("run", "runs/recorded", "--resume")
+        assert (code, f"is running already (process {os.getpid()})" in err) == (2, True), err
+        code, err = command("trainer", "runs/recorded")
+        assert (code, "is running already" in err) == (2, True), err
+    refuse_running(RunDir(finished.directory))
+
+
+def test_roles_started_one_by_one_share_a_run_that_run_must_not_take(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path)
+    with (
+        locked(directory, shared=True),
+        locked(directory, shared=True),
+        pytest.raises(UsageError, match=r"is running already$"),
+    ):
+        refuse_running(directory)
+
+
+def test_the_lock_is_gone_with_its_holder_however_it_died(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path)
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with locked(directory):
+            fork_server = ForkServer(lambda name: 0)
+            fork_server.spawn("w0")
+            fork_server.reports(10.0)
+            os.write(tell, b"x")
+            signal.pause()
+        os._exit(1)
+    assert os.read(ready, 1) == b"x"
+    with pytest.raises(UsageError, match=f"process {pid}"):
+        refuse_running(directory)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    refuse_running(directory)
+    os.close(ready)
+    os.close(tell)
+
+
+def test_a_file_system_without_locks_is_run_on_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(RunDir(tmp_path)), locked(RunDir(tmp_path)):
+        assert (tmp_path / LOCK).is_file()
+
+
+def plant_versions(store: Path, count: int) -> None:
+    """Versions that no record names."""
+    for number in range(count):
+        path = store / "weights" / f"{number:064}.safetensors"
+        path.write_bytes(bytes(16))
+
+
+def test_a_log_that_names_what_lies_in_the_store_is_whole(finished: RecordedRun) -> None:
+    with closing(finished.open()) as bus:
+        check_log(RunDir(finished.directory), RunDir(finished.directory).config(), bus)
+
+
+def test_a_log_that_lost_its_end_is_not_gone_on_with(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent.parent)
+    plant_versions(finished.store, 3)  # two trainers were started: two may lie there
+    code, err = command("run", "runs/recorded", "--resume")
+    assert code == LogTruncated.exit_code
+    assert "lost its end: 3 versions lie in the store that it does not name" in err
+    assert "-wal" in err
+
+
+def test_a_log_that_lost_everything_does_not_start_anew(
+    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.directory.parent.parent)
+    finished.log.write_bytes(b"")
+    code, err = command("run", "runs/recorded", "--resume")
+    assert (code, "has lost its end" in err) == (LogTruncated.exit_code, True), err
+    assert finished.log.read_bytes() == b""
+
+
+def test_what_a_killed_trainer_left_is_no_sign_of_a_loss(finished: RecordedRun) -> None:
+    plant_versions(finished.store, 2)
+    with closing(finished.open()) as bus:
+        check_log(RunDir(finished.directory), RunDir(finished.directory).config(), bus)
+
+
+def test_a_snapshot_of_a_round_that_is_gone_shows_a_lost_end(finished: RecordedRun) -> None:
+    directory, state = RunDir(finished.directory), State()
+    name, content = file_bytes(body_of(state), run="recorded", offset=10**6, digest=state.digest())
+    directory.snapshots.mkdir(exist_ok=True)
+    (directory.snapshots / name).write_bytes(content)
+    with (
+        closing(finished.open()) as bus,
+        pytest.raises(LogTruncated, match="a round at offset 1000000 of decisions"),
+    ):
+        check_log(directory, directory.config(), bus)
+
+
+def test_data_that_were_changed_are_named_before_a_run_goes_on(place: Path) -> None:
+    config = load_config(place / "config.toml", ())
+    first = run_started(config, place / "store")
+    check_data(config, first)
+    with (place / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "say z: ", "answer": "z"}) + "\n")
+    with pytest.raises(ConfigError, match="the training data were changed") as refused:
+        check_data(config, first)
+    assert "--from" in (refused.value.hint or "")

@@ -1,0 +1,272 @@
+"""Logged rewards asked for again: equal, or named where the task says otherwise.
+
+Method: the recorded run's task is a function of text and id, so it gives every reward again; then
+the log is forged from end to end, as no audit can see it, or the task answers otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+import pytest
+
+from dora_pipe.audit.audit import audit
+from dora_pipe.audit.rescore import Rescored, raise_if_different, rescore
+from dora_pipe.cli import replay_rewards
+from dora_pipe.config.load import dump_toml
+from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    Facts,
+    PromptCall,
+    PromptReady,
+    RewardCall,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.tasks.registry import check_data
+from dora_pipe.producers.worker.ports import TaskPort
+from dora_pipe.schemas.control import RunStarted, TrajectoriesLogged
+from dora_pipe.schemas.rounds import AnyDecision, End
+from dora_pipe.schemas.trajectory import Trajectory, turns_of
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support import damage
+from tests.support.cluster import Cluster, make_config, reward_by_text
+from tests.support.command_line import Call, caller
+from tests.support.inline_tasks import InlineTasks, Numbers, episode_tasks, failed
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.tamper import Tamper
+from tests.support.worker import VirtualClock
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line: exit code, stdout, stderr. Task and tokenizer are in process."""
+    monkeypatch.setattr(replay_rewards, "TaskPool", _Pool)
+    monkeypatch.setattr(replay_rewards, "Tokenizer", _Words)
+    monkeypatch.setattr(replay_rewards, "check_data", lambda facts, run: None)
+    return caller(monkeypatch, capsys)
+
+
+class _Facts:
+    reward_digest = "d" * 64
+
+
+class _Pool(InlineTasks):
+    def __init__(self, task: object) -> None:
+        super().__init__(reward=reward_by_text)
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait(self) -> _Facts:
+        return _Facts()
+
+
+class _Words(Numbers):
+    stop_ids = (0,)
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, assets: Path, *, special_tokens: str) -> None:
+        assert assets.is_dir()
+        self.made.append(special_tokens)
+
+
+def _logged(log: Tamper) -> list[Trajectory]:
+    bound = {(fact.partition, fact.offset): fact for *_, fact in log.logged()}
+    rows = [row for row in log.rows("trajectories") if (row.partition, row.offset) in bound]
+    return [decode_trajectory(row.value) for row in rows]
+
+
+def _again(
+    trajectories: Iterable[Trajectory], tasks: InlineTasks, *, stopped: bool = True
+) -> list[Rescored]:
+    port = TaskPort(tasks, Numbers())
+    return list(rescore(port, trajectories, clock=VirtualClock(), stopped=lambda ids: stopped))
+
+
+def test_every_reward_comes_out_again(recorded: RecordedRun) -> None:
+    with Tamper(recorded) as log:
+        trajectories = _logged(log)
+    found = _again(trajectories, InlineTasks(reward=reward_by_text))
+    assert [one for one in found if not one.equal] == []
+    assert {one.trajectory for one in found} == {one.trajectory for one in trajectories}
+    assert any(one.recorded is None for one in found), "the run has rewards that are not valid"
+    assert any(one.trajectory.startswith("e") for one in found), "evaluations are among them"
+
+
+@pytest.mark.parametrize("damaging", [damage.remove_trajectory, damage.change_token])
+def test_damaged_record_is_not_asked_for_but_named_behind_the_rest(
+    call: Call, recorded: RecordedRun, tmp_path: Path, damaging: Callable[[Tamper], str]
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        name = damaging(log)
+    code, _, err = call("replay", str(copy.directory), "--rewards")
+    assert code == 5
+    assert any(line.startswith(f"{name}: ") for line in err.splitlines()), err
+    assert "1 trajectory that was logged is damaged, and not asked for" in err
+    assert "238 of 238 rewards as recorded" in err
+
+
+@pytest.mark.parametrize("special_tokens", ["text", "parse"])
+def test_texts_are_encoded_as_the_workers_of_the_run_encoded_them(
+    call: Call, tmp_path: Path, special_tokens: Literal["text", "parse"]
+) -> None:
+    config = make_config(
+        run__name="again", run__steps=1, evaluation__prompts=0, task__special_tokens=special_tokens
+    )
+    with Cluster(tmp_path / "again", config) as cluster:
+        cluster.run()
+    (tmp_path / "again" / "config.toml").write_text(dump_toml(config))
+    _Words.made.clear()
+    code, _, err = call("replay", str(tmp_path / "again"), "--rewards")
+    assert (code, _Words.made) == (0, [special_tokens]), err
+
+
+@pytest.mark.parametrize("field", ["dataset_rows", "eval_rows"])
+def test_data_say_how_many_rows_their_digest_has(recorded: RecordedRun, field: str) -> None:
+    with Tamper(recorded) as log:
+        ((_, started),) = log.facts(RunStarted)
+    facts = Facts(
+        train_digest=started.dataset_digest,
+        train_rows=started.dataset_rows,
+        eval_digest=started.eval_digest,
+        eval_rows=started.eval_rows,
+        reward_digest="",
+    )
+    check_data(facts, started)
+    forged = msgspec.structs.replace(started, **{field: getattr(started, field) + 1})
+    with pytest.raises(InvariantBroken, match="with its digest has") as caught:
+        check_data(facts, forged)
+    assert f"logged are {getattr(forged, field)}" in caught.value.message
+
+
+def test_forged_reward_of_an_evaluation_passes_audit_and_is_named_here(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    with Tamper(copy) as log:
+        name = _forge_evaluation(log)
+    bus = copy.open()
+    assert audit(bus, copy.topics, copy.store).holds
+    bus.close()
+    code, out, err = call("replay", str(copy.directory), "--rewards")
+    assert code == 6
+    (line,) = out.splitlines()
+    assert line.startswith(name) and "DIFFERS: its reward is" in line
+    assert err.startswith("the reward's code is another one here (dddddddddddd) than")
+    assert f"error: {name}: its reward is" in err
+    code, out, _ = call("replay", str(recorded.directory), "--rewards", "--random", "5")
+    assert (code, out.count("equal")) == (0, 5)
+
+
+def _forge_evaluation(log: Tamper) -> str:
+    """The reward of an evaluation is another one, in its record, control and every digest."""
+    rows = {(row.partition, row.offset): row for row in log.rows("trajectories")}
+    at, record, place, fact = next(
+        one for one in log.logged() if one[-1].trajectory.startswith("e") and one[-1].reward == 0.0
+    )
+    row = rows[fact.partition, fact.offset]
+
+    def change(one: Trajectory) -> Trajectory:
+        return replace(one, reward=1.0)
+
+    changed = log.reencode(row, change)
+    log.put(changed)
+    sha256 = dict(changed.headers)["sha256"].decode()
+    log.log_otherwise(at, record, place, reward=1.0, sha256=sha256, bytes=len(changed.value))
+    log.decide_otherwise(lambda one: _with_mean(one, fact.group))
+    log.mend()
+    return fact.trajectory
+
+
+def _with_mean(decision: AnyDecision, group: str) -> AnyDecision:
+    if not isinstance(decision, End) or decision.group != group:
+        return decision
+    reason = decision.reason.replace("mean reward 0.0000", "mean reward 1.0000")
+    return msgspec.structs.replace(decision, reason=reason)
+
+
+def test_prompt_that_is_not_that_of_its_row_is_named(recorded: RecordedRun) -> None:
+    with Tamper(recorded) as log:
+        trajectories = _logged(log)[:3]
+
+    def prompt(call: PromptCall) -> TaskEvent:
+        other = call.request == trajectories[1].trajectory
+        return PromptReady(request=call.request, text="5 6 8" if other else "5 6 7", episode=False)
+
+    found = _again(trajectories, InlineTasks(reward=reward_by_text, prompt=prompt))
+    (wrong,) = [one for one in found if not one.equal]
+    assert wrong.trajectory == trajectories[1].trajectory
+    with pytest.raises(ReplayDiverged, match="its prompt is not that of row") as diverged:
+        raise_if_different(wrong)
+    assert diverged.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("answer", "difference", "not_compared"),
+    [
+        (lambda call: failed(call, "KeyError", "'x'"), "it has no reward (KeyError: 'x')", ""),
+        (lambda call: failed(call, "TimedOut", "after 1 s"), "", "TimedOut: after 1 s"),
+    ],
+)
+def test_reward_that_fails_now_differs_and_one_that_takes_too_long_is_not_compared(
+    recorded: RecordedRun,
+    answer: Callable[[RewardCall], TaskFailed],
+    difference: str,
+    not_compared: str,
+) -> None:
+    with Tamper(recorded) as log:
+        one = next(one for one in _logged(log) if one.reward is not None)
+    (found,) = _again([one], InlineTasks(reward=answer))
+    assert (found.difference, found.not_compared) == (difference, not_compared)
+    assert not found.equal
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> list[Trajectory]:
+    """Trajectories of three turns of the model, each answered by a tool."""
+    config = make_config(run__steps=2, run__name="turns", evaluation__prompts=0)
+    with Cluster(tmp_path / "run", config, tasks=lambda: episode_tasks(3)) as cluster:
+        cluster.run()
+    with Tamper(RecordedRun(directory=tmp_path / "run", run="turns")) as log:
+        assert log.facts(TrajectoriesLogged)
+        return _logged(log)
+
+
+def test_environment_is_told_every_turn_and_answers_as_it_did(turns: list[Trajectory]) -> None:
+    tasks = episode_tasks(3)
+    found = _again(turns, tasks)
+    assert [one for one in found if not one.equal] == []
+    told = [one.text for one in tasks.seen if isinstance(one, EnvStep)]
+    said = [
+        ids
+        for one in turns
+        for kind, ids in turns_of(one.segments, one.token_ids)
+        if kind == "model"
+    ]
+    assert sorted(told) == sorted(" ".join(map(str, ids)) for ids in said)
+
+
+def test_environment_that_answers_otherwise_is_named(turns: list[Trajectory]) -> None:
+    tasks = episode_tasks(3)
+    tasks.step = lambda call: EnvObserved(
+        request=call.request, text="8 8", done=False, tool="calc", ok=True
+    )
+    found = _again(turns[:2], tasks)
+    assert {one.difference for one in found} == {"its environment answers otherwise"}

@@ -1,0 +1,203 @@
+"""`show` as a person reads it: a run, a step on one screen, and nothing that is cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.cli.show_step import FIGURES, print_step
+from dora_pipe.cli.show_story import print_story
+from tests.support.command_line import Call, caller
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+ID = re.compile(r"[0-9a-f]{64}|[ge]\d{10}(?:-\d{3})?")
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`dora-pipe` in a terminal of 80 columns and 24 rows."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    return caller(monkeypatch, capsys)
+
+
+def test_a_run_is_shown_on_one_screen(recorded: RecordedRun, call: Call) -> None:
+    code, out, err = call("show", recorded.directory)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith(f"recorded: over after {STEPS} steps, ")
+    assert len(lines) <= 24
+    said = {line.split("  ")[0] for line in lines}
+    assert {"reward", "evaluation", "staleness", "groups", "trainer", "orchestrator", "w0"} <= said
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_run_as_json_has_every_step_and_wait(recorded: RecordedRun, call: Call) -> None:
+    code, out, _ = call("show", recorded.directory, "--json")
+    found = json.loads(out)
+    assert (code, found["run"], found["steps"], len(found["rewards"])) == (
+        0,
+        "recorded",
+        STEPS,
+        STEPS,
+    )
+    assert found["waits"]["roles"][0]["role"] == "trainer"
+
+
+def test_a_step_fits_a_screen_and_all_of_it_is_there_when_asked_for(
+    recorded: RecordedRun, call: Call
+) -> None:
+    code, out, err = call("show", recorded.directory, "3")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("step 3 of recorded: ")
+    _, whole, _ = call("show", recorded.directory, "3", "--json")
+    story = json.loads(whole)
+    assert {row["group"] for row in story["groups"]} == set(re.findall(r"g\d{10}(?!-)", out))
+    worst = re.findall(r"^(g\d{10}-\d{3}) ", out, re.MULTILINE)
+    assert worst == []  # The trainer of this run says nothing of ratios.
+    _, everything, _ = call("show", recorded.directory, "3", "--all")
+    assert all(row["trajectory"] in everything for row in story["trajectories"])
+    assert "\ntrace\n" in everything
+
+
+@pytest.mark.parametrize("wanted", ["3", "g0000000010", "g0000000010-001"])
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_no_identifier_is_folded_or_cut(
+    wanted: str,
+    columns: str,
+    recorded: RecordedRun,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    known = set(ID.findall(call("show", recorded.directory, wanted, "--json")[1]))
+    _, out, _ = call("show", recorded.directory, wanted, "--all")
+    words = set(re.findall(r"[0-9a-f]{9,}", out))
+    assert words
+    for word in words:
+        if re.fullmatch(r"[0-9a-f]*[a-f][0-9a-f]*", word) and len(word) > 12:
+            assert word in known, word
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize("lines", [24, 32, 60])
+@pytest.mark.parametrize("count", [8, 32, 512])
+def test_a_step_of_any_size_fits_the_screen(
+    count: int,
+    lines: int,
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The prompt that follows is on the screen, too."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", str(lines))
+    print_step(_step(count, versions=3), "x")
+    seen = capsys.readouterr()
+    assert len((seen.out + seen.err).splitlines()) < lines
+    assert "the 5 trajectories with the worst ratios" in seen.out
+    named = re.findall(r"g\d{10}(?!-)", seen.out)
+    assert 0 < len(named) <= count
+    said = f"({len(named)} of {count}; --all has every one)"
+    assert (said in seen.out) == (len(named) < count)
+
+
+def _step(count: int, *, versions: int) -> dict[str, Any]:
+    """The story of a step with so many groups, and every figure that is shown."""
+    groups = [
+        {
+            "group": f"g{at:010d}",
+            "version": at % versions,
+            "staleness": versions - at % versions,
+            "rewards": "0 1 1 0.5",
+            "tokens": 100,
+        }
+        for at in range(count)
+    ]
+    rows = [
+        {
+            "trajectory": f"g{at:010d}-000",
+            "ratio_min": 0.1234,
+            "ratio_max": 5.678,
+            "advantage": -0.9352,
+            "clipped_share": 0.02083,
+        }
+        for at in range(count)
+    ]
+    return {
+        "step": {"step": 3, "attempt": 1, "why then": "so", "compute s": 1.0},
+        "weights": {"after": f"version 4 {'a' * 64}"},
+        "figures": dict.fromkeys(FIGURES, 0.12345),
+        "groups": groups,
+        "trajectories": rows,
+    }
+
+
+def test_what_a_model_sampled_does_not_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hostile = "\x1b[2J\x9b31m\u202e"
+    print_story(
+        {"result": {"text": hostile}, "segments": [{"kind": "model", "text": hostile}], "none": []}
+    )
+    out = capsys.readouterr().out
+    assert "\\x1b[2J" in out
+    assert out.replace("\n", "").isprintable()
+
+
+def test_a_tree_in_ascii_is_of_ascii(
+    recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    _, out, _ = call("show", recorded.directory, "g0000000010")
+    trace = out.partition("\ntrace\n")[2]
+    assert "|- " in trace and "`- " in trace
+    assert trace.isascii()
+
+
+def test_a_run_without_a_step_yet_is_shown(call: Call, tmp_path: Path) -> None:
+    from dora_pipe.config.load import dump_toml
+    from tests.support.cluster import Cluster, make_config
+
+    config = make_config(run__name="small")
+    directory = tmp_path / "small"
+    with Cluster(directory, config):
+        (directory / "config.toml").write_text(dump_toml(config))
+        code, out, err = call("show", str(directory))
+    assert code == 0, err
+    assert "no step yet" in out
+
+
+def test_the_worst_ratios_are_those_farthest_from_1_either_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ratios = [(0.9, 1.1), (0.01, 1.0), (0.5, 2.5), (None, None), (1.0, 90.0), (0.2, 1.0)]
+    rows = [
+        {"trajectory": f"g{at:010d}-000", "ratio_min": low, "ratio_max": high}
+        for at, (low, high) in enumerate(ratios)
+    ]
+    print_step(
+        {
+            "step": {"step": 3, "attempt": 1, "why then": "so", "compute s": 1.0},
+            "weights": {"after": f"version 4 {'a' * 64}"},
+            "figures": {"loss": 0.5},
+            "groups": [{"group": "g0000000000"}],
+            "trajectories": rows,
+        },
+        "x",
+    )
+    worst = re.findall(r"^(g\d{10})-000", capsys.readouterr().out, re.MULTILINE)
+    assert [int(one[1:]) for one in worst] == [1, 4, 5, 2, 0]

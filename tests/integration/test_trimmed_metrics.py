@@ -1,0 +1,221 @@
+"""A run whose statuses are gone, all or the older half, is proved, archived and shown as ever.
+
+Nothing but a picture of that time has ever needed them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.catalogue.statuses import read_statuses, role_costs
+from dora_pipe.cli import replay_lines
+from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.status_schedule import WHOLE_EVERY
+from dora_pipe.launch import run_dir as rundir
+from dora_pipe.observe.alarms import Alarms
+from dora_pipe.observe.why.summary import summarise
+from dora_pipe.orchestrator.recovery import recover
+from dora_pipe.schemas.metrics import WorkerStatus, merged
+from tests.support.bus_archive import log_in_memory
+from tests.support.command_line import Call, caller
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+
+PROOFS: list[tuple[object, ...]] = [
+    ("cat", "RUN", "control", "--json"),
+    ("show", "RUN", "3", "--json"),
+    ("whatif", "RUN", "--json", "--cores", "2"),
+    ("audit", "RUN", "--json", "--fresh"),
+]
+"""What says the same without any status; audit last, as it looks at tables that others keep."""
+
+PICTURES: list[tuple[object, ...]] = [
+    ("show", "RUN"),
+    ("why", "RUN"),
+    ("why", "RUN", "--step", "0"),
+    ("why", "RUN", "--summary"),
+    ("top", "RUN", "--once"),
+    ("metrics", "RUN", "--once"),
+    ("topics", "RUN"),
+    ("cat", "RUN", "metrics"),
+    ("export", "RUN", "--traces", "OUT/traces.jsonl"),
+    ("export", "RUN", "--tensorboard", "OUT/board"),
+    ("ui", "RUN", "--export", "OUT/pages.html"),
+    ("prune", "RUN"),
+]
+
+Shortened = Callable[[MemoryLog, TopicPartition, int], None]
+
+
+def all_gone(log: MemoryLog, at: TopicPartition, end: int) -> None:
+    log.delete_before(at, end)
+
+
+def half_gone(log: MemoryLog, at: TopicPartition, end: int) -> None:
+    log.delete_before(at, end // 2)
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
+    """A copy of the session's run."""
+    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "run")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command line; the trainer is simulated."""
+    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
+    return caller(monkeypatch, capsys)
+
+
+@pytest.fixture(params=[all_gone, half_gone])
+def trim(
+    request: pytest.FixtureRequest, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], MemoryBus]:
+    """Takes the statuses out of what every command opens."""
+
+    def shorten() -> MemoryBus:
+        with closing(recorded.open()) as bus:
+            log = log_in_memory(bus)
+            at = TopicPartition(recorded.topics.metrics, 0)
+            request.param(log, at, bus.end(at))
+        opened = rundir.RunDir.open_bus
+
+        def open_bus(directory: rundir.RunDir, config: Config) -> Bus:
+            return opened(directory, config) if directory.is_archive else MemoryBus(log)
+
+        monkeypatch.setattr(rundir.RunDir, "open_bus", open_bus)
+        return MemoryBus(log)
+
+    return shorten
+
+
+def filled(command: tuple[object, ...], run: Path, out: Path) -> list[str]:
+    return [str(run) if one == "RUN" else str(one).replace("OUT", str(out)) for one in command]
+
+
+def test_a_run_is_proved_without_its_statuses_as_with_them(
+    call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus], tmp_path: Path
+) -> None:
+    def answers() -> list[tuple[int, str]]:
+        return [call(*filled(one, recorded.directory, tmp_path))[:2] for one in PROOFS]
+
+    whole = answers()
+    assert [code for code, _ in whole] == [0] * len(PROOFS)
+    with closing(recorded.open()) as bus:
+        state = recover(bus, recorded.topics, None).state.digest()
+    shortened = trim()
+    assert answers() == whole
+    assert recover(shortened, recorded.topics, None).state.digest() == state
+    assert call("replay", recorded.directory, "--from", 0, "--to", STEPS)[0] == 0
+
+
+def test_a_run_without_its_statuses_is_archived_and_its_archive_audited(
+    call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus], tmp_path: Path
+) -> None:
+    bus, place = trim(), tmp_path / "kept"
+    at = TopicPartition(recorded.topics.metrics, 0)
+    begin = bus.begin(at)
+    code, out, err = call("archive", recorded.directory, "--to", place, "--with-policies")
+    assert code == 0
+    assert f"{at.topic}/0: offsets 0 to {begin - 1} were deleted before they were" in out + err
+    assert call("archive", "--verify", place)[0] == 0
+    for run in (place, recorded.directory):  # the second is spliced with its archive
+        code, out, _ = call("audit", run, "--json", "--fresh")
+        assert (code, json.loads(out)["violations"]) == (0, [])
+        assert call("why", run, "--summary")[0] == 0
+
+
+@pytest.mark.parametrize("command", PICTURES, ids=lambda command: "-".join(map(str, command)))
+def test_every_picture_is_drawn_of_what_is_left(
+    call: Call,
+    recorded: RecordedRun,
+    trim: Callable[[], MemoryBus],
+    tmp_path: Path,
+    command: tuple[object, ...],
+) -> None:
+    trim()
+    code, _, err = call(*filled(command, recorded.directory, tmp_path))
+    assert (code, "error:" in err) == (0, False), err
+
+
+def test_topics_say_where_the_statuses_begin(
+    call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus]
+) -> None:
+    bus = trim()
+    at = TopicPartition(recorded.topics.metrics, 0)
+    code, out, _ = call("topics", recorded.directory, "--json")
+    rows: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    row = next(one for one in rows if one["topic"] == at.topic)
+    left = len(list(records_of(bus, {at: bus.end(at)})))
+    assert (code, row["begin"], row["end"], row["records"]) == (0, bus.begin(at), bus.end(at), left)
+    _, out, _ = call("topics", recorded.directory)
+    assert re.search(rf"{re.escape(at.topic)}\s+0\s+{bus.begin(at)}\s+{bus.end(at)}", out)
+
+
+def test_those_who_follow_statuses_begin_at_what_is_left(
+    recorded: RecordedRun, trim: Callable[[], MemoryBus]
+) -> None:
+    bus = trim()
+    at = TopicPartition(recorded.topics.metrics, 0)
+    left = list(records_of(bus, {at: bus.end(at)}))
+    assert len(read_statuses(bus, recorded.topics)) == len(left)
+    assert bool(read_statuses(bus, recorded.topics, tail=10)) == bool(left)
+    assert read_statuses(bus, recorded.topics, tail=10, until_ns=0) == []
+    costs = role_costs(bus, recorded.topics)
+    assert bool(costs) == bool(left)
+    alarms = Alarms(bus, recorded.topics, lease_s=10.0, clock=SystemClock())
+    assert alarms.lines() == []
+
+
+def test_a_reader_in_the_middle_has_every_workers_whole_progress_soon(
+    recorded: RecordedRun,
+) -> None:
+    """From any beginning on, each incarnation's status is whole again after 20 of its own."""
+    topics = recorded.topics
+    with closing(recorded.open()) as bus:
+        said = [one for one in read_statuses(bus, topics) if isinstance(one, WorkerStatus)]
+    wholes = 0
+    for start in range(0, len(said), 37):
+        late: dict[tuple[str, int], WorkerStatus] = {}
+        whole: dict[tuple[str, int], WorkerStatus] = {}
+        seen: dict[tuple[str, int], int] = {}
+        for i, status in enumerate(said):
+            who = status.worker, status.epoch
+            whole[who] = merged(whole.get(who), status)
+            if i < start:
+                continue
+            late[who] = merged(late.get(who), status)
+            seen[who] = seen.get(who, 0) + 1
+            assert late[who].progress.items() <= whole[who].progress.items()
+            if seen[who] >= WHOLE_EVERY:
+                assert late[who].progress == whole[who].progress
+                wholes += bool(late[who].progress)
+    assert wholes and any(one.since for one in said)
+
+
+def test_a_summary_says_from_when_on_there_are_statuses(
+    call: Call, recorded: RecordedRun, trim: Callable[[], MemoryBus]
+) -> None:
+    code, before, _ = call("why", recorded.directory, "--summary")
+    assert (code, "is not kept" in before) == (0, False)
+    bus = trim()
+    with closing(read_catalogue(bus, recorded.topics)) as catalogue:
+        found = summarise(bus, recorded.topics, catalogue)
+    assert 0 < found.untold_s <= found.run_s
+    trainer = found.roles[0]
+    assert trainer.waited_s <= trainer.there_s, "no more than the time that statuses tell of"
+    _, out, _ = call("why", recorded.directory, "--summary")
+    assert "what roles waited for in the first" in out and "is not kept" in out

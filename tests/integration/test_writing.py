@@ -1,0 +1,86 @@
+"""Every command that writes where it is told refuses what is there, and replaces it when told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Call, caller
+from tests.support.recorded_run import RecordedRun, recorded_in
+
+FILES = (("export", "--parquet"), ("export", "--traces"), ("ui", "--export"))
+FOLDERS = (("export", "--policy", "3"), ("archive", "--to"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return caller(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("words", FILES)
+def test_a_file_that_is_there_is_replaced_when_told_and_whole(
+    words: tuple[str, ...], recorded: RecordedRun, call: Call, tmp_path: Path
+) -> None:
+    target = tmp_path / "mine"
+    target.write_text("mine")
+    command, *rest = words
+    code, out, err = call(command, recorded.directory, *rest, target)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"error: {target} is there already",
+        "hint: name another, or --force writes over it",
+    ]
+    assert target.read_text() == "mine"
+    code, _, err = call(command, recorded.directory, *rest, target, "--force")
+    assert code == 0, err
+    assert len(target.read_bytes()) > 1000
+    assert list(tmp_path.iterdir()) == [target]
+    (tmp_path / "folder").mkdir()
+    assert call(command, recorded.directory, *rest, tmp_path / "folder", "--force")[0] == 2
+
+
+@pytest.mark.parametrize("words", FOLDERS)
+def test_a_folder_with_something_in_it_is_written_into_when_told(
+    words: tuple[str, ...], recorded: RecordedRun, call: Call, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")  # An archive leaves its address in the run.
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    (target / "notes").write_text("mine")
+    command, *rest = words
+    code, _, err = call(command, copy.directory, *rest, target)
+    assert code == 2
+    assert err.startswith(f"error: {target} holds something already\nhint: name another, or --fo")
+    assert {one.name: one.read_text() for one in target.iterdir()} == {
+        "config.json": "mine",
+        "notes": "mine",
+    }
+    code, _, err = call(command, copy.directory, *rest, target, "--force")
+    assert code == 0, err
+    assert (target / "notes").read_text() == "mine"
+    assert len(list(target.iterdir())) > 2
+
+
+def test_an_archive_goes_on_where_it_ends_without_being_told(
+    recorded: RecordedRun, call: Call, tmp_path: Path
+) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    for _ in range(2):
+        assert call("archive", copy.directory, "--to", tmp_path / "there")[0] == 0
+
+
+def test_what_fails_leaves_the_old_file(recorded: RecordedRun, call: Call, tmp_path: Path) -> None:
+    copy = recorded.copy(tmp_path / "copy")
+    for path in (copy.store / "contributions").iterdir():
+        path.unlink()
+    target = tmp_path / "mine.parquet"
+    target.write_text("mine")
+    assert call("export", copy.directory, "--parquet", target, "--force")[0] != 0
+    assert target.read_text() == "mine"

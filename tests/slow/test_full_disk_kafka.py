@@ -1,0 +1,112 @@
+"""Whole runs on a broker whose disk fills up: what its users are told, for how long, and after."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import BusError
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from tests.support.kafka_broker import KafkaBroker
+from tests.support.small_disk import SmallDisk, small_disk
+from tests.support.user_run import assert_clean, call, furnish, start, steps, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.kafka, pytest.mark.pure]  # they wait
+
+SIZE_MIB = 512
+LARGER_MIB = 1024
+STEPS = 30
+RUN = "tiny"
+LEFT_BYTES = 16 << 20
+"""So much is left for a moment: the broker says so, and ends when nothing is."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "broker", SIZE_MIB) as disk:
+        yield disk
+
+
+@pytest.fixture
+def broker(disk: SmallDisk) -> Iterator[KafkaBroker]:
+    with KafkaBroker(disk.path) as broker:
+        yield broker
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return furnish(tmp_path / "user")
+
+
+@pytest.fixture
+def running(place: Path, broker: KafkaBroker, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has committed some steps when its broker ends for want of room."""
+    url = f"bus.url=kafka://{broker.bootstrap}"
+    running = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}", "-o", url)
+    try:
+        until(lambda: running.poll() is not None or "step    1 " in said(place))
+        assert running.poll() is None, said(place)
+        disk.fill(but_bytes=LEFT_BYTES)
+        until(lambda: "make room, or the run will have to wait" in said(place))
+        assert call(place, "why", RUN) == 0
+        assert said(place).count("of broker 1 has only") == 2, said(place)
+        disk.fill()
+        until(lambda: not broker.running)
+        until(lambda: "roles wait, dispatch is paused: make room within 120 s" in said(place))
+        assert "the log is away, and when it answered last: the disk under" in said(place)
+        yield running
+    finally:
+        running.kill()
+        running.wait()
+
+
+def said(place: Path) -> str:
+    """All that commands have said so far."""
+    return (place / "said").read_text() if (place / "said").exists() else ""
+
+
+def test_run_goes_on_by_itself_when_its_broker_has_room_again(
+    place: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
+) -> None:
+    disk.make_room()
+    disk.grow(LARGER_MIB)
+    broker.kill()
+    broker.start()
+    until(lambda: "there is room on the disk again; the run goes on" in said(place))
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, said(place)
+    assert steps(place, RUN) == list(range(STEPS))
+    assert_clean(place, RUN)
+
+
+def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_says(
+    place: Path, broker: KafkaBroker, disk: SmallDisk, running: subprocess.Popen[bytes]
+) -> None:
+    assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, said(place)
+    lines = said(place).splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and "of broker 1 has only" in errors[0], lines
+    assert lines[-1].startswith("hint: make room"), lines
+    (goes_on,) = [line for line in lines if "go on with: " in line]
+    disk.make_room()
+    disk.grow(LARGER_MIB)
+    broker.kill()
+    broker.start()
+    until(_answers(place))
+    words = shlex.split(goes_on.partition("go on with: ")[2])
+    assert call(place, *words[1:]) == 0, said(place)
+    assert steps(place, RUN) == list(range(STEPS))
+    assert_clean(place, RUN)
+
+
+def _answers(place: Path) -> Callable[[], bool]:
+    def answers() -> bool:
+        with suppress(BusError):
+            return bool(steps(place, RUN))
+        return False
+
+    return answers

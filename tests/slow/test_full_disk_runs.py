@@ -1,0 +1,98 @@
+"""Whole runs, as a user starts them, on a disk that fills up below log and policies."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from tests.support.small_disk import SmallDisk, small_disk
+from tests.support.user_run import assert_clean, call, furnish, start, steps, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.pure]  # they wait, and measure no time
+
+SIZE_MIB = 320
+"""A run asks for 200 MiB before it starts."""
+STEPS = 12
+RUN = "tiny"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", SIZE_MIB) as disk:
+        yield disk
+
+
+@pytest.fixture
+def place(tmp_path: Path, disk: SmallDisk) -> Path:
+    """A user's folder whose runs lie on the small disk; what commands say does not."""
+    place = furnish(tmp_path / "user")
+    (disk.path / "runs").mkdir()
+    (place / "runs").symlink_to(disk.path / "runs")
+    return place
+
+
+def _said(place: Path) -> str:
+    return (place / "said").read_text() if (place / "said").exists() else ""
+
+
+@pytest.fixture
+def running(place: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has committed some steps when the room is taken away."""
+    running = start(place, "run", "config.toml", "-o", f"run.steps={STEPS}")
+    until(lambda: running.poll() is not None or "step" in _said(place))
+    assert running.poll() is None, _said(place)
+    until(lambda: (place / "runs" / RUN / "log.sqlite").exists() and len(steps(place, RUN)) >= 2)
+    disk.fill()
+    until(lambda: "is full" in _said(place))
+    yield running
+    running.kill()
+    running.wait()
+
+
+def test_run_goes_on_by_itself_when_room_is_made_and_holds(
+    place: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
+) -> None:
+    assert "roles wait, dispatch is paused: make room within 120 s" in _said(place)
+    (place / "why").write_bytes(_output(place, "why", RUN))
+    assert "is full" in (place / "why").read_text()
+    assert "is full" in _output(place, "top", RUN, "--once").decode()
+    done = len(steps(place, RUN))
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(20)
+    assert len(steps(place, RUN)) <= done + 1 < STEPS, "what was under way, and nothing more"
+    disk.make_room()
+    until(lambda: "there is room on the disk again; the run goes on" in _said(place))
+    assert running.wait(DELIVERY_TIMEOUT_S) == 0, _said(place)
+    assert steps(place, RUN) == list(range(STEPS))
+    assert_clean(place, RUN)
+
+
+def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
+    place: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
+) -> None:
+    assert running.wait(DELIVERY_TIMEOUT_S + 60) == 7, _said(place)
+    lines = _said(place).splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and "is full" in errors[0] and "for 120 s" in errors[0], lines
+    assert lines[-1].startswith("hint: make room"), lines
+    (goes_on,) = [line for line in lines if "go on with: " in line]
+    done = steps(place, RUN)
+    assert done == list(range(len(done))) and len(done) < STEPS
+    disk.make_room()
+    words = shlex.split(goes_on.partition("go on with: ")[2])
+    assert words[0] == "dora-pipe"
+    assert call(place, *words[1:]) == 0, _said(place)
+    assert steps(place, RUN) == list(range(STEPS))
+    assert_clean(place, RUN)
+
+
+def _output(place: Path, *words: str) -> bytes:
+    """Everything that a command says."""
+    at = len(_said(place))
+    assert call(place, *words) == 0, _said(place)
+    return _said(place)[at:].encode()

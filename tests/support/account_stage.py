@@ -1,0 +1,300 @@
+"""A small run told by hand, whose traces can be read: two siblings, a move, a tool, a step.
+
+Times are ms after the start of the run, so that a tree of it is the same for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.observe.traces.ids import RunFacts, run_facts
+from dora_pipe.observe.traces.spans import Content
+from dora_pipe.schemas.control import (
+    AnyControl,
+    LoggedEntry,
+    RequestReleased,
+    RunStarted,
+    StepCommitted,
+    TakenGroup,
+    TakenTrajectory,
+    TrajectoriesLogged,
+    WorkerJoined,
+)
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Dispatch,
+    GroupSpec,
+    Move,
+    Place,
+    PlacedSibling,
+    Round,
+    TakeBatch,
+)
+from dora_pipe.schemas.trajectory import Segment, Times
+from tests.support.orchestrator_records import (
+    committed,
+    joined,
+    make_config,
+    role_started,
+    run_started,
+    weights,
+)
+
+MS = 1_000_000
+START_NS = 1_750_000_000 * 1000 * MS
+"""A day in June."""
+
+GROUP = "g0000000007"
+FIRST, SECOND = trajectory_id(GROUP, 0), trajectory_id(GROUP, 1)
+W0, W1 = 2, 3
+"""Role epochs of the two workers."""
+
+
+def at(ms: float) -> int:
+    """Wall clock ns, so many ms after the start."""
+    return START_NS + round(ms * MS)
+
+
+def started() -> RunStarted:
+    """The run."""
+    config = make_config(
+        run__name="told",
+        model__path="models/small",
+        sampling__max_tokens=64,
+        evaluation__sampling={"temperature": 0.0},
+    )
+    return msgspec.structs.replace(run_started(config), at_ns=at(0))
+
+
+def spec(group: str = GROUP, *, version: int = 3, size: int = 2) -> GroupSpec:
+    """The group."""
+    return GroupSpec(
+        group=group,
+        ordinal=int(group[1:]),
+        purpose="eval" if group.startswith("e") else "train",
+        version=version,
+        digest=weights(version),
+        deadline=-1 if group.startswith("e") else version + 2,
+        partition=1,
+        dataset_digest="d" * 64,
+        index=41,
+        data_epoch=0,
+        seed=5,
+        size=size,
+    )
+
+
+def place(
+    worker: str, epoch: int, *siblings: int, attempt: int = 1, of: GroupSpec | None = None
+) -> Place:
+    """Siblings go to a worker."""
+    return Place(
+        reason=f"{worker} has room",
+        spec=of or spec(),
+        worker=worker,
+        epoch=epoch,
+        siblings=tuple(PlacedSibling(sibling=one, attempt=attempt) for one in siblings),
+    )
+
+
+def logged(
+    ms: float, worker: str, epoch: int, trajectory: str, *, attempt: int = 1, offset: int = 9
+) -> TrajectoriesLogged:
+    """A trajectory is published."""
+    entry = LoggedEntry(
+        trajectory=trajectory,
+        attempt=attempt,
+        partition=1,
+        offset=offset,
+        sha256="ab" * 32,
+        bytes=1500,
+        tokens=20,
+        reward=1.0,
+        finish="stop",
+    )
+    return TrajectoriesLogged(
+        at_ns=at(ms),
+        worker=worker,
+        epoch=epoch,
+        version=3,
+        digest=weights(3),
+        trajectories=(entry,),
+    )
+
+
+def taken(group: str = GROUP, *siblings: int) -> TakenGroup:
+    """The group in a batch."""
+    trajectories = tuple(
+        TakenTrajectory(
+            trajectory=trajectory_id(group, one),
+            attempt=1,
+            epoch=W0,
+            partition=1,
+            offset=9 + one,
+            sha256="ab" * 32,
+        )
+        for one in siblings or (0, 1)
+    )
+    return TakenGroup(group=group, version=3, deadline=5, trajectories=trajectories)
+
+
+def take(step: int = 4, *, attempt: int = 1, group: str = GROUP) -> TakeBatch:
+    """The batch of a step."""
+    reason = "the earliest deadlines"
+    return TakeBatch(reason=reason, step=step, attempt=attempt, groups=(taken(group),), settings={})
+
+
+def commit(ms: float, step: int = 4, *, attempt: int = 1, group: str = GROUP) -> StepCommitted:
+    """The commit of a step."""
+    fact = committed(step, (taken(group),), attempt=attempt)
+    return msgspec.structs.replace(fact, at_ns=at(ms))
+
+
+@dataclass
+class AccountStage:
+    """Tells a run, turn by turn."""
+
+    account: RunAccount = field(default_factory=RunAccount)
+    events: list[Event] = field(default_factory=list)
+    started: RunStarted | None = None
+    _offset: int = 0
+    _round: int = 0
+
+    @property
+    def run(self) -> RunFacts:
+        """What traces say of it."""
+        assert self.started is not None
+        return run_facts(self.started)
+
+    @property
+    def ended(self) -> list[GroupEnded | StepEnded]:
+        """Groups and steps, in order."""
+        return [one for one in self.events if isinstance(one, GroupEnded | StepEnded)]
+
+    def fact(self, fact: AnyControl) -> AccountStage:
+        """A control record."""
+        if isinstance(fact, RunStarted):
+            self.started = fact
+        self.events += self.account.fact(self._offset, fact)
+        self._offset += 1
+        return self
+
+    def decide(self, ms: float, *decisions: AnyDecision) -> AccountStage:
+        """A round."""
+        round_ = Round(
+            ordinal=self._round,
+            role_epoch=0,
+            now_ns=at(ms),
+            control_next=self._offset,
+            decisions=decisions,
+        )
+        self.events += self.account.round(round_, 2 * self._round)
+        self._round += 1
+        return self
+
+
+def began() -> AccountStage:
+    """A run with its trainer and two workers: role epochs `W0` and `W1`."""
+    told = AccountStage().fact(started())
+    trainer = role_started("trainer", 0)
+    told.fact(msgspec.structs.replace(trainer, at_ns=at(1)))
+    for name in ("w0", "w1"):
+        fact: WorkerJoined = joined(name)
+        told.fact(msgspec.structs.replace(fact, at_ns=at(1)))
+    return told
+
+
+def whole() -> AccountStage:
+    """The second sibling moves from w1 to w0 and comes last; step 4 trains both."""
+    told = began()
+    told.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
+    told.decide(150, place("w1", W1, 1))
+    move = Move(
+        reason="w1 is freed for version 4",
+        trajectory=SECOND,
+        attempt=1,
+        worker="w1",
+        epoch=W1,
+        to="w0",
+        to_epoch=W0,
+    )
+    told.decide(300, move)
+    told.fact(RequestReleased(at_ns=at(320), worker="w1", epoch=W1, trajectory=SECOND, attempt=1))
+    told.fact(logged(390, "w0", W0, FIRST))
+    told.decide(400, place("w0", W0, 1, attempt=2))
+    told.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
+    told.decide(750, take())
+    return told.fact(commit(1000))
+
+
+def contents() -> dict[str, Content]:
+    """What the records of `whole` say."""
+    return {
+        FIRST: Content(
+            segments=(
+                _segment("prompt", 0, 5, 110, 111),
+                _segment("model", 5, 15, 120, 180, worker="w0", epoch=W0),
+                _segment("tool", 15, 17, 180, 230, tool="calculator"),
+                _segment("model", 17, 27, 240, 330, turn=1, worker="w0", epoch=W0),
+            ),
+            times=Times(
+                placed=at(105),
+                started=at(120),
+                first_token=at(130),
+                finished=at(330),
+                rewarded=at(350),
+            ),
+            prompt_tokens=5,
+            moves=0,
+            reward_error="",
+            error="",
+        ),
+        SECOND: Content(
+            segments=(
+                _segment("prompt", 0, 5, 151, 152),
+                _segment("model", 5, 12, 160, 320, worker="w1", epoch=W1),
+                _segment("model", 12, 25, 420, 640, worker="w0", epoch=W0),
+            ),
+            times=Times(
+                placed=at(410),
+                started=at(420),
+                first_token=at(170),
+                finished=at(640),
+                rewarded=at(660),
+            ),
+            prompt_tokens=5,
+            moves=1,
+            reward_error="",
+            error="",
+        ),
+    }
+
+
+def _segment(
+    kind: str,
+    start: int,
+    end: int,
+    from_ms: float,
+    to_ms: float,
+    *,
+    turn: int = 0,
+    worker: str = "",
+    epoch: int = -1,
+    tool: str = "",
+) -> Segment:
+    return Segment(
+        kind=kind,  # type: ignore[arg-type]
+        start=start,
+        end=end,
+        turn=turn,
+        start_ns=at(from_ms),
+        end_ns=at(to_ms),
+        worker=worker,
+        epoch=epoch,
+        version=3 if worker else -1,
+        tool=tool,
+    )

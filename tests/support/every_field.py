@@ -1,0 +1,66 @@
+"""Changes one field of a JSON record, whichever: what a forger may do; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+Path = tuple[str | int, ...]
+"""From the record to a field: names, and places in lists."""
+
+LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
+    "run-started": {"lineage": {"run": "another", "step": 3, "digest": "a" * 64}},
+    "worker-joined": {"versions_resident": 2},
+    "worker-left": {"progress": {"g0000000001-000": [1, 0, 0]}},
+    "step-committed": {
+        "checkpoint": {"sha256": "a" * 64, "bytes": 8},
+        "adopted": True,
+        "dropped": [1],
+    },
+    "command": {"args": {"anything": 1}},
+    "take-batch": {"pins": [0]},
+    "assign": {"drop": [0]},
+}
+"""By kind, what a record may leave out, and what a forger puts there."""
+
+
+def fields_of(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Every field that has a plain value; of a list the first entry stands for all."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from fields_of(inner, (*path, name))
+    elif isinstance(value, list):
+        if value:
+            yield from fields_of(value[0], (*path, 0))
+    else:
+        yield path
+
+
+def with_another(value: Any, path: Path) -> Any:
+    """A record with another value in one field; the one of `LEFT_OUT` where there is none."""
+    if not path:
+        return another(value)
+    at = path[0]
+    if isinstance(value, list):
+        assert isinstance(at, int)
+        return [*value[:at], with_another(value[at], path[1:]), *value[at + 1 :]]
+    if at not in value:
+        return {**value, at: LEFT_OUT[value["kind"]][str(at)]}
+    return {**value, at: with_another(value[at], path[1:])}
+
+
+def another(value: Any) -> Any:
+    """A value of the same kind that is another one; of digests the last digit."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return value * 1.5 + 0.25
+        case None:
+            return 0.5
+        case str() if len(value) == 64:
+            return value[:-1] + ("1" if value[-1] == "0" else "0")
+        case _:
+            return f"{value}x"

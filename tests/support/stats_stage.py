@@ -1,0 +1,96 @@
+"""Numbers of a run for tests, told fact by fact; and those of a whole log."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.metrics import Cost, TrainerStatus, Wait, WorkerStatus
+from dora_pipe.schemas.rounds import Assign, GroupSpec, Round
+from dora_pipe.schemas.topics import Topics
+from tests.support import orchestrator_records as records
+from tests.support.told_run import ToldRun
+
+COST = Cost(total_s=2.0, bus_s=0.5, control_s=0.25, codec_s=0.25, rss_bytes=1000)
+
+
+def stats_of(bus: Bus, topics: Topics) -> RunStats:
+    """Everything that a log says."""
+    stats = RunStats(topics.run)
+    with closing(stats.follow(bus, topics)) as follower:
+        while follower.advance():
+            pass
+    return stats
+
+
+class Stage(ToldRun):
+    """A run that is told by hand. Example: ``Stage().worker("w0")``."""
+
+    def __init__(self, **config: Any) -> None:
+        self.stats = RunStats(records.RUN)
+        super().__init__(**config)
+
+    def take_fact(self, offset: int, fact: AnyControl) -> None:
+        """See the base."""
+        self.stats.fact(offset, fact)
+
+    def take_round(self, round_: Round) -> None:
+        """See the base."""
+        self.stats.round(round_, round_.ordinal)
+
+    def worker(self, name: str = "w0", version: int = 0) -> int:
+        """A worker that is ready; its role epoch."""
+        epoch = self.fact(records.joined(name))
+        self.fact(records.ready(name, epoch, version))
+        return epoch
+
+    def assign(self, name: str, epoch: int, version: int) -> None:
+        """A worker shall host a version."""
+        digest = records.weights(version)
+        self.decide(Assign(reason="new", worker=name, epoch=epoch, version=version, digest=digest))
+
+    def group(self, ordinal: int, epoch: int, *, purpose: Purpose = "train") -> GroupSpec:
+        """A group of two is dispatched under version 0 and placed on w0."""
+        spec = self.spec(ordinal, purpose=purpose)
+        self.decide(self.dispatch(spec), self.placed(spec, "w0", epoch))
+        return spec
+
+    def log(self, spec: GroupSpec, epoch: int, *rewards: float | None) -> None:
+        """w0 says that siblings lie in the log, a second later."""
+        self.logged(spec, epoch, rewards)
+
+    def status(self, name: str, epoch: int, *, active: int = 1, sampled: int = 0) -> None:
+        """A worker says what it does."""
+        self.stats.status(
+            WorkerStatus(
+                at_ns=self.now_ns,
+                cost=COST,
+                worker=name,
+                epoch=epoch,
+                version=0,
+                active=active,
+                waiting=0,
+                kv_used_tokens=256,
+                tokens_total=sampled,
+                progress={},
+            )
+        )
+
+    def trainer(self, *waits: Wait, role_epoch: int = 0) -> None:
+        """The trainer says what it waits for."""
+        self.stats.status(
+            TrainerStatus(
+                at_ns=self.now_ns,
+                cost=COST,
+                waits=waits,
+                role_epoch=role_epoch,
+                step=0,
+                phase="idle",
+                cached_records=3,
+                cached_bytes=300,
+            )
+        )

@@ -1,0 +1,1 @@
+"""Tests of dora_pipe.audit: books, ledger, walk, records, replay, export."""

@@ -1,0 +1,133 @@
+"""What `show` tells of a trajectory, a group and a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.describe import Decode, Story, tell
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.core.errors import UsageError
+from tests.support.recorded_run import RecordedRun, recorded_in
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+def _tell(run: RecordedRun, wanted: str, *, words: bool = False) -> Story:
+    bus = run.open()
+    try:
+        if words:
+            return tell(bus, run.topics, run.store, wanted, decoder=lambda assets: _letters(assets))
+        return tell(bus, run.topics, run.store, wanted)
+    finally:
+        bus.close()
+
+
+def _letters(assets: Path) -> Decode:
+    assert (assets / "config.json").is_file()
+    return lambda ids: "".join(chr(65 + one % 26) for one in ids)
+
+
+def _ledger(run: RecordedRun) -> Ledger:
+    bus = run.open()
+    try:
+        return build_ledger(bus, run.topics)
+    finally:
+        bus.close()
+
+
+def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun) -> None:
+    story = _tell(recorded, "g0000000010-001")
+    group = _ledger(recorded).accounts.groups["g0000000010"]
+    assert story["group"]["version"].startswith(f"{group.spec.version} ({group.spec.digest}")
+    assert story["fate"] == {
+        "fate": "trained",
+        "why": f"batch of step {group.step}, attempt 1",
+        "round": story["fate"]["round"],
+        "step": group.step,
+        "staleness": group.step - group.spec.version if group.step is not None else None,
+    }
+    assert story["contribution"]["trajectory"] == "g0000000010-001"
+    assert story["contribution"]["advantage"] is not None
+    assert story["records"][0]["standing"] == "bound"
+    assert story["records"][0]["engine"] == "simulated 1"
+    assert [one["kind"] for one in story["segments"]] == ["prompt", "model"]
+    assert list(story)[:3] == ["trajectory", "group", "attempts"]
+
+
+def test_lineage_goes_both_ways(recorded: RecordedRun) -> None:
+    story = _tell(recorded, "g0000000010-001")
+    version = int(story["group"]["version"].split()[0])
+    step = story["fate"]["step"]
+    assert story["lineage"][f"made version {version}"].startswith(f"step {version - 1} of ")
+    assert "were sampled from it" in story["lineage"][f"made by its step: version {step + 1}"]
+    first = _tell(recorded, "g0000000000-000")
+    assert first["lineage"]["made version 0"] == "the model the run started with"
+
+
+def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRun) -> None:
+    moved = next(
+        entry
+        for group in _ledger(recorded).accounts.groups.values()
+        for entry in group.requests.values()
+        if entry.placements[-1].resume is not None
+    )
+    story = _tell(recorded, moved.trajectory)
+    assert len(story["attempts"]) >= 2
+    assert story["attempts"][-1]["goes on at"].startswith("token ")
+    assert [one["kind"] for one in story["segments"]] == ["prompt", "model", "model"]
+    assert len({one["worker"] for one in story["segments"][1:]}) == 2
+
+
+def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) -> None:
+    fenced = next(
+        one for one in _ledger(recorded).accounts.logged.values() if one.standing == "fenced"
+    )
+    story = _tell(recorded, fenced.fact.trajectory)
+    assert sorted(one["standing"] for one in story["records"]) == ["bound", "fenced"]
+
+
+def test_group_lists_its_siblings(recorded: RecordedRun) -> None:
+    story = _tell(recorded, "g0000000010")
+    assert [one["trajectory"] for one in story["siblings"]] == [
+        f"g0000000010-00{sibling}" for sibling in range(4)
+    ]
+    assert story["group"]["deadline"].startswith("step ")
+
+
+def test_evaluation_group_has_no_deadline_and_no_step(recorded: RecordedRun) -> None:
+    story = _tell(recorded, "e0000000001")
+    assert story["group"]["deadline"] == "none"
+    assert story["fate"]["fate"] == "evaluated"
+    assert "step" not in story["fate"]
+    assert _tell(recorded, "e0000000001-000")["contribution"] == {"none": "it was not trained"}
+
+
+@pytest.mark.parametrize("name", ["6", "step 6", "step-6"])
+def test_step_lists_its_batch_and_settings(recorded: RecordedRun, name: str) -> None:
+    story = _tell(recorded, name)
+    assert story["step"]["step"] == 6
+    assert len(story["groups"]) == 4
+    assert len(story["trajectories"]) == 16
+    assert story["settings"]["trainer.learning_rate"] > 0
+    assert story["weights"]["after"].startswith("version 7 ")
+
+
+def test_texts_are_decoded_where_there_is_a_tokenizer(recorded: RecordedRun) -> None:
+    plain = _tell(recorded, "g0000000010-001")["segments"][0]["text"]
+    words = _tell(recorded, "g0000000010-001", words=True)["segments"][0]["text"]
+    assert plain == "5 6 7"
+    assert words == "FGH"
+
+
+@pytest.mark.parametrize("name", ["g0000009999", "g0000000010-077", "99", "nonsense", ""])
+def test_unknown_id_is_refused_with_examples(recorded: RecordedRun, name: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        _tell(recorded, name)
+    assert refused.value.hint is not None

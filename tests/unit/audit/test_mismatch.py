@@ -1,0 +1,243 @@
+"""The mismatch report: causes add up to the whole, and each is found where it was put."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_pipe.audit.mismatch import (
+    CAUSES,
+    Mismatch,
+    Row,
+    encoded_again,
+    figures_of,
+    measure,
+    stretches,
+)
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
+from tests.support.batches import make_trajectory
+
+STEP = 3
+
+
+class Table:
+    """A scorer whose log-prob of a token is made of the token and the version."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.loaded: list[int] = []
+
+    def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
+        assert optimizer is None
+        assert digest == f"digest {weights}"
+        self.version = int(str(weights))
+        self.loaded.append(self.version)
+
+    def score(self, rows: Sequence[Row]) -> list[list[float]]:
+        return [
+            [logprob(token, self.version) for token, one in list(zip(*row, strict=True))[1:] if one]
+            for row in rows
+        ]
+
+
+class Letters:
+    """A tokenizer that has a token of its own for each two equal letters in a row."""
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = []
+        while text:
+            size = 2 if text[:1] == text[1:2] else 1
+            found.append(ord(text[0]) + (1000 if size == 2 else 0))
+            text = text[size:]
+        return found
+
+    def again(self, token_ids: Sequence[int]) -> list[int]:
+        return self.ids(self.full_text(token_ids))
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(one % 1000) * (2 if one >= 1000 else 1) for one in token_ids)
+
+
+def logprob(token: int, version: int) -> float:
+    return -1.0 - 0.001 * token - 0.01 * version * (token % 3)
+
+
+def weights_of(version: int) -> tuple[Path, str]:
+    return Path(str(version)), f"digest {version}"
+
+
+def sampled_by(
+    version: int,
+    text: str,
+    *,
+    sibling: int = 0,
+    noise: float = 0.0,
+    narrower: float = 0.0,
+) -> Trajectory:
+    """A trajectory whose engine was `noise` off, and drew from what was `narrower`, in nats."""
+    ids = [ord(one) for one in text]
+    made = make_trajectory(
+        trajectory_id(group_id("train", version), sibling),
+        version=version,
+        prompt=(65, 66),
+        sampled=ids,
+        logprobs=[logprob(one, version) - noise for one in ids],
+    )
+    sampler = [None if one is None else one + narrower for one in made.logprobs]
+    return replace(made, sampler_logprobs=sampler)
+
+
+def batch_of(*trajectories: Trajectory) -> TrainBatch:
+    groups = {one.version: group_id("train", one.version) for one in trajectories}
+    return TrainBatch(
+        step=STEP,
+        groups=[
+            TrainGroup(
+                group=group,
+                version=version,
+                trajectories=[one for one in trajectories if one.version == version],
+            )
+            for version, group in sorted(groups.items())
+        ],
+    )
+
+
+def cause(found: Mismatch, name: str) -> float:
+    return next(one.size for one in found.figures if one.cause == name)
+
+
+def test_staleness_is_what_the_weights_moved_since() -> None:
+    found = measure(batch_of(sampled_by(1, "abc"), sampled_by(3, "abc")), Table(), weights_of)
+    tokens = [ord(one) for one in "abc"]
+    moved = [0.02 * (token % 3) for token in tokens]
+    assert cause(found, "staleness") == pytest.approx(sum(moved) / 6)
+    assert cause(found, "numerics") == pytest.approx(0.0, abs=1e-12)
+    assert cause(found, "sampling") == 0.0
+    assert set(found.by_staleness) == {0, 2}
+    assert found.by_staleness[0].largest == 0.0
+    assert found.by_staleness[2].largest == pytest.approx(max(moved))
+
+
+def test_numerics_are_what_the_engine_was_off_under_the_same_weights() -> None:
+    found = measure(batch_of(sampled_by(3, "abc", noise=0.25)), Table(), weights_of)
+    assert cause(found, "numerics") == pytest.approx(0.25)
+    assert cause(found, "staleness") == 0.0
+    assert cause(found, "trained") == pytest.approx(0.25)
+
+
+def test_sampling_is_what_the_sampler_kept_of_the_distribution() -> None:
+    found = measure(batch_of(sampled_by(3, "abc", narrower=0.4)), Table(), weights_of)
+    assert cause(found, "sampling") == pytest.approx(0.4)
+    assert cause(found, "trained") == pytest.approx(0.0, abs=1e-12)
+    assert cause(found, "all") == pytest.approx(0.4)
+
+
+def test_causes_add_up_to_the_whole_and_their_shares_to_1() -> None:
+    parts = [
+        sampled_by(1, "hello", noise=0.1),
+        sampled_by(2, "world", narrower=0.3),
+        sampled_by(3, "again", noise=-0.2, narrower=0.1),
+    ]
+    found = measure(batch_of(*parts), Table(), weights_of)
+    by_name = {one.cause: one for one in found.figures}
+    means = [by_name[name].mean for name in CAUSES]
+    assert sum(means) == pytest.approx(by_name["all"].mean)
+    shares = [by_name[name].share for name in CAUSES]
+    assert sum(one for one in shares if one is not None) == pytest.approx(1.0)
+    assert by_name["all"].share == pytest.approx(1.0)
+    assert found.tokens == 15
+    assert found.plain()["causes"]["staleness"]["mean"] == by_name["staleness"].mean
+
+
+def test_versions_are_loaded_once_each_in_ascending_order() -> None:
+    table = Table()
+    measure(
+        batch_of(sampled_by(2, "ab"), sampled_by(1, "cd"), sampled_by(2, "e", sibling=1)),
+        table,
+        weights_of,
+    )
+    assert table.loaded == [1, 2, 3]
+
+
+def test_mixed_trajectory_is_held_against_the_version_of_each_token() -> None:
+    made = sampled_by(1, "abcd")
+    prompt, whole = made.segments
+    parts = [
+        prompt,
+        replace(whole, end=4),
+        replace(whole, start=4, version=2),
+    ]
+    recorded = [
+        None if one is None else logprob(token, 1 if at < 4 else 2)
+        for at, (token, one) in enumerate(zip(made.token_ids, made.logprobs, strict=True))
+    ]
+    mixed = replace(made, segments=parts, logprobs=recorded, sampler_logprobs=recorded)
+    found = measure(batch_of(mixed), Table(), weights_of)
+    assert cause(found, "numerics") == pytest.approx(0.0, abs=1e-12)
+    assert {age: one.tokens for age, one in found.by_staleness.items()} == {1: 2, 2: 2}
+
+
+def test_trajectory_without_a_sampled_token_is_left_out() -> None:
+    empty = sampled_by(3, "")
+    found = measure(batch_of(sampled_by(3, "a", sibling=1), empty), Table(), weights_of)
+    assert (found.trajectories, found.tokens) == (1, 1)
+    nothing = measure(batch_of(empty), Table(), weights_of, Letters())
+    assert (nothing.trajectories, nothing.tokens) == (0, 0)
+    assert nothing.figures[0].share is None
+
+
+# Tokenisation.
+
+
+def test_text_that_is_encoded_to_other_ids_is_counted_from_its_first_difference() -> None:
+    table = Table()
+    same, other = sampled_by(3, "abc"), sampled_by(3, "abbc", sibling=1)
+    found = measure(batch_of(same, other), table, weights_of, Letters()).tokenisation
+    assert found is not None
+    assert (found.trajectories, found.differing) == (2, 1)
+    assert (found.tokens, found.tokens_after) == (7, 3)
+    double = logprob(ord("b") + 1000, 3)
+    assert found.logprob_mean == pytest.approx(double - 2 * logprob(ord("b"), 3))
+    assert found.logprob_largest == pytest.approx(abs(double - 2 * logprob(ord("b"), 3)))
+
+
+def test_prompt_stands_as_it_was_encoded() -> None:
+    made = make_trajectory("g0000000001-000", prompt=(97, 97), sampled=(98, 98, 99))
+    again = encoded_again(made, Letters())
+    assert again == ([97, 97, 98 + 1000, 99], [0, 0, 1, 1])
+    assert encoded_again(make_trajectory("g0000000001-000", sampled=(98, 99)), Letters()) is None
+
+
+def test_turn_that_moved_between_workers_is_encoded_whole() -> None:
+    def segment(kind: SegmentKind, start: int, end: int, turn: int) -> Segment:
+        return Segment(kind=kind, start=start, end=end, turn=turn, start_ns=1, end_ns=2)
+
+    parts = [
+        segment("prompt", 0, 2, 0),
+        segment("model", 2, 5, 0),
+        segment("model", 5, 6, 0),
+        segment("environment", 6, 8, 0),
+        segment("model", 8, 9, 1),
+    ]
+    assert stretches(parts) == [
+        (0, 2, False),
+        (2, 6, True),
+        (6, 8, False),
+        (8, 9, True),
+    ]
+
+
+def test_share_of_a_cause_that_works_against_the_others_is_negative() -> None:
+    total = np.array([0.0, 1.0, 2.0])
+    assert figures_of("staleness", -total, total).share == pytest.approx(-1.0)
+    assert figures_of("staleness", total, np.zeros(3)).share is None
+
+
+def test_share_of_a_cause_that_shifts_every_token_alike_is_what_it_shifts() -> None:
+    shift, noise = np.full(4, -0.9), np.array([0.1, -0.1, 0.1, -0.1])
+    assert figures_of("sampling", shift, shift + noise).share == pytest.approx(0.81 / 0.82)
+    assert figures_of("numerics", noise, shift + noise).share == pytest.approx(0.01 / 0.82)

@@ -1,0 +1,169 @@
+"""Every plan of a run is made again from its log: equal, or the round that differs is named.
+
+Method: a whole run in virtual time in which every kind of decision occurs; one decision of a kind
+is changed, as a forger would whose chain fits (`FoldCheck` takes the chain as it stands).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.audit.check_fold import FoldCheck
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.orchestrator import planner_cuts
+from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNER_2
+from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.rounds import (
+    AnyDecision,
+    Assign,
+    Cancel,
+    Dispatch,
+    Drain,
+    End,
+    Fence,
+    Move,
+    Place,
+    Round,
+    StopRun,
+    TakeBatch,
+)
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_world import Chances, World
+
+SEED = 3
+KINDS = (Dispatch, Place, Move, Cancel, Assign, Drain, Fence, TakeBatch, End, StopRun)
+
+
+@cache
+def turns() -> tuple[FoldedRound, ...]:
+    """A run in which everything happens that a plan can decide."""
+    config = records.make_config(
+        run__steps=8,
+        groups__size=4,
+        groups__per_step=3,
+        groups__min_valid_siblings=4,
+        staleness__max_staleness=2,
+    )
+    chances = Chances(
+        invalid=0.02, crash=0.01, restart=0.05, moves=True, token_s=0.5, train_s=3.0, load_s=0.1
+    )
+    workers = {f"w{number}": (4, 1) for number in range(6)}
+    world = World(seed=SEED, config=config, workers=workers, chances=chances)
+    world.run(seconds=40.0)
+    world.tell(records.command("drain", worker="w1"))
+    world.run(seconds=200.0)
+    world.heal()
+    world.run(seconds=5000.0)
+    assert world.machine.state.done
+    found = tuple(folded_rounds(world.bus, world.topics, Findings()))
+    decided = {type(one) for turn in found if turn.round for one in turn.round.decisions}
+    assert decided == set(KINDS)
+    return found
+
+
+def check(found: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
+    """Fold a log as audit does."""
+    findings = Findings()
+    fold = FoldCheck(findings)
+    for turn in found:
+        fold.take(turn)
+    return fold, findings
+
+
+def forged(place: int, round_: Round) -> list[FoldedRound]:
+    """The run with another round in that place."""
+    found = list(turns())
+    found[place] = FoldedRound(offset=found[place].offset, round=round_, facts=found[place].facts)
+    return found
+
+
+def rounds_with(kind: type[Any]) -> list[tuple[int, Round, int]]:
+    """(place of the turn, its round, place of the decision) of every decision of a kind."""
+    return [
+        (place, turn.round, number)
+        for place, turn in enumerate(turns())
+        if turn.round is not None
+        for number, one in enumerate(turn.round.decisions)
+        if isinstance(one, kind)
+    ]
+
+
+def with_decisions(round_: Round, decisions: list[AnyDecision]) -> Round:
+    """A forger's round; what a decision says as its reason is no part of the state."""
+    return msgspec.structs.replace(round_, decisions=tuple(decisions))
+
+
+def test_every_plan_of_a_run_is_made_again_and_is_equal() -> None:
+    fold, findings = check(list(turns()))
+    assert findings.violations == []
+    assert fold.plans > 100
+    assert fold.plans <= findings.looked["rounds"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decision_that_says_another_reason_is_named(kind: type[Any]) -> None:
+    place, round_, number = rounds_with(kind)[0]
+    decisions = list(round_.decisions)
+    decisions[number] = msgspec.structs.replace(decisions[number], reason="a forger's")
+    _, findings = check(forged(place, with_decisions(round_, decisions)))
+    (first, *_) = findings.violations
+    assert (first.check, first.subject) == ("decisions", f"round {round_.ordinal}")
+    assert "a forger's" in first.found and first.expected
+
+
+@pytest.mark.parametrize("kind", [one for one in KINDS if one is not StopRun])
+def test_a_decision_that_was_taken_out_is_named(kind: type[Any]) -> None:
+    place, round_, number = rounds_with(kind)[-1]
+    decisions = [one for at, one in enumerate(round_.decisions) if at != number]
+    _, findings = check(forged(place, with_decisions(round_, decisions)))
+    assert ("decisions", f"round {round_.ordinal}") in {
+        (one.check, one.subject) for one in findings.violations
+    }
+
+
+def test_after_a_plan_that_differs_the_later_ones_are_still_made_again() -> None:
+    place, round_, number = rounds_with(Move)[0]
+    decisions = list(round_.decisions)
+    decisions[number] = msgspec.structs.replace(decisions[number], reason="a forger's")
+    fold, findings = check(forged(place, with_decisions(round_, decisions)))
+    named = [one.subject for one in findings.violations if one.check == "decisions"]
+    assert named == [f"round {round_.ordinal}"]
+    assert fold.plans == check(list(turns()))[0].plans - 1
+
+
+def planned_by(planner: str) -> list[FoldedRound]:
+    """The run, begun by another planner."""
+    found = list(turns())
+    first = found[0]
+    facts = []
+    for fact in first.facts:
+        if isinstance(fact.record, RunStarted):
+            record = msgspec.structs.replace(fact.record, planner=planner)
+            fact = type(fact)(offset=fact.offset, key=fact.key, value=fact.value, record=record)
+        facts.append(fact)
+    found[0] = FoldedRound(offset=first.offset, round=first.round, facts=tuple(facts))
+    return found
+
+
+def test_plans_of_the_planner_before_are_cut_where_it_cut_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run has no plan of 500: with its own bound at 5 it would be cut, and is not."""
+    monkeypatch.setattr(planner_cuts, "DECISIONS_MAX", 5)
+    fold, findings = check(planned_by(PLANNER_2))
+    assert findings.violations == [] and findings.notes == []
+    assert fold.plans == sum(one.round.planned for one in turns() if one.round is not None)
+    _, other = check(list(turns()))
+    assert other.violations, "the bound was not passed by any plan"
+
+
+def test_plans_of_another_planner_are_not_made_again_and_audit_says_so() -> None:
+    fold, findings = check(planned_by("elsewhere-9"))
+    assert fold.plans == 0 and findings.violations == []
+    (note,) = findings.notes
+    assert "elsewhere-9" in note and PLANNER in note

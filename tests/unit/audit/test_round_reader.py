@@ -1,0 +1,157 @@
+"""Walking control and decisions: what joins rounds is checked link by link, breaks are local."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.reading import read_buried, record_at, records_at, records_of
+from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, fold_bytes
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+
+TOPICS = Topics("w")
+
+
+class Log:
+    """A log written by hand: facts, then rounds that fold them."""
+
+    def __init__(self) -> None:
+        self.bus = MemoryBus(MemoryLog())
+        self.bus.create([TopicSpec(name=name) for name in TOPICS.all()])
+        self.writer = self.bus.writer()
+        self.chain = GENESIS_CHAIN
+        self.rounds = 0
+        self.folded: list[tuple[int, bytes]] = []
+
+    def fact(self, value: bytes = b"") -> int:
+        """A control record; its offset."""
+        value = value or encode(Command(at_ns=0, user="u", verb="pause"))
+        (offset,) = self.writer.append([Append(topic=TOPICS.control, value=value)])
+        self.folded.append((offset, value))
+        return offset
+
+    def round(self, **changes: object) -> Round:
+        """A round that folds the facts since the last one, changed after it was chained."""
+        next_ = self.bus.end(TopicPartition(TOPICS.control, 0))
+        bare = Round(ordinal=self.rounds, role_epoch=1, now_ns=10 * self.rounds, control_next=next_)
+        content = b"".join(fold_bytes(offset, value) for offset, value in self.folded)
+        chain = chain_of(self.chain, content, bare)
+        written = msgspec.structs.replace(bare, **({"chain": chain} | changes))
+        self.writer.append([Append(topic=TOPICS.decisions, value=encode(written))])
+        self.rounds, self.folded, self.chain = self.rounds + 1, [], written.chain
+        return written
+
+    def walk(self) -> tuple[list[FoldedRound], list[str]]:
+        """The turns, and what was found."""
+        findings = Findings()
+        buried = read_buried(self.bus, TOPICS)
+        turns = list(folded_rounds(self.bus, TOPICS, findings, buried=buried))
+        return turns, [one.line for one in findings.violations] + findings.notes
+
+
+def test_every_fact_is_folded_by_exactly_one_turn_in_order() -> None:
+    log = Log()
+    offsets = [log.fact(), log.fact()]
+    log.round()
+    log.round()
+    offsets.append(log.fact())
+    log.round()
+    offsets.append(log.fact())
+    turns, found = log.walk()
+    assert found == []
+    assert [[fact.offset for fact in turn.facts] for turn in turns] == [
+        offsets[:2],
+        [],
+        [offsets[2]],
+        [offsets[3]],
+    ]
+    assert [turn.round is None for turn in turns] == [False, False, False, True]
+
+
+def test_changed_round_breaks_the_chain_in_one_place() -> None:
+    log = Log()
+    for number in range(4):
+        log.fact()
+        log.round(**({"chain": "f" * 64} if number == 1 else {}))
+    _, found = log.walk()
+    assert len(found) == 1, "the rounds behind it chain on what it carries"
+    assert "rounds round 1: the chain is broken" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ordinal": 7}, "wrong ordinal: expected 2, found 7"),
+        ({"now_ns": 5}, "goes back in time: expected >= 10, found 5"),
+        ({"role_epoch": 0}, "is of a fenced orchestrator: expected >= 1, found 0"),
+        ({"control_next": 0}, "goes back in control"),
+        ({"control_next": 999}, "folds control records that are not there: the log was cut"),
+    ],
+)
+def test_round_that_cannot_follow_is_named(changes: dict[str, object], text: str) -> None:
+    log = Log()
+    for number in range(3):
+        log.fact()
+        log.round(**(changes if number == 2 else {}))
+    _, found = log.walk()
+    assert any(text in line for line in found), found
+
+
+def test_unreadable_round_is_named_and_walked_over() -> None:
+    log = Log()
+    log.round()
+    log.writer.append([Append(topic=TOPICS.decisions, value=b"{}")])
+    log.round()
+    turns, found = log.walk()
+    assert [turn.round.ordinal for turn in turns if turn.round is not None] == [0, 1]
+    assert "cannot be read" in found[0]
+
+
+def test_unreadable_fact_is_a_violation_unless_the_run_has_buried_it() -> None:
+    log = Log()
+    lost, buried = log.fact(b"\xff"), log.fact(b"nonsense")
+    letter = DeadLetter(
+        topic=TOPICS.control,
+        partition=0,
+        offset=buried,
+        why="not JSON",
+        path="$",
+        at_ns=1,
+        key=b"",
+        value=b"nonsense",
+    )
+    value, headers = encode_dead_letter(letter, record_bytes_max=10_000)
+    log.writer.append([Append(topic=TOPICS.dead_letters, value=value, headers=headers)])
+    log.writer.append([Append(topic=TOPICS.dead_letters, value=b"no dead letter")])
+    log.round()
+    _, found = log.walk()
+    assert len(found) == 2
+    assert found[0].startswith(f"control control:{lost}: cannot be read")
+    assert found[1].startswith(f"control:{buried} cannot be read")
+    assert found[1].endswith("it is among the dead letters")
+
+
+def test_records_are_found_by_their_place_across_gaps() -> None:
+    log = Log()
+    offsets = [log.fact() for _ in range(5)]
+    at = TopicPartition(TOPICS.control, 0)
+    assert offsets[1] > offsets[0] + 1, "offsets are not dense"
+    found = records_at(log.bus, at, [offsets[3], offsets[0], offsets[0] + 1, 999])
+    assert [record.offset for record in found] == [offsets[0], offsets[3]]
+    record = record_at(log.bus, at, offsets[2])
+    assert record is not None and record.offset == offsets[2]
+    assert record_at(log.bus, at, offsets[2] + 1) is None
+
+
+def test_reading_ends_where_it_was_told_to() -> None:
+    log = Log()
+    first, second = log.fact(), log.fact()
+    at = TopicPartition(TOPICS.control, 0)
+    assert [record.offset for record in records_of(log.bus, {at: second})] == [first]

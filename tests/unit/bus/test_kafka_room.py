@@ -1,0 +1,154 @@
+"""What is said of full disks below brokers, from what a client can see of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kafka import errors as kafka_errors
+
+from dora_pipe.bus.kafka.access import ROOM_HINT, our_errors
+from dora_pipe.bus.kafka.cluster import FULL_BYTES, LOW_BYTES, LogDir, Partition, too_few_of
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.core.errors import BusError, OutcomeUnknown, ResourceError
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.launch import disk_watch as broker_watch
+from dora_pipe.launch.disk_watch import FULL_BYTES as LOCAL_FULL_BYTES
+from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch, broker_trouble
+from dora_pipe.schemas.topics import Topics
+from tests.support.cluster import make_config
+from tests.support.worker import VirtualClock
+
+ALL = frozenset({1, 2, 3})
+WAIT_S = 10.0
+Said = tuple[str, str]
+
+
+def part(number: int, *, leader: int = 1, in_sync: frozenset[int] = ALL) -> Partition:
+    """Of a topic with three replicas, two of which must answer."""
+    return Partition(
+        topic="r.control", number=number, leader=leader, replicas=ALL, in_sync=in_sync, needed=2
+    )
+
+
+def directory(*, failed: bool = False, free: int | None = None) -> LogDir:
+    return LogDir(broker=2, path="/data", failed=failed, free_bytes=free)
+
+
+def test_log_directory_is_full_before_its_broker_ends() -> None:
+    full = directory(free=FULL_BYTES - 1)
+    assert full.stops == "the disk under log directory /data of broker 2 is full: 1,048,575 B free"
+    assert full.low == ""
+    low = directory(free=FULL_BYTES)
+    assert low.stops == ""
+    assert low.low == "the disk under log directory /data of broker 2 has only 1,048,576 B free"
+    sound = directory(free=LOW_BYTES)
+    assert (sound.stops, sound.low) == ("", "")
+    unknown = directory()
+    assert (unknown.stops, unknown.low) == ("", ""), "an older broker does not say"
+    failed = directory(failed=True).stops
+    assert failed == "log directory /data of broker 2 has failed: its disk is full, or broken"
+
+
+def test_partitions_that_take_no_appends_are_told_with_the_brokers_that_are_away() -> None:
+    assert too_few_of([part(0), part(1, in_sync=frozenset({1, 2}))]) == ""
+    found = too_few_of(
+        [part(0, in_sync=frozenset({1})), part(1, leader=-1, in_sync=frozenset({3})), part(2)]
+    )
+    assert "1 partitions of the run have no leader" in found
+    assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in found
+    assert found.endswith("brokers 1, 2, 3 ended, or cannot write: is a disk full?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (kafka_errors.KafkaStorageError, "a broker's log directory has failed"),
+        (kafka_errors.NotEnoughReplicasError, "fewer replicas are in sync than an append needs"),
+        (kafka_errors.LeaderNotAvailableError, "a partition has no leader"),
+        (kafka_errors.KafkaTimeoutError, "KafkaTimeoutError"),
+    ],
+)
+def test_error_of_an_append_names_the_cause_as_far_as_a_client_sees_it(
+    kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(OutcomeUnknown, match=words) as raised, our_errors(OutcomeUnknown):
+        raise kind
+    assert raised.value.hint == ROOM_HINT
+
+
+def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dora_pipe.launch.disk_watch.free_bytes", lambda path: 10 * LOCAL_FULL_BYTES
+    )
+    told: list[str] = []
+    clock, said = VirtualClock(), [directory(free=5).stops]
+    watch = DiskWatch((tmp_path,), told.append, clock, elsewhere=lambda: said[-1])
+    watch.turn()
+    assert watch.full and told[0].endswith("make room within 120 s")
+    assert "/data of broker 2 is full: 5 B free; roles wait" in told[0]
+    said.append("")
+    clock.sleep(2.0)
+    watch.turn()
+    assert not watch.full and "there is room on the disk again" in told[1]
+    said.append(directory(failed=True).stops)
+    with pytest.raises(ResourceError, match=r"has failed.* 120 s") as ended:
+        for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
+            clock.sleep(1.0)
+            watch.turn()
+    assert "make room" in (ended.value.hint or "")
+
+
+def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+    clock, low = VirtualClock(), [directory(free=LOW_BYTES - 1).low]
+    watch = DiskWatch((tmp_path,), told.append, clock, low=lambda: low[-1])
+    for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
+        clock.sleep(1.0)
+        watch.turn()
+    assert not watch.full
+    assert len(told) == 1 and told[0].endswith("make room, or the run will have to wait")
+
+
+def test_last_answer_of_a_cluster_explains_why_it_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Callable[[], Said]] = [lambda: ("", ""), lambda: ("", "5 B free"), _away]
+    asked = threading.Event()
+
+    def trouble(*_: Any) -> Said:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if len(answers) == 1:
+            asked.set()
+        return answer()
+
+    monkeypatch.setattr(broker_watch, "broker_trouble", trouble)
+    monkeypatch.setattr(broker_watch, "LOOK_S", 0.01)
+    config = make_config(bus__url="kafka://127.0.0.1:1")
+    with BrokerWatch(config, lambda config: MemoryBus(MemoryLog())) as watch:
+        assert asked.wait(WAIT_S)
+        limit = threading.Event()
+        while not watch.stops().startswith("the log is away"):
+            assert not limit.wait(0.01)
+        assert watch.low() == ""
+    assert watch.stops() == "the log is away, and when it answered last: 5 B free"
+
+
+def test_other_logs_have_no_brokers_to_ask() -> None:
+    config = make_config()
+    assert broker_trouble(config, MemoryBus(MemoryLog()), Topics("r")) == ("", "")
+    with BrokerWatch(config, _never) as watch:
+        assert (watch.stops(), watch.low()) == ("", "")
+
+
+def _away() -> Said:
+    raise BusError("nobody answers")
+
+
+def _never(config: object) -> MemoryBus:
+    raise AssertionError("a log in a file has no brokers")

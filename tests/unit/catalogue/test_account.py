@@ -1,0 +1,151 @@
+"""Which records, attempts and commits count for a group, and which do not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dora_pipe.catalogue.account import GroupEnded, RecordLogged, RunAccount, StepEnded
+from dora_pipe.schemas.control import AnyControl, BatchRefused, WorkerLeft
+from dora_pipe.schemas.rounds import Cancel, Dispatch, End, Fence, StopRun
+from tests.support.account_stage import (
+    FIRST,
+    GROUP,
+    SECOND,
+    W0,
+    W1,
+    AccountStage,
+    at,
+    began,
+    commit,
+    logged,
+    place,
+    spec,
+    take,
+    whole,
+)
+from tests.support.orchestrator_records import command, joined, refused
+
+
+def _running() -> AccountStage:
+    """Both siblings run on w0."""
+    return began().decide(100, Dispatch(reason="room", spec=spec()), place("w0", W0, 0, 1))
+
+
+def _outcomes(told: AccountStage, trajectory: str = FIRST) -> list[str]:
+    requests = told.account.open[GROUP].requests
+    return [attempt.outcome for attempt in requests[trajectory].attempts]
+
+
+def test_trained_group_and_its_step_end_together() -> None:
+    group, step = whole().ended
+    assert isinstance(group, GroupEnded)
+    assert isinstance(step, StepEnded)
+    assert (group.fate, group.step, group.ended_ns) == ("trained", 4, at(1000))
+    assert [one.trajectory for one in group.group.results] == [FIRST, SECOND]
+    assert group.group.last is not None
+    assert group.group.last.trajectory == SECOND
+    assert step.groups == (group.group,)
+    assert step.batch.free_ns == at(1)
+
+
+def test_nothing_open_is_held_after_its_end() -> None:
+    assert whole().account.open == {}
+
+
+def test_run_is_over_when_a_round_says_so() -> None:
+    told = whole()
+    assert not told.account.over
+    assert told.decide(1100, StopRun(reason="all steps")).account.over
+
+
+def test_second_record_of_a_request_does_not_count() -> None:
+    told = _running().fact(logged(200, "w0", W0, FIRST, offset=9))
+    told.fact(logged(210, "w0", W0, FIRST, offset=12))
+    request = told.account.open[GROUP].requests[FIRST]
+    assert request.logged is not None
+    assert request.logged.offset == 9
+
+
+def test_record_of_an_earlier_attempt_does_not_count() -> None:
+    told = _running().decide(150, place("w1", W1, 0, attempt=2))
+    told.fact(logged(200, "w0", W0, FIRST, attempt=1))
+    assert told.account.open[GROUP].requests[FIRST].logged is None
+
+
+def test_record_of_a_fenced_worker_does_not_count() -> None:
+    told = _running().decide(150, Fence(reason="silent", worker="w0", epoch=W0))
+    told.fact(logged(200, "w0", W0, FIRST))
+    assert told.account.open[GROUP].requests[FIRST].logged is None
+    assert _outcomes(told) == ["fenced"]
+
+
+def test_worker_that_joins_again_has_lost_what_it_had() -> None:
+    told = _running().fact(joined("w0"))
+    assert _outcomes(told) == ["fenced"]
+    told.decide(160, place("w0", 4, 0, attempt=2)).fact(logged(200, "w0", 4, FIRST, attempt=2))
+    assert _outcomes(told) == ["fenced", "logged"]
+
+
+@pytest.mark.parametrize("outcome", ["left", "cancelled"])
+def test_attempt_ends_with_its_reason(outcome: str) -> None:
+    told = _running()
+    if outcome == "left":
+        told.fact(WorkerLeft(at_ns=at(140), worker="w0", epoch=W0, reason="stopped"))
+    else:
+        why = "its group has failed"
+        told.decide(140, Cancel(reason=why, trajectory=FIRST, attempt=1, worker="w0", epoch=W0))
+    attempt = told.account.open[GROUP].requests[FIRST].attempts[0]
+    assert (attempt.outcome, attempt.ended_ns) == (outcome, at(140))
+    assert attempt.why in ("stopped", "its group has failed")
+
+
+def _finished() -> AccountStage:
+    told = _running().fact(logged(200, "w0", W0, FIRST))
+    return told.fact(logged(210, "w0", W0, SECOND, offset=10)).decide(250, take())
+
+
+@pytest.mark.parametrize(
+    "revoked", [refused(4, [GROUP]), command("fail-batch")], ids=["refused", "fail-batch"]
+)
+def test_commit_of_a_batch_that_was_ended_does_not_count(revoked: AnyControl) -> None:
+    told = _finished().fact(revoked).fact(commit(300))
+    assert told.ended == []
+    told.decide(310, End(reason="non-finite", group=GROUP, fate="failed"))
+    (ended,) = told.ended
+    assert isinstance(ended, GroupEnded)
+    assert (ended.fate, ended.step, ended.batch) == ("failed", None, None)
+
+
+def test_refusal_of_a_fenced_trainer_changes_nothing() -> None:
+    old: BatchRefused = refused(4, [GROUP], role_epoch=-2)
+    assert len(_finished().fact(old).fact(commit(300)).ended) == 2
+
+
+def test_batch_that_is_taken_again_counts_as_its_last_attempt() -> None:
+    told = _finished().fact(refused(4, ["g0000000001"])).decide(270, take(attempt=2))
+    told.fact(commit(280, attempt=1))
+    assert told.ended == []
+    group = told.fact(commit(300, attempt=2)).ended[0]
+    assert isinstance(group, GroupEnded)
+    assert group.batch is not None
+    assert (group.batch.take.attempt, group.batch.taken_ns) == (2, at(270))
+
+
+def test_open_group_is_told_as_it_is() -> None:
+    told = _finished()
+    now = told.account.now(GROUP, at(260))
+    assert now is not None
+    assert (now.fate, now.step) == ("open", 4)
+    assert told.account.now("g0000000099", at(260)) is None
+
+
+def test_who_begins_in_the_middle_believes_what_it_sees() -> None:
+    """Nothing is known of the trainer, nor of groups that were dispatched before."""
+    account = RunAccount()
+    fact = msgspec.structs.replace(commit(300), step=3)
+    (event,) = account.fact(7, logged(200, "w0", W0, FIRST))
+    assert isinstance(event, RecordLogged)
+    assert event.standing == "superseded"
+    assert account.fact(8, fact) == []
+    assert account.open == {}

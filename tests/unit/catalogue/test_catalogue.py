@@ -1,0 +1,364 @@
+"""The catalogue: which record counts, what stands where, what is saved and opened again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from dora_pipe.catalogue.database import Catalogue, fresh_catalogue, source_of
+from dora_pipe.catalogue.logged import COUNTS, logged_records
+from dora_pipe.catalogue.tables import TABLES, columns_of
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
+from dora_pipe.schemas.rounds import Assign, Cancel, Fence, StopRun
+from tests.support import orchestrator_records as records
+from tests.support.catalogue_stage import CatalogueStage
+from tests.support.told_run import SECOND_NS
+
+SOURCE = source_of("run", control_next=7, decisions_next=3, chain="ab")
+
+
+@pytest.fixture
+def stage() -> Iterator[CatalogueStage]:
+    found = CatalogueStage()
+    yield found
+    found.catalogue.close()
+
+
+def test_a_logged_request_has_a_row_with_its_record(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch, rewards=(1.0, None), offset=40)
+    rows = stage.catalogue.query(
+        "select sibling, worker, reward, record_offset, tokens, attempts from trajectories"
+    )
+    assert sorted(rows) == [(0, "w0", 1.0, 40, 20, 1), (1, "w0", None, 41, 20, 1)]
+    assert stage.catalogue.one("select fate, results, valid, reward from groups") == (
+        "open",
+        2,
+        1,
+        1.0,
+    )
+
+
+def test_a_record_of_an_older_attempt_does_not_count(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.place(spec, epoch, attempt=2)
+    stage.log(spec, epoch, attempt=1, offset=3)
+    stage.log(spec, epoch, attempt=2, offset=7)
+    stage.log(spec, epoch, attempt=2, offset=9)
+    standings = "select standing, count(*) from records group by 1 order by 1"
+    assert stage.catalogue.query(standings) == [("bound", 2), ("superseded", 4)]
+    places = "select record_offset from trajectories order by 1"
+    assert stage.catalogue.query(places) == [(7,), (8,)]
+
+
+@pytest.mark.parametrize("how", ["fenced", "left", "joined again"])
+def test_a_record_of_a_worker_that_is_out_does_not_count(stage: CatalogueStage, how: str) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    if how == "fenced":
+        stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
+    elif how == "left":
+        stage.fact(WorkerLeft(at_ns=0, worker="w0", epoch=epoch, reason="asked"))
+    else:
+        stage.worker()
+    stage.log(spec, epoch)
+    standing = "superseded" if how == "left" else "fenced"
+    assert stage.catalogue.query("select distinct standing from records") == [(standing,)]
+    assert stage.catalogue.query("select distinct outcome from attempts") == [
+        ("left" if how == "left" else "fenced",)
+    ]
+    found = stage.catalogue.one(f"select departure from workers where incarnation = {epoch}")
+    assert found == ("left" if how == "left" else "fenced",)
+
+
+def test_a_step_sums_up_its_batch(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    specs = [stage.group(0), stage.group(1)]
+    for number, spec in enumerate(specs):
+        stage.place(spec, epoch)
+        stage.log(spec, epoch, rewards=(1.0, None) if number else (1.0, 0.0), tokens=20 + number)
+    stage.train(0, *specs)
+    row = stage.catalogue.records("select * from steps")[0]
+    assert (row["groups"], row["trajectories"], row["valid"], row["tokens"]) == (2, 4, 3, 82)
+    assert row["reward"] == pytest.approx(2 / 3)
+    assert row["reward_raw"] == pytest.approx(0.5)
+    assert (row["reward_low"], row["reward_high"]) == (0.625, 0.875)
+    deciles = [row[f"tokens_{name}"] for name in ("p10", "p50", "p90", "max")]
+    assert deciles == [20, 20, 21, 21]
+    assert (row["staleness_max"], row["bound"], row["late"]) == (0, 1, 0)
+    assert row["waited_s"] == pytest.approx((row["taken_ns"] - row["free_ns"]) / 1e9)
+    assert row["waited_for"] == f"{specs[1].group}-001"
+    assert row["waited_worker"] == "w0"
+    assert stage.catalogue.query("select distinct fate, step, staleness from groups") == [
+        ("trained", 0, 0)
+    ]
+    assert stage.catalogue.query("select version from versions order by 1") == [(0,), (1,)]
+
+
+def test_a_wait_is_cut_where_what_it_was_for_changed_hands(stage: CatalogueStage) -> None:
+    dead = stage.worker()
+    stage.train(0)
+    spec = stage.group(0)
+    stage.place(spec, dead)
+    stage.decide(Fence(reason="silent", worker="w0", epoch=dead))
+    epoch = stage.worker("w1")
+    stage.place(spec, epoch, worker="w1", attempt=2)
+    stage.log(spec, epoch, attempt=2)
+    stage.take(1, spec)
+    pieces = stage.catalogue.query("select kind, worker, version, seconds from waits")
+    assert pieces == [
+        ("admission", None, 0, 1.0),
+        ("queue", None, 0, 1.0),
+        ("lost", "w0", 0, 2.0),
+        ("sampling", "w1", 0, 1.0),
+        ("decision", None, 0, 1.0),
+    ]
+
+
+def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    load = Assign(reason="newest", worker="w0", epoch=epoch, version=3, digest="d")
+    stage.decide(load)
+    stage.now_ns += 2 * SECOND_NS
+    stage.fact(records.ready("w0", epoch, 3))
+    stage.fact(records.ready("w0", epoch, 3))
+    found = stage.catalogue.query("select version, (ready_ns - assigned_ns) / 1e9 from hostings")
+    assert found == [(3, 2.0), (3, None)]
+
+
+def test_a_round_folds_what_was_said_before_it(stage: CatalogueStage) -> None:
+    """From a report to the round that reads it: joined by places in control."""
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch)
+    stage.take(0, spec)
+    found = stage.catalogue.query(
+        """select distinct round, decided, (at_ns - logged_ns) / 1e9
+           from records asof join rounds on control_offset < control_next"""
+    )
+    assert found == [(2, 1, 1.0)]
+
+
+def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch, offset=5)
+    stage.log(spec, epoch, offset=9)
+    name = f"{spec.group}-000"
+    counted = logged_records(stage.catalogue, f"{COUNTS} and trajectory_id = ?", [name])
+    assert [(place, one.trajectory) for place, one in counted.items()] == [((0, 5), name)]
+    every = logged_records(stage.catalogue, "true")
+    assert [one.standing for one in every.values()] == ["bound"] * 2 + ["superseded"] * 2
+
+
+def test_a_second_commit_of_a_step_counts_for_nothing(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch)
+    stage.train(0, spec)
+    stage.fact(records.committed(0, (stage.taken(spec),)))
+    assert stage.catalogue.one("select count(*) from steps") == (1,)
+
+
+def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch)
+    stage.take(0, spec)
+    assert stage.catalogue.one("select fate, step from groups") == ("open", 0)
+    in_force = stage.catalogue.one("select outcome, ended_ns, last from batches")
+    assert in_force == (None, None, f"{spec.group}-001")
+    offender = Offender(group=spec.group, trajectory="", why="unreadable")
+    refused = BatchRefused(at_ns=0, step=0, attempt=1, role_epoch=0, offenders=(offender,))
+    stage.fact(refused)
+    assert stage.catalogue.one("select fate, step from groups") == ("open", None)
+    assert stage.catalogue.one("select outcome, why from batches") == (
+        "refused",
+        f"{spec.group}: unreadable",
+    )
+
+
+def test_times_of_a_trajectory_are_those_of_the_records(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    dispatched_ns = stage.now_ns
+    stage.now_ns += 2 * SECOND_NS
+    stage.place(spec, epoch)
+    stage.log(spec, epoch)
+    logged_ns = stage.now_ns
+    stage.train(0, spec)
+    assert stage.catalogue.one(
+        "select dispatched_ns, complete_ns, taken_ns, ended_ns from groups"
+    ) == (dispatched_ns, logged_ns, logged_ns + SECOND_NS, logged_ns + 2 * SECOND_NS)
+    assert stage.catalogue.one("select min(placed_ns), min(logged_ns) from trajectories") == (
+        dispatched_ns + 3 * SECOND_NS,
+        logged_ns,
+    )
+
+
+def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    name = f"{spec.group}-000"
+    failed = RequestFailed(
+        at_ns=0,
+        worker="w0",
+        epoch=epoch,
+        trajectory=name,
+        attempt=1,
+        error="EngineError",
+        message="no room",
+        retryable=True,
+    )
+    stage.fact(failed)
+    cancel = Cancel(
+        reason="its group failed",
+        trajectory=f"{spec.group}-001",
+        attempt=1,
+        worker="w0",
+        epoch=epoch,
+    )
+    stage.decide(cancel)
+    found = stage.catalogue.query("select outcome, why from attempts order by trajectory_id")
+    assert found == [("failed", "EngineError: no room"), ("cancelled", "its group failed")]
+    assert stage.catalogue.one("select error, message, retryable from failures") == (
+        "EngineError",
+        "no room",
+        True,
+    )
+
+
+def test_evaluations_are_a_view_by_version(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    for ordinal, rewards in enumerate([(1.0, 0.0), (None, 1.0)]):
+        spec = stage.group(ordinal, purpose="eval")
+        stage.place(spec, epoch)
+        stage.log(spec, epoch, rewards=rewards)
+        stage.end(spec, "evaluated")
+    found = stage.catalogue.records("select version, groups, valid, reward from evaluations")
+    assert found == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
+
+
+def test_a_run_says_whether_it_was_stopped(stage: CatalogueStage) -> None:
+    assert stage.catalogue.one("select run, stopped from runs") == (records.RUN, False)
+    stage.decide(StopRun(reason="all steps are done"))
+    assert stage.catalogue.one("select stopped from runs") == (True,)
+
+
+def test_a_saved_catalogue_is_opened_where_it_fits_the_log(
+    stage: CatalogueStage, tmp_path: Path
+) -> None:
+    spec = stage.group(0)
+    stage.end(spec, "cancelled")
+    path = tmp_path / "it's.duckdb"
+    stage.catalogue.save(path, SOURCE)
+    found = fresh_catalogue(path, SOURCE)
+    assert found is not None
+    with closing(found):
+        assert found.query("select fate from groups") == [("cancelled",)]
+        assert found.query("select * from evaluations") == []
+        assert found.source == SOURCE
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("field", ["form", "run", "control_next", "decisions_next", "chain"])
+def test_a_catalogue_of_another_log_is_not_taken(
+    stage: CatalogueStage, tmp_path: Path, field: str
+) -> None:
+    path = tmp_path / "catalogue.duckdb"
+    stage.catalogue.save(path, SOURCE)
+    other = "other" if field in ("run", "chain") else 99
+    assert fresh_catalogue(path, replace(SOURCE, **{field: other})) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database", b"\0" * 20_000])
+def test_a_damaged_catalogue_is_not_taken(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "catalogue.duckdb"
+    path.write_bytes(damage)
+    assert fresh_catalogue(path, SOURCE) is None
+
+
+def test_a_catalogue_that_cannot_be_written_leaves_nothing(
+    stage: CatalogueStage, tmp_path: Path
+) -> None:
+    with pytest.raises(ResourceError, match="cannot write"):
+        stage.catalogue.save(tmp_path / "absent" / "catalogue.duckdb", SOURCE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "why"),
+    [
+        ("select nothing from groups", "nothing"),
+        ("selec 1", "selec"),
+        ("select * from absent", "absent"),
+        ("load httpfs", "httpfs"),
+    ],
+)
+def test_a_query_that_cannot_be_answered_is_one_line(
+    stage: CatalogueStage, sql: str, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why) as error:
+        stage.catalogue.query(sql)
+    assert "\n" not in error.value.message
+
+
+def test_rows_that_were_open_are_not_there_twice(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    for _ in range(2):
+        assert stage.catalogue.one("select count(*) from trajectories") == (2,)
+    stage.end(spec, "failed", "no sibling is valid")
+    assert stage.catalogue.query("select fate, why from groups") == [
+        ("failed", "no sibling is valid")
+    ]
+    assert stage.catalogue.one("select count(*) from trajectories") == (2,)
+
+
+def test_every_column_says_what_it_is() -> None:
+    for table in TABLES:
+        assert table.words.endswith("."), table.name
+        for column in columns_of(table.row):
+            assert column.words and not column.words.endswith("."), (table.name, column.name)
+
+
+def test_a_new_catalogue_has_every_table_and_no_row() -> None:
+    with closing(Catalogue()) as catalogue:
+        for table in TABLES:
+            assert catalogue.query(f"select * from {table.name}") == []
+        assert catalogue.source is None
+
+
+def test_while_it_is_narrowed_it_has_the_siblings_of_some_groups_and_grows_all_the_same(
+    stage: CatalogueStage,
+) -> None:
+    epoch = stage.worker()
+    specs = [stage.group(one) for one in range(3)]
+    for spec in specs:
+        stage.place(spec, epoch)
+    count = "select (select count(*) from {0}), (select count(*) from groups)"
+    catalogue = stage.catalogue
+    with catalogue.narrowed([specs[1].group]):
+        assert catalogue.one(count.format("trajectories")) == (2, 3)
+        assert catalogue.one(count.format("attempts")) == (2, 3)
+        stage.log(specs[0], epoch)
+        catalogue = stage.catalogue
+        assert catalogue.one(count.format("records")) == (0, 3)
+    assert catalogue.one(count.format("trajectories")) == (6, 3)
+    assert catalogue.one(count.format("records")) == (2, 3)

@@ -1,0 +1,86 @@
+"""Whatever finite number a task gives: it is refused there, or every objective can train it."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from dora_pipe.config.objectives import KEYS, Advantage
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.consumers.objectives.table import terms_of
+from dora_pipe.core.errors import NonFinite
+from dora_pipe.producers.tasks.server import NoAnswer, scored
+from dora_pipe.schemas.finite import REWARD_MAX
+from tests.support.batches import SETTINGS, make_batch
+from tests.support.objectives import KINDS, chosen, random_inputs
+
+RULES: tuple[Advantage, ...] = ("group", "leave-one-out", "version-baseline")
+LENGTHS = (3, 1, 5)
+anything = st.floats(allow_nan=False, allow_infinity=False)
+likely = st.one_of(anything, st.floats(-REWARD_MAX, REWARD_MAX), st.just(REWARD_MAX))
+three = st.lists(likely, min_size=3, max_size=3)
+
+
+def taken(reward: float) -> float | None:
+    """A task's reward as it goes into the record; None where it is no answer."""
+    try:
+        return scored("r", reward).reward
+    except NoAnswer:
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@hypothesis_settings(max_examples=30)
+@given(
+    advantage=st.sampled_from(RULES),
+    divided=st.booleans(),
+    rewards=three,
+    seed=st.integers(0, 99),
+)
+def test_what_the_tasks_process_takes_has_a_finite_loss_and_gradient_under_every_objective(
+    kind: str, advantage: Advantage, divided: bool, rewards: list[float], seed: int
+) -> None:
+    found = batch_advantages([(0, [taken(one) for one in rewards])], advantage, divided)[0]
+    values = torch.tensor([one or 0.0 for one in found])  # float32, as a trainer has them
+    inputs = random_inputs(seed, LENGTHS, proximal="proximal" in KEYS[kind])
+    inputs = replace(
+        inputs,
+        advantages=values.repeat_interleave(torch.tensor(LENGTHS)),
+        logprobs=inputs.logprobs.detach().float().requires_grad_(),
+    )
+    loss = terms_of(inputs, chosen(kind)).loss.float().sum()
+    (gradient,) = torch.autograd.grad(loss, [inputs.logprobs])
+    assert math.isfinite(loss.detach())
+    assert math.isfinite(gradient.square().sum())
+
+
+@pytest.mark.parametrize("advantage", RULES)
+@pytest.mark.parametrize("divided", [False, True])
+@given(rewards=st.lists(st.one_of(st.none(), anything), min_size=1, max_size=6))
+def test_what_an_old_log_holds_has_finite_advantages_or_is_named(
+    advantage: Advantage, divided: bool, rewards: list[float | None]
+) -> None:
+    try:
+        (found,) = batch_advantages([(0, rewards)], advantage, divided)
+    except NonFinite as error:
+        assert "a reward of size" in error.message
+        assert "fail-batch" in str(error.hint)
+    else:
+        assert all(math.isfinite(torch.tensor(one)) for one in found if one is not None)
+
+
+def test_a_trainer_says_of_an_old_logs_huge_reward_that_it_cannot_be_trained() -> None:
+    batch = make_batch(seed=1, groups=1)
+    first, *others = batch.groups[0].trajectories
+    group = replace(batch.groups[0], trajectories=[replace(first, reward=1e200), *others])
+    batch = replace(batch, groups=[group])
+    settings: dict[str, Any] = {**SETTINGS, "objective.kind": "grpo"}
+    with pytest.raises(NonFinite, match=r"a reward of size 1e\+200") as caught:
+        SimulatedLearner().train(batch, settings)
+    assert "fail-batch" in str(caught.value.hint)

@@ -1,0 +1,195 @@
+"""Engine and trainer speak of the same policy: softmax(logits / temperature), which sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.logged import logged_config
+from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.registry import make_learner, make_scorer
+from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
+from dora_pipe.consumers.learners.torch.lora import LoraOptions
+from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.torch.engine import TorchEngine
+from dora_pipe.producers.worker.role import sampling_params
+from dora_pipe.schemas.identity import group_id, trajectory_id
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support.batches import SETTINGS, make_trajectory
+from tests.support.engine_contract import request, run
+from tests.support.models import make_qwen2
+
+HOT = 0.7
+PLAIN: dict[str, Any] = {
+    "run": {"name": "r", "steps": 4},
+    "model": {"path": "m"},
+    "task": {"kind": "arithmetic"},
+}
+ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "objective.kl": 0.0}
+
+
+class Policy:
+    """A small model, in the store."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory = make_qwen2(root / "model", scale=0.4)
+        self.store = PolicyStore(root / "policies")
+        self.manifest, assets = import_model(self.store, self.directory)
+        self.assets = self.store.assets_path(assets)
+        self.weights = self.store.weights_path(self.manifest.digest)
+
+    def trainer(self, temperature: float, lora: LoraOptions | None = None) -> TorchLearner:
+        options = TorchOptions(temperature=temperature, lora=lora)
+        made = TorchLearner(self.assets, reference=self.weights, options=options)
+        made.load(self.weights, digest=self.manifest.digest, optimizer=None)
+        return made
+
+    def sampled(self, params: SamplingParams) -> TrainBatch:
+        """Two groups of four, as an engine samples them."""
+        engine = TorchEngine.open(self.directory, slots=8, context_tokens=64, threads=1)
+        names = [trajectory_id(group_id("train", at), one) for at in range(2) for one in range(4)]
+        wanted = [
+            replace(request(name, [5, 6, 7], seed=at), params=params)
+            for at, name in enumerate(names)
+        ]
+        results = run(engine, wanted)
+        rows = [self._trajectory(name, results[name], at) for at, name in enumerate(names)]
+        groups = [
+            TrainGroup(
+                group=group_id("train", at), version=0, trajectories=rows[4 * at : 4 * at + 4]
+            )
+            for at in range(2)
+        ]
+        return TrainBatch(step=0, groups=groups)
+
+    def _trajectory(self, name: str, result: Any, at: int) -> Trajectory:
+        made = make_trajectory(
+            name,
+            prompt=[5, 6, 7],
+            sampled=result.tokens,
+            logprobs=result.logprobs,
+            reward=float(at % 3),
+        )
+        return replace(made, sampler_logprobs=[None] * 3 + list(result.sampler_logprobs))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(tmp_path_factory.mktemp("policy"))
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": HOT, "logprob_temperature": HOT, "max_tokens": 12, **changes}
+    )
+
+
+def tempered(model: Any, ids: list[int], first: int, temperature: float) -> Tensor:
+    """Log-probs of the tokens from `first` on, by the definition."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    table = torch.log_softmax(logits / temperature, -1)
+    return table.gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :, 0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}])
+def test_on_policy_the_ratio_is_one_at_the_temperature_of_the_sampler(
+    policy: Policy, changes: dict[str, Any]
+) -> None:
+    batch = policy.sampled(params(**changes))
+    figures = policy.trainer(HOT).train(batch, ONE_UPDATE).figures
+    assert figures["ratio_min"] == pytest.approx(1, abs=1e-4)
+    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
+    other = policy.trainer(1.0).train(batch, ONE_UPDATE).figures
+    assert other["ratio_max"] - other["ratio_min"] > 0.05
+
+
+def test_without_truncation_what_is_recorded_is_what_was_drawn_from(policy: Policy) -> None:
+    plain, cut = policy.sampled(params()), policy.sampled(params(top_k=3))
+    for one in (row for group in plain.groups for row in group.trajectories):
+        assert list(one.logprobs) == list(one.sampler_logprobs)
+    below = [
+        (logprob, sampler)
+        for group in cut.groups
+        for one in group.trajectories
+        for logprob, sampler in zip(one.logprobs, one.sampler_logprobs, strict=True)
+        if logprob is not None and sampler is not None
+    ]
+    assert all(logprob < sampler for logprob, sampler in below)
+
+
+def test_old_way_records_the_untempered_model(policy: Policy) -> None:
+    batch = policy.sampled(params(logprob_temperature=1.0))
+    figures = policy.trainer(1.0).train(batch, ONE_UPDATE).figures
+    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
+
+
+def test_greedy_tokens_have_the_log_probs_of_temperature_one() -> None:
+    greedy = from_plain({**PLAIN, "sampling": {"temperature": 0.0}}).sampling
+    assert greedy.logprob_temperature == 1.0
+    assert sampling_params(greedy, ()).logprob_temperature == 1.0
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.2])
+def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> None:
+    batch = policy.sampled(params())
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(policy.directory)
+    rows = [one for group in batch.groups for one in group.trajectories]
+    tokens = sum(one.sampled for one in rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for group in batch.groups:
+        rewards = torch.tensor([one.reward for one in group.trajectories], dtype=torch.float64)
+        for one, worth in zip(group.trajectories, rewards - rewards.mean(), strict=True):
+            logprobs = tempered(model, list(one.token_ids), 3, HOT)
+            w = torch.tensor(list(one.logprobs)[3:], dtype=torch.float64)
+            gain = torch.exp(logprobs - w) * worth / (rewards.std() + 1e-4)
+            r = logprobs.detach() - logprobs  # the reference is the same model
+            total = total - (gain - kl * (torch.exp(r) - r - 1)).sum() / tokens
+    torch.autograd.backward(total)
+    norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in model.parameters()))
+    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl": kl}).figures
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert found["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature
+
+
+def test_adapters_and_their_base_are_at_the_same_temperature(policy: Policy) -> None:
+    lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
+    batch = policy.sampled(params())
+    trainer = policy.trainer(HOT, lora)
+    figures = trainer.train(batch, {**ONE_UPDATE, "objective.kl": 0.2}).figures
+    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert figures["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_temperature_stands_in_the_fingerprint_where_it_is_not_one(policy: Policy) -> None:
+    assert policy.trainer(HOT).numerics()["temperature"] == "0.7"
+    assert "temperature" not in policy.trainer(1.0).numerics()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "wanted"),
+    [
+        ({"temperature": HOT, "logprobs": "tempered"}, HOT),
+        ({"temperature": HOT, "logprobs": "raw"}, 1.0),
+        ({"temperature": HOT}, 1.0),  # a log that is older than the key
+    ],
+)
+def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(
+    policy: Policy, sampling: dict[str, Any], wanted: float
+) -> None:
+    config = logged_config({**PLAIN, "sampling": sampling})
+    for make in (make_learner, make_scorer):
+        made: Any = make(assets=policy.assets, reference=policy.weights, config=config)
+        assert made._options.temperature == wanted
+    assert sampling_params(config.sampling, ()).logprob_temperature == wanted

@@ -1,0 +1,102 @@
+"""What may be lost is appended in the background: nobody waits, and nothing fails in silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from dora_pipe.bus.port import Append
+from dora_pipe.core.background_writer import BackgroundWriter
+from dora_pipe.core.errors import BusFull
+
+WAIT_S = 30.0
+
+
+class SlowWriter:
+    """Appends when it is let to."""
+
+    def __init__(self) -> None:
+        self.go, self.closed = threading.Event(), False
+        self.appended: list[bytes] = []
+        self.done = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Wait, then fail or append."""
+        assert self.go.wait(WAIT_S)
+        try:
+            if self.error is not None:
+                raise self.error
+            self.appended += [one.value for one in records]
+        finally:
+            self.done.release()
+        return list(range(len(records)))
+
+    def close(self) -> None:
+        """Noted."""
+        self.closed = True
+
+
+def one(text: str) -> list[Append]:
+    return [Append(topic="t", value=text.encode())]
+
+
+def test_nobody_waits_and_what_comes_meanwhile_is_left_out() -> None:
+    slow = SlowWriter()
+    background = BackgroundWriter(slow)
+    for text in ("first", "second", "third"):
+        assert background.append(one(text)) == []
+    slow.go.set()
+    background.close()
+    assert slow.appended == [b"first"]
+    assert slow.closed
+
+
+def test_what_went_wrong_is_raised_at_the_next_append_which_goes_on() -> None:
+    slow = SlowWriter()
+    background = BackgroundWriter(slow)
+    slow.error = BusFull("no room")
+    slow.go.set()
+    background.append(one("lost"))
+    assert slow.done.acquire(timeout=WAIT_S)
+    slow.error = None
+    with pytest.raises(BusFull, match="no room"):
+        while not slow.appended:
+            background.append(one("kept"))
+    background.close()
+    assert set(slow.appended) == {b"kept"}
+
+
+def test_an_error_of_ours_ends_the_role_and_not_only_the_thread() -> None:
+    slow = SlowWriter()
+    background = BackgroundWriter(slow)
+    slow.error = RuntimeError("a mistake")
+    slow.go.set()
+    background.append(one("lost"))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        while True:
+            background.append(one("more"))
+    background.close()
+
+
+def test_a_process_does_not_wait_for_an_append_that_hangs() -> None:
+    code = """
+import time
+from dora_pipe.core.background_writer import BackgroundWriter
+
+class Hangs:
+    def append(self, records):
+        time.sleep(60)
+    def close(self):
+        pass
+
+writer = BackgroundWriter(Hangs())
+writer.append([])
+writer.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=WAIT_S)
+    assert done.returncode == 0

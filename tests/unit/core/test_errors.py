@@ -1,0 +1,26 @@
+"""An error is one line that a terminal can show, whatever it quotes."""
+
+import pytest
+
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, SchemaError, one_line
+
+
+def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
+    error = ConfigError("unknown key `a\nb\x1b[2J\ud800`")
+    assert error.message == str(error) == "unknown key `a\\nb\\x1b[2J\\ud800`"
+
+
+@pytest.mark.parametrize("length", [MESSAGE_CHARACTERS_MAX, MESSAGE_CHARACTERS_MAX + 1, 10**6])
+def test_message_is_not_endless(length: int) -> None:
+    assert len(ConfigError("x" * length).message) == MESSAGE_CHARACTERS_MAX
+
+
+def test_place_stands_behind_a_message_that_was_cut() -> None:
+    error = SchemaError("x" * 10**6, path="$.trajectory")
+    assert error.message.endswith("... (at $.trajectory)")
+    assert len(SchemaError("x" * 10**6, path="y" * 10**6).message) <= MESSAGE_CHARACTERS_MAX
+
+
+def test_line_without_anything_odd_is_left_as_it_is() -> None:
+    text = "ünïcode ≤ 3 — and ASCII"
+    assert one_line(text, 100) is text

@@ -1,0 +1,113 @@
+"""Waiting for a run to start: there already, later, never, away for a moment; and runs over."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.run_lifecycle import LOOK_BACK, POLL_S, RUN_WAIT_S, run_is_over, wait_for_run
+from dora_pipe.launch.plan import started
+from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import encode
+from tests.support.trainer_driver import run_started
+from tests.support.worker import VirtualClock
+
+TOPICS = Topics("r")
+
+
+def start(bus: MemoryBus) -> None:
+    bus.create([TopicSpec(name=TOPICS.control)])
+    bus.writer().append([Append(topic=TOPICS.control, value=encode(run_started()))])
+
+
+class LateStart(VirtualClock):
+    """The run starts while somebody sleeps."""
+
+    def __init__(self, bus: MemoryBus, at_ns: int) -> None:
+        super().__init__()
+        self.bus, self.at_ns = bus, at_ns
+
+    def sleep(self, seconds: float) -> None:
+        before = self.ns
+        super().sleep(seconds)
+        if before < self.at_ns <= self.ns:
+            start(self.bus)
+
+
+def test_run_that_has_started_is_found_without_waiting() -> None:
+    bus, clock = MemoryBus(MemoryLog()), VirtualClock()
+    start(bus)
+    assert wait_for_run(bus, TOPICS, lambda: False, clock) == run_started()
+    assert clock.ns == 0
+
+
+def test_run_whose_configuration_is_not_the_one_of_its_digest_is_not_obeyed() -> None:
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=TOPICS.control)])
+    forged = msgspec.structs.replace(run_started(), config={"sampling": {"temperature": 0.5}})
+    bus.writer().append([Append(topic=TOPICS.control, value=encode(forged))])
+    with pytest.raises(InvariantBroken, match="the configuration in `run started` of r was chang"):
+        wait_for_run(bus, TOPICS, lambda: False, VirtualClock())
+    with pytest.raises(InvariantBroken):  # what `run --resume` and every command that starts asks
+        started(bus, TOPICS)
+
+
+def test_run_whose_topics_do_not_even_exist_is_waited_for() -> None:
+    bus = MemoryBus(MemoryLog())
+    clock = LateStart(bus, at_ns=int(10e9))
+    assert wait_for_run(bus, TOPICS, lambda: False, clock) == run_started()
+    assert 10e9 <= clock.ns <= (10 + POLL_S) * 1e9
+
+
+def test_control_with_other_records_only_is_no_start() -> None:
+    bus, clock = MemoryBus(MemoryLog()), VirtualClock()
+    bus.create([TopicSpec(name=TOPICS.control)])
+    bus.writer().append([Append(topic=TOPICS.control, value=b'{"kind":"later","at_ns":1}')])
+    with pytest.raises(UsageError, match="run r did not start within 120 s") as caught:
+        wait_for_run(bus, TOPICS, lambda: False, clock)
+    assert caught.value.hint is not None
+    assert clock.ns >= RUN_WAIT_S * 1e9
+
+
+def test_stop_ends_the_wait() -> None:
+    bus = MemoryBus(MemoryLog())
+    assert wait_for_run(bus, TOPICS, lambda: True, VirtualClock()) is None
+
+
+def test_log_that_is_away_for_a_moment_is_borne_with() -> None:
+    log = MemoryLog()
+    start(MemoryBus(log))
+    away = MemoryBus(log, faults=ScriptedFaults(polls={0, 1}))
+    assert wait_for_run(away, TOPICS, lambda: False, VirtualClock()) == run_started()
+
+
+def decide(bus: MemoryBus, ordinal: int, *decisions: AnyDecision) -> int:
+    """Append one round; the end of decisions behind it."""
+    round_ = Round(
+        ordinal=ordinal, role_epoch=0, now_ns=ordinal, control_next=0, decisions=decisions
+    )
+    bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
+    return bus.end(TopicPartition(TOPICS.decisions, 0))
+
+
+def test_run_whose_last_round_stops_it_is_over_and_was_not_before() -> None:
+    bus, clock = MemoryBus(MemoryLog()), VirtualClock()
+    bus.create([TopicSpec(name=TOPICS.decisions)])
+    assert not run_is_over(bus, TOPICS, 0, clock)
+    before = [decide(bus, ordinal) for ordinal in range(2 * LOOK_BACK)][-1]
+    assert not run_is_over(bus, TOPICS, before, clock)
+    after = decide(bus, 2 * LOOK_BACK, StopRun(reason="enough"))
+    assert run_is_over(bus, TOPICS, after, clock)
+    assert clock.ns == 0
+
+
+def test_a_foreign_record_among_the_last_rounds_does_not_hide_that_the_run_is_over() -> None:
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=TOPICS.decisions)])
+    decide(bus, 0, StopRun(reason="enough"))
+    bus.writer().append([Append(topic=TOPICS.decisions, value=b"garbage")])
+    assert run_is_over(bus, TOPICS, 2, VirtualClock())

@@ -1,0 +1,429 @@
+"""The loop in virtual time: what reaches a machine, what it may ask for, what a bad bus does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.core.errors import BusFull, Fenced, OutcomeUnknown
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
+from dora_pipe.core.runtime import (
+    BUS_TURN_NS,
+    COST_DIGITS,
+    WAITING_NS,
+    CaughtUp,
+    HeldBack,
+    Meter,
+    Now,
+    Outputs,
+    Publish,
+    Published,
+    Runtime,
+    StopAsked,
+)
+
+IN = TopicPartition("run.in", 0)
+OUT = TopicPartition("run.out", 0)
+
+
+@dataclass
+class VirtualClock:
+    """Time that only moves when somebody sleeps."""
+
+    ns: int = 0
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def wall_ns(self) -> int:
+        return 10**18 + self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+@dataclass(frozen=True)
+class Shout:
+    """An effect of the test."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The event that answers a shout."""
+
+    text: str
+
+
+@dataclass
+class Room:
+    """A port that answers every shout one poll later."""
+
+    effects: tuple[type, ...] = (Shout,)
+    said: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def start(self, effect: Shout) -> None:
+        self.said.append(effect.text)
+
+    def poll(self) -> list[Heard]:
+        answers, self.said = [Heard(text) for text in self.said], []
+        return answers
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.said)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Recorder:
+    """A machine that notes its inputs and does what it was told beforehand."""
+
+    plan: list[Outputs] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    reactions: int = 0
+    due_ns: int = 2**62
+    finished: bool = False
+
+    def positions(self) -> Mapping[TopicPartition, int]:
+        return {IN: 0}
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        self.reactions += 1
+        self.inputs.extend(inputs)
+        if StopAsked() in inputs:
+            self.finished = True
+        return self.plan.pop(0) if self.plan else Outputs()
+
+    def wake_at(self) -> int:
+        return self.due_ns
+
+
+def world(
+    machine: Recorder,
+    *,
+    faults: FaultPlan | None = None,
+    exclusive: bool = False,
+    turn_ns: int = 0,
+    status_faults: FaultPlan | None = None,
+) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
+    """A runtime around the machine; faults hit only its own appends.
+
+    With `status_faults` it has a writer for statuses, which they hit.
+    """
+    log = MemoryLog()
+    outside = MemoryBus(log)
+    outside.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    bus = MemoryBus(log, faults=faults or ScriptedFaults())
+    clock, room = VirtualClock(), Room()
+    runtime = Runtime(
+        machine,
+        bus=bus,
+        writer=bus.writer(exclusive="one" if exclusive else None),
+        ports=[room],
+        clock=clock,
+        meter=Meter(),
+        exclusive=exclusive,
+        status=None if status_faults is None else MemoryBus(log, faults=status_faults).writer(),
+        turn_ns=turn_ns,
+    )
+    return runtime, outside, clock, room
+
+
+def publish(text: str, tag: str = "", *, lossy: bool = False) -> Outputs:
+    record = Append(topic=OUT.topic, value=text.encode())
+    return Outputs(publish=[Publish(record=record, tag=tag, lossy=lossy)])
+
+
+def written(bus: MemoryBus) -> list[bytes]:
+    return [record.value for record in bus.reader({OUT: 0}).poll(timeout_s=0)]
+
+
+def test_a_machine_without_input_is_left_alone_until_it_asked_to_be_woken() -> None:
+    machine = Recorder(due_ns=5_000)
+    runtime, _, clock, _ = world(machine)
+    runtime.tick()  # says that it has caught up with the empty log
+    assert (machine.inputs, machine.reactions) == ([CaughtUp()], 1)
+    assert not runtime.tick()
+    clock.ns = 5_000
+    assert runtime.tick()
+    assert machine.reactions == 2
+
+
+def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start() -> None:
+    log = MemoryLog()
+    bus = MemoryBus(log)
+    bus.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    writer = bus.writer()
+    for text in (b"a", b"b"):
+        writer.append([Append(topic=IN.topic, value=text)])
+    machine = Recorder()
+    runtime = Runtime(
+        machine,
+        bus=bus,
+        writer=bus.writer(),
+        ports=[],
+        clock=VirtualClock(),
+        meter=Meter(),
+        exclusive=False,
+        turn_ns=0,
+    )
+    runtime.tick()
+    writer.append([Append(topic=IN.topic, value=b"later")])
+    for _ in range(3):
+        runtime.tick()
+    seen = [one.value if isinstance(one, Record) else one for one in machine.inputs]
+    assert seen == [b"a", b"b", CaughtUp(), b"later"]
+
+
+def test_a_tagged_record_is_acknowledged_with_the_place_where_it_lies() -> None:
+    machine = Recorder(plan=[publish("plain"), publish("tagged", tag="t1")], due_ns=0)
+    runtime, outside, _, _ = world(machine)
+    for _ in range(4):
+        runtime.tick()
+    acknowledged = [one for one in machine.inputs if isinstance(one, Published)]
+    places = outside.reader({OUT: 0}).poll(timeout_s=0)
+    assert acknowledged == [
+        Published(tag="t1", topic=OUT.topic, partition=0, offset=places[1].offset)
+    ]
+
+
+def test_effects_go_to_the_port_that_runs_them_and_their_events_come_back() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
+    runtime, _, _, _ = world(machine)
+    runtime.tick()
+    runtime.tick()
+    assert Heard("hello") in machine.inputs
+
+
+def test_between_two_turns_of_the_bus_nothing_is_read_and_what_is_published_is_gathered() -> None:
+    machine = Recorder(plan=[publish("a"), publish("b"), publish("c")], due_ns=0)
+    runtime, outside, clock, _ = world(machine, turn_ns=BUS_TURN_NS)
+    runtime.tick()
+    assert written(outside) == [b"a"]
+    outside.writer().append([Append(topic=IN.topic, value=b"new")])
+    for _ in range(2):
+        clock.ns += BUS_TURN_NS // 4
+        runtime.tick()
+    assert written(outside) == [b"a"]
+    assert not any(isinstance(one, Record) for one in machine.inputs)
+    clock.ns += BUS_TURN_NS // 2
+    runtime.tick()
+    assert written(outside) == [b"a", b"b", b"c"]
+    assert any(isinstance(one, Record) for one in machine.inputs)
+
+
+def test_ports_are_heard_between_two_turns_of_the_bus() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
+    runtime, _, _, _ = world(machine, turn_ns=BUS_TURN_NS)
+    runtime.tick()
+    runtime.tick()
+    assert Heard("hello") in machine.inputs
+
+
+def test_an_idle_loop_sleeps_until_the_next_turn_and_a_busy_one_does_not() -> None:
+    machine = Recorder(plan=[Outputs(effects=[Shout("x")])])
+    runtime, _, clock, room = world(machine, turn_ns=BUS_TURN_NS)
+    turns: list[int] = []
+
+    def stop() -> bool:
+        turns.append(clock.ns)
+        return len(turns) > 3
+
+    runtime.run(stop)
+    assert turns == [0, 0, BUS_TURN_NS, 2 * BUS_TURN_NS]
+    assert not room.busy
+
+
+@pytest.mark.parametrize(
+    ("due_ns", "expected"), [(2**62, [0, BUS_TURN_NS, 2 * BUS_TURN_NS]), (WAITING_NS - 1, [])]
+)
+def test_what_is_not_urgent_is_done_where_the_loop_waits_long_enough(
+    due_ns: int, expected: list[int]
+) -> None:
+    clock, done = VirtualClock(), list[int]()
+
+    def tidy() -> None:
+        done.append(clock.ns)
+        clock.ns += WAITING_NS // 2
+
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name=one.topic) for one in (IN, OUT)])
+    runtime = Runtime(
+        Recorder(due_ns=due_ns),
+        bus=bus,
+        writer=bus.writer(),
+        ports=[],
+        clock=clock,
+        meter=Meter(),
+        exclusive=False,
+        waiting=tidy,
+    )
+    stops = iter([False] * (3 if expected else 1) + [True])
+    runtime.run(stop=lambda: next(stops))
+    assert done == expected
+
+
+def test_what_a_machine_says_last_is_appended_although_no_turn_is_due() -> None:
+    machine = Recorder(plan=[Outputs(), publish("bye")])
+    runtime, outside, _, _ = world(machine, turn_ns=BUS_TURN_NS)
+    runtime.tick()
+    runtime.run(stop=lambda: True)
+    assert written(outside) == [b"bye"]
+
+
+def test_a_plain_writer_appends_again_after_an_unknown_outcome() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=1)})
+    runtime, outside, _, _ = world(Recorder(plan=[publish("twice")]), faults=faults)
+    runtime.tick()
+    assert written(outside) == [b"twice", b"twice"]
+
+
+def test_an_exclusive_writer_ends_after_an_unknown_outcome() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=0)})
+    runtime, outside, _, _ = world(Recorder(plan=[publish("x")]), faults=faults, exclusive=True)
+    with pytest.raises(OutcomeUnknown):
+        runtime.tick()
+    assert written(outside) == []
+
+
+def test_a_full_bus_is_tried_again_and_given_up_after_the_delivery_timeout() -> None:
+    full = AppendFault(kind="full")
+    runtime, outside, clock, _ = world(
+        Recorder(plan=[publish("x")]), faults=ScriptedFaults(appends={0: full, 1: full})
+    )
+    runtime.tick()
+    assert written(outside) == [b"x"]
+
+    always = ScriptedFaults(appends=dict.fromkeys(range(10_000), full))
+    runtime, outside, clock, _ = world(Recorder(plan=[publish("x")]), faults=always)
+    with pytest.raises(BusFull):
+        runtime.tick()
+    assert DELIVERY_TIMEOUT_S * 1e9 <= clock.ns < 2 * DELIVERY_TIMEOUT_S * 1e9
+    assert written(outside) == []
+
+
+def test_a_bus_that_is_away_for_a_while_is_waited_for_when_reading_and_when_appending() -> None:
+    faults = ScriptedFaults(appends={0: AppendFault(kind="failed")}, polls={0, 1})
+    machine = Recorder(plan=[publish("patient")])
+    runtime, outside, clock, _ = world(machine, faults=faults)
+    runtime.tick()
+    assert machine.inputs == [CaughtUp()]
+    assert written(outside) == [b"patient"]
+    assert clock.ns == 3 * int(RETRY_PAUSE_S * 1e9)
+
+
+def test_a_fenced_writer_ends_its_role() -> None:
+    runtime, outside, _, _ = world(Recorder(plan=[publish("zombie")]), exclusive=True)
+    outside.writer(exclusive="one")
+    with pytest.raises(Fenced):
+        runtime.tick()
+    assert written(outside) == []
+
+
+def test_a_status_that_cannot_be_appended_neither_ends_an_exclusive_role_nor_holds_it_up() -> None:
+    full, unknown = AppendFault(kind="full"), AppendFault(kind="unknown", lands=0)
+    plan = [publish("s0", lossy=True), publish("s1", lossy=True), publish("s2", lossy=True)]
+    for outputs in plan:
+        outputs.publish += publish("fact").publish
+    runtime, outside, clock, _ = world(
+        Recorder(plan=plan, due_ns=0),
+        exclusive=True,
+        status_faults=ScriptedFaults(appends={0: full, 1: unknown}),
+    )
+    for _ in range(3):
+        runtime.tick()
+    assert written(outside) == [b"fact", b"fact", b"fact", b"s2"]
+    assert clock.ns == 0, "nobody waits for it"
+
+
+def test_a_status_waits_for_no_fact_that_cannot_be_appended() -> None:
+    """What must not be lost goes first; a role that ends there has nothing more to say."""
+    outputs = publish("status", lossy=True)
+    outputs.publish += publish("fact").publish
+    faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=0)})
+    runtime, outside, _, _ = world(
+        Recorder(plan=[outputs]), faults=faults, exclusive=True, status_faults=ScriptedFaults()
+    )
+    with pytest.raises(OutcomeUnknown):
+        runtime.tick()
+    assert written(outside) == []
+
+
+def test_statuses_of_a_plain_role_go_with_its_records_in_one_call() -> None:
+    outputs = publish("status", lossy=True)
+    outputs.publish += publish("fact").publish
+    runtime, outside, _, _ = world(Recorder(plan=[outputs]))
+    runtime.tick()
+    first, second = outside.reader({OUT: 0}).poll(timeout_s=0)
+    assert second.offset == first.offset + 1, "no gap between two appends lies there"
+
+
+def held(log: MemoryLog, clock: VirtualClock, text: str) -> None:
+    """An append that readers see a second later."""
+    late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=1000)})
+    bus = MemoryBus(log, faults=late, now_ms=lambda: clock.ns // 1_000_000)
+    bus.writer().append([Append(topic=IN.topic, value=text.encode())])
+
+
+def test_a_machine_is_told_while_records_are_held_back_and_catches_up_only_behind_them() -> None:
+    log, clock, machine = MemoryLog(), VirtualClock(), Recorder()
+    bus = MemoryBus(log, now_ms=lambda: clock.ns // 1_000_000)
+    bus.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
+    held(log, clock, "open")
+    runtime = Runtime(
+        machine,
+        bus=bus,
+        writer=bus.writer(),
+        ports=[],
+        clock=clock,
+        meter=Meter(),
+        exclusive=False,
+        turn_ns=0,
+    )
+    for _ in range(3):
+        runtime.tick()
+    assert machine.inputs == [HeldBack((IN,))]
+    clock.sleep(1.0)
+    for _ in range(2):
+        runtime.tick()
+    seen = [one.value if isinstance(one, Record) else one for one in machine.inputs]
+    assert seen == [HeldBack((IN,)), b"open", HeldBack(()), CaughtUp()]
+
+
+def test_a_stop_is_told_once_and_the_machine_ends_the_loop() -> None:
+    machine = Recorder()
+    runtime, _, _, room = world(machine)
+    runtime.run(stop=lambda: True)
+    assert machine.inputs.count(StopAsked()) == 1
+    runtime.close()
+    assert room.closed
+
+
+def test_the_meter_books_an_inner_block_to_itself_alone() -> None:
+    meter = Meter()
+    with meter.spend("control"):
+        _burn()
+        with meter.spend("codec"):
+            _burn()
+            _burn()
+            _burn()
+    cost = meter.cost()
+    assert cost.codec_s > cost.control_s > 0.0
+    assert cost.bus_s == 0.0
+    rounded_s = 2 * 10**-COST_DIGITS  # each of the three by half of that at most
+    assert cost.codec_s + cost.control_s <= cost.total_s + rounded_s
+    assert cost.rss_bytes > 10_000_000
+
+
+def _burn() -> int:
+    return sum(number * number for number in range(200_000))

@@ -1,1 +1,0 @@
-"""Tests of dora_pipe.history: books, ledger, walk, records, replay, export."""

@@ -1,0 +1,269 @@
+"""A follower sends everything once, waits for what is away, and ends when the run does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
+from dora_pipe.observe.traces import follow
+from dora_pipe.observe.traces.follow import Checkpoint, Follower, is_over
+from dora_pipe.observe.traces.ids import RunFacts
+from dora_pipe.observe.traces.sinks import Answer, NotTaken
+from dora_pipe.observe.traces.span import Span
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.observe.traces.tracer import Tracer
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.traces import traces_of
+from tests.support.worker import VirtualClock
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True)
+def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the log brings few rounds, so that there are many."""
+    monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 20)
+    monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
+
+
+@pytest.fixture
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+class Sink:
+    """Takes spans, unless `fails` says otherwise of this call."""
+
+    def __init__(self, fails: Callable[[int], bool] = lambda call: False) -> None:
+        self.spans: list[Span] = []
+        self.calls = 0
+        self._fails = fails
+
+    def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+        self.calls += 1
+        if self._fails(self.calls):
+            raise ResourceError("nobody there")
+        self.spans += spans
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _follower(
+    bus: SqliteBus,
+    run: RecordedRun,
+    sink: Sink,
+    clock: VirtualClock,
+    checkpoint: Checkpoint | None = None,
+) -> Follower:
+    return Follower(bus, run.topics, sink, SamplingPolicy(), clock=clock, checkpoint=checkpoint)
+
+
+def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
+    sink = Sink()
+    sent = _follower(bus, recorded, sink, VirtualClock()).run()
+    assert sent.whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert sent.spans == len(sink.spans)
+    assert sent.groups == sum(one.stage == "group" for one in sink.spans)
+
+
+def test_resumed_follower_goes_on_where_it_was(
+    bus: SqliteBus, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint(tmp_path / "traces.sent")
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return True
+
+    first, rest = Sink(lambda call: call > 3), Sink()
+    stopped = Follower(
+        bus,
+        recorded.topics,
+        first,
+        SamplingPolicy(),
+        clock=VirtualClock(),
+        stop=stop,
+        checkpoint=checkpoint,
+    )
+    sent = stopped.run()
+    assert not sent.whole
+    assert asked
+    assert checkpoint.read() > 0
+    assert _follower(bus, recorded, rest, VirtualClock(), checkpoint).run().whole
+    assert first.spans + rest.spans == traces_of(bus, recorded.topics)
+    assert _follower(bus, recorded, Sink(), VirtualClock(), checkpoint).run().spans == 0
+
+
+def test_endpoint_that_is_away_is_waited_for(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    clock, sink = VirtualClock(), Sink(lambda call: 2 <= call <= 8)
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    waited_s = clock.ns / 1e9
+    assert 0.5 + 1 + 2 + 4 + 3 * follow.RETRY_MAX_S <= waited_s < 60
+
+
+def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    clock, sink = VirtualClock(), Sink(lambda call: True)
+    sent = _follower(bus, recorded, sink, clock).run()
+    assert (sent.whole, sent.spans, sink.calls) == (False, 0, 1)
+    assert clock.ns == 0
+
+
+def _busy(taken: int, retry_after: str) -> NotTaken:
+    answer = Answer(503, "Service Unavailable", retry_after)
+    return NotTaken("busy", hint="h", taken=taken, answer=answer)
+
+
+class Busy(Sink):
+    """Takes five spans of the second call, and asks to be left alone."""
+
+    def __init__(self, retry_after: str, until: int = 2) -> None:
+        super().__init__()
+        self._retry_after, self._until = retry_after, until
+
+    def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+        self.calls += 1
+        if 2 <= self.calls <= self._until:
+            taken = 5 if self.calls == 2 else 0
+            self.spans += spans[:taken]
+            raise _busy(taken, self._retry_after)
+        self.spans += spans
+
+
+def test_busy_endpoint_is_left_alone_for_as_long_as_it_asks_and_gets_nothing_twice(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    clock, sink = VirtualClock(), Busy("40")
+    sent = _follower(bus, recorded, sink, clock).run()
+    assert sent.whole and sent.spans == len(sink.spans)
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert 40 <= clock.ns / 1e9 < 41
+
+
+def test_busy_endpoint_is_waited_for_a_while_when_the_run_is_over(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    clock, sink = VirtualClock(), Busy("1", until=4)
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    clock, sink = VirtualClock(), Busy("1", until=10**6)
+    assert not _follower(bus, recorded, sink, clock).run().whole
+    assert follow.LEAVE_S <= clock.ns / 1e9 < follow.LEAVE_S + 2
+
+
+def test_endpoint_that_is_too_slow_does_not_hold_up_a_run_for_ever(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    clock = VirtualClock()
+
+    class Slow(Sink):
+        def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
+            clock.sleep(3.0)
+            super().send(run, spans)
+
+    sink = Slow()
+    stopped = Follower(
+        bus, recorded.topics, sink, SamplingPolicy(), clock=clock, stop=lambda: sink.calls > 0
+    )
+    assert not stopped.run().whole
+    assert 0 < len(sink.spans) < len(traces_of(bus, recorded.topics))
+
+
+def test_log_that_is_away_is_waited_for(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    away = iter([True, True])
+
+    class Away(Tracer):
+        @property
+        def caught_up(self) -> bool:
+            if next(away, False):
+                raise BusError("gone")
+            return super().caught_up
+
+    monkeypatch.setattr(follow, "Tracer", Away)
+    clock, sink = VirtualClock(), Sink()
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert clock.ns > 0
+
+
+def test_run_that_has_not_begun_is_waited_for_by_name_and_so_is_what_comes_after(
+    bus: SqliteBus,
+    recorded: RecordedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    began_ns = 60 * 10**9
+
+    def early(*args: Any, **settings: Any) -> Tracer:
+        if clock.ns < began_ns:
+            raise TopicMissing("no topic recorded.decisions")
+        return Tracer(*args, **settings)
+
+    monkeypatch.setattr(follow, "Tracer", early)
+    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    sink = Sink(lambda call: call == 1)
+    assert _follower(bus, recorded, sink, clock).run().whole
+    assert sink.spans == traces_of(bus, recorded.topics)
+    assert clock.ns < began_ns + 3 * follow.RETRY_MAX_S * 1e9
+    assert caplog.messages == [
+        "traces wait: the log has no run recorded",
+        "traces wait: nobody there",
+    ]
+
+
+def test_end_of_a_run_is_seen_by_a_reader_whom_a_broker_gives_nothing_at_once(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bus.reader
+
+    def reader(positions: Mapping[TopicPartition, int]) -> Any:
+        found = real(positions)
+        polled = found.poll
+        patient = lambda **given: polled(**given) if given["timeout_s"] > 0 else []  # noqa: E731
+        monkeypatch.setattr(found, "poll", patient)
+        return found
+
+    monkeypatch.setattr(bus, "reader", reader)
+    assert is_over(bus, recorded.topics)
+
+
+def test_end_of_a_run_is_seen_in_its_last_round(bus: SqliteBus, recorded: RecordedRun) -> None:
+    assert is_over(bus, recorded.topics)
+
+
+@pytest.mark.parametrize("content", ["", "x", None])
+def test_mark_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "traces.sent"
+    if content is not None:
+        path.write_text(content)
+    assert Checkpoint(path).read() == -1
+    Checkpoint(path).write(7)
+    assert Checkpoint(path).read() == 7
+    Checkpoint(tmp_path / "nowhere" / "file").write(7)
+    assert Checkpoint(None).read() == -1

@@ -1,0 +1,138 @@
+"""Spans in OTLP: a line of JSON and a request of the exporter say the same."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from dora_pipe.catalogue.account import GroupEnded, StepEnded
+from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.traces.ids import RunFacts
+from dora_pipe.observe.traces.otlp import json_line, resource_of, sdk_spans
+from dora_pipe.observe.traces.sinks import LINKS_MAX, SPANS_MAX, FileSink, address_of, pieces
+from dora_pipe.observe.traces.span import Link, Span
+from dora_pipe.observe.traces.spans import group_spans, step_spans
+from tests.support.account_stage import contents, whole
+from tests.support.otlp_endpoint import spans_of
+
+
+def _all() -> tuple[RunFacts, list[Span]]:
+    told = whole()
+    run, (group, step) = told.run, told.ended
+    assert run is not None
+    assert isinstance(group, GroupEnded)
+    assert isinstance(step, StepEnded)
+    spans = group_spans(run, group, contents(), told.account.workers)
+    return run, [*spans, *step_spans(run, step)]
+
+
+def _request(line: bytes) -> ExportTraceServiceRequest:
+    """OTLP's JSON has ids in hex where protobuf's has base64."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: base64.b64encode(bytes.fromhex(one)).decode()
+            if key in ("traceId", "spanId", "parentSpanId")
+            else plain(one)
+            for key, one in value.items()
+        }
+
+    request = ExportTraceServiceRequest()
+    json_format.ParseDict(plain(json.loads(line)), request)
+    return request
+
+
+def test_line_of_json_and_request_of_the_exporter_hold_the_same_spans() -> None:
+    run, spans = _all()
+    request = encode_spans(sdk_spans(run, spans))
+    assert spans_of(request) == spans_of(_request(json_line(run, spans))) == _as_sent(spans)
+
+
+def _as_sent(spans: list[Span]) -> list[Span]:
+    return [
+        Span(
+            stage=one.stage,
+            trace_id=one.trace_id,
+            span_id=one.span_id,
+            parent_id=one.parent_id,
+            start_ns=one.start_ns,
+            end_ns=one.end_ns,
+            attributes=dict(one.attributes),
+            events=tuple(one.events),
+            links=tuple(one.links),
+            error=one.error,
+        )
+        for one in spans
+    ]
+
+
+def test_both_name_the_run_as_their_resource() -> None:
+    run, spans = _all()
+    for request in (encode_spans(sdk_spans(run, spans)), _request(json_line(run, spans))):
+        (each,) = request.resource_spans
+        found = {one.key: one.value.string_value for one in each.resource.attributes}
+        assert resource_of(run).items() <= found.items()
+        assert found["dora.run"] == "told"
+
+
+def test_requests_are_bounded_by_spans_and_by_links() -> None:
+    one = _all()[1][0]
+    many = [one] * (SPANS_MAX + 1)
+    assert [len(few) for few in pieces(many)] == [SPANS_MAX, 1]
+    link = Link(one.trace_id, one.span_id)
+    step = Span(
+        stage="step",
+        trace_id=one.trace_id,
+        span_id=one.span_id,
+        parent_id="",
+        start_ns=0,
+        end_ns=0,
+        links=(link,) * (LINKS_MAX // 2 + 1),
+    )
+    assert [len(few) for few in pieces([one, step, step, one])] == [2, 2]
+    assert list(pieces([])) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("http://h:4318", "http://h:4318/v1/traces"),
+        ("http://h:4318/", "http://h:4318/v1/traces"),
+        ("https://h/otlp/v1/traces", "https://h/otlp/v1/traces"),
+    ],
+)
+def test_address_without_a_path_gets_that_of_otlp(given: str, address: str) -> None:
+    assert address_of(given) == address
+
+
+@pytest.mark.parametrize("given", ["h:4318", "http://", "http:///v1/traces", "off"])
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(UsageError, match="no address of an OTLP endpoint"):
+        address_of(given)
+
+
+def test_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    run, spans = _all()
+    path = tmp_path / "traces.jsonl"
+    with FileSink(path) as sink:
+        sink.send(run, spans)
+        assert not path.exists()
+    assert [spans_of(_request(line)) for line in path.read_bytes().splitlines()] == [spans]
+    assert [one.name for one in tmp_path.iterdir()] == ["traces.jsonl"]
+
+
+def test_file_of_an_export_that_failed_is_not_left(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="planted"), FileSink(tmp_path / "t.jsonl"):
+        raise ValueError("planted")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,259 @@
+"""A run in numbers: what is counted, what is not, and that a whole log comes out as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.observe.run_stats import Histogram, RunStats, contributed
+from dora_pipe.observe.why.steps import waits_of
+from dora_pipe.orchestrator.fold import fold_round
+from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.orchestrator.state import State
+from dora_pipe.schemas.control import TakenGroup
+from dora_pipe.schemas.rounds import End, Fence, TakeBatch
+from tests.support import orchestrator_records as records
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.stats_stage import Stage, stats_of
+from tests.support.told_run import SECOND_NS
+
+BOUNDS = (0.0, 1.0, 2.5, 10.0)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def stats(bus: SqliteBus, recorded: RecordedRun) -> RunStats:
+    """All of it in numbers."""
+    return stats_of(bus, recorded.topics)
+
+
+@pytest.fixture(scope="module")
+def state(bus: SqliteBus, recorded: RecordedRun) -> State:
+    """What the orchestrator knew at its end."""
+    found = State()
+    for at in read_rounds(bus, recorded.topics):
+        fold_round(found, at.round, at.folded())
+    return found
+
+
+def test_numbers_of_a_whole_run_are_those_of_the_orchestrators_state(
+    stats: RunStats, state: State
+) -> None:
+    assert stats.over
+    assert stats.version == state.version == STEPS
+    assert dict(stats.fates) == dict(state.tally.fates)
+    assert stats.dispatched == Counter(train=state.tally.dispatched, eval=state.tally.evaluations)
+    per_bucket = {value: count for value, count in enumerate(stats.staleness.counts) if count}
+    assert per_bucket == state.tally.staleness
+    assert stats.rounds == state.rounds
+    assert not stats.account.open
+
+
+def test_trainers_waits_of_a_whole_run_are_those_that_why_accounts_for(
+    stats: RunStats, bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    with closing(read_catalogue(bus, recorded.topics)) as catalogue:
+        waits = waits_of(catalogue)
+    assert [one.step for one in stats.steps] == [one.step for one in waits]
+    assert [one.waited_s for one in stats.steps] == pytest.approx([one.waited_s for one in waits])
+    named = {one.worker for one in stats.steps if one.worker}
+    assert named <= {one.worker for one in waits}
+    waited_ms = sum(stats.waited_by.values())
+    assert waited_ms == pytest.approx(1000 * stats.wait_s.total, abs=STEPS)
+
+
+def test_every_record_that_was_read_is_counted_and_nothing_is_left_behind(
+    stats: RunStats, bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    for topic in ("control", "decisions", "metrics"):
+        values = [one.value for one in records_of(bus, ends_of(bus, f"{recorded.run}.{topic}"))]
+        assert stats.meter.topics[topic].records == len(values)
+        assert stats.meter.topics[topic].bytes == sum(map(len, values))
+        assert stats.meter.topics[topic].unreadable == 0
+    assert all(place.position == place.end for place in stats.meter.positions.values())
+    assert stats.delay_s.observations > 0
+
+
+def test_workers_that_were_killed_fenced_and_left_are_told_apart(stats: RunStats) -> None:
+    assert {worker.gone for worker in stats.workers.values()} == {"left"}
+    assert stats.lost["fenced"] == 2
+    assert all(worker.sampled > 0 for worker in stats.workers.values())
+
+
+def test_tokens_of_earlier_incarnations_are_kept() -> None:
+    stage = Stage()
+    first = stage.worker()
+    stage.status("w0", first, sampled=100)
+    stage.decide(Fence(reason="lost", worker="w0", epoch=first))
+    second = stage.worker()
+    stage.status("w0", first, sampled=500)
+    assert stage.stats.workers["w0"].sampled == 100
+    stage.status("w0", second, sampled=7)
+    assert stage.stats.workers["w0"].sampled == 107
+
+
+def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:
+    stage = Stage()
+    first = stage.offset + 1
+    for epoch, sampled in ((first, 5), (first, 25), (first + 2, 7)):
+        stage.status("w0", epoch, sampled=sampled)
+        stage.now_ns += SECOND_NS
+    assert not stage.stats.workers
+    assert stage.worker() == first
+    assert stage.stats.workers["w0"].status is None, "that was its earlier incarnation"
+    stage.worker()
+    told = stage.stats.workers["w0"]
+    assert told.status is not None
+    assert (told.sampled, told.status.tokens_total) == (32, 7)
+
+
+def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
+    stage = Stage()
+    epoch = stage.fact(records.joined("w0"))
+    states = [stage.stats.workers["w0"].state]
+    happens: tuple[Callable[[], object], ...] = (
+        lambda: stage.fact(records.ready("w0", epoch, 0)),
+        lambda: stage.assign("w0", epoch, 0),
+        lambda: stage.status("w0", epoch, active=2),
+        lambda: stage.fact(records.left("w0", epoch)),
+    )
+    for one in happens:
+        one()
+        states.append(stage.stats.workers["w0"].state)
+    assert states == ["joined", "loading", "idle", "generating", "left"]
+    assert stage.stats.heard == {}
+
+
+def test_rate_is_of_the_last_statuses_alone() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    for sampled in (0, 10_000, 10_010, 10_020, 10_030):
+        stage.status("w0", epoch, sampled=sampled)
+        stage.now_ns += 5 * SECOND_NS
+    assert stage.stats.workers["w0"].tokens_per_s == 2.0
+
+
+def test_status_of_an_older_trainer_is_history() -> None:
+    stage = Stage()
+    stage.trainer(role_epoch=2)
+    newest = stage.stats.heard["trainer"]
+    stage.trainer(role_epoch=1)
+    assert stage.stats.heard["trainer"] is newest
+
+
+def test_reward_of_a_step_is_the_mean_of_valid_ones_and_the_wait_is_put_down_to_who_came_last() -> (
+    None
+):
+    stage = Stage()
+    epoch = stage.worker()
+    specs = [stage.group(ordinal, epoch) for ordinal in range(2)]
+    stage.log(specs[0], epoch, 1.0, None)
+    stage.log(specs[1], epoch, 0.0, 0.5)
+    taken = tuple(
+        TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
+    )
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
+    assert stage.stats.account.batch is not None
+    stage.now_ns += 3 * SECOND_NS
+    stage.fact(records.committed(0, taken))
+    (step,) = stage.stats.steps
+    assert (step.reward, step.tokens, step.worker) == (0.5, 80, "w0")
+    assert (step.waited_s, step.training_s, step.seconds) == (5.0, 3.0, 8.0)
+    assert stage.stats.account.batch is None
+    assert stage.stats.trajectories == {("stop", "yes"): 3, ("stop", "no"): 1}
+
+
+def test_report_that_a_worker_repeats_is_counted_once() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    spec = stage.group(0, epoch)
+    at_ns = stage.now_ns
+    for _ in range(2):
+        stage.now_ns = at_ns
+        stage.log(spec, epoch, 1.0, 0.0)
+    assert stage.stats.trajectories == {("stop", "yes"): 2}
+    assert stage.stats.meter.topics["trajectories"].records == 2
+    stage.log(spec, epoch, 1.0, 0.0)
+    assert stage.stats.lengths.observations == 4, "another report names other records"
+
+
+def test_batch_is_trained_on_when_a_fenced_trainer_refuses_it() -> None:
+    stage = Stage()
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=(), settings={}))
+    stage.fact(records.refused(0, [], role_epoch=-2))
+    assert stage.stats.refused == 1
+    assert stage.stats.account.batch is not None
+
+
+def test_evaluation_counts_when_its_last_prompt_has_ended() -> None:
+    stage = Stage(evaluation__prompts=2)
+    epoch = stage.worker()
+    for ordinal, reward in ((0, 1.0), (1, 0.0)):
+        assert stage.stats.evaluation is None
+        spec = stage.group(ordinal, epoch, purpose="eval")
+        stage.log(spec, epoch, reward, reward)
+        stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+    assert stage.stats.evaluation == (0, 0.5)
+
+
+def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    stage.group(0, epoch)
+    words = [one.words for one in stage.stats.recent_decisions]
+    assert words == ["dispatch 1 group at version 0", "place 2 of version 0 on w0"]
+
+
+def test_equal_weights_make_a_full_effective_sample_and_unequal_ones_less() -> None:
+    def row(ratio: float | None, staleness: int = 0) -> dict[str, object]:
+        return {"ratio_mean": ratio, "staleness": staleness}
+
+    assert contributed(0, [row(1.0), row(1.0), row(None)]).effective == 1.0
+    unequal = contributed(3, [row(1.0), row(3.0, 2)])
+    assert unequal.effective == pytest.approx(16 / 20)
+    assert dict(unequal.mismatch) == pytest.approx({0: 0.0, 2: 1.0986}, abs=1e-4)
+    assert contributed(0, []).effective is None
+
+
+def test_value_at_a_bound_belongs_to_its_bucket_and_one_above_all_to_infinity() -> None:
+    told = Histogram(BOUNDS)
+    for value in (0.0, 1.0, 1.1, 99.0):
+        told.add(value)
+    assert list(told.cumulative()) == [(0.0, 1), (1.0, 2), (2.5, 3), (10.0, 3), (float("inf"), 4)]
+    assert told.total == 101.1
+
+
+@given(st.lists(st.tuples(st.floats(-5, 50), st.integers(1, 4))))
+def test_every_bound_counts_what_is_not_above_it(observed: list[tuple[float, int]]) -> None:
+    told = Histogram(BOUNDS)
+    for value, times in observed:
+        told.add(value, times)
+    for bound, count in told.cumulative():
+        assert count == sum(times for value, times in observed if value <= bound)
+    assert told.observations == sum(times for _, times in observed)
+
+
+def test_two_histograms_share_nothing() -> None:
+    first, second = Histogram(BOUNDS), Histogram(BOUNDS)
+    first.add(1.0)
+    assert second.observations == 0

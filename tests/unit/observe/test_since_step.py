@@ -1,0 +1,60 @@
+"""When groups that ended without a step are worth a word, and which."""
+
+from __future__ import annotations
+
+from dora_pipe.catalogue.account import RunAccount
+from dora_pipe.observe.since_step import BATCHES, GroupsSinceStep
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.rounds import End, Fate, Round
+from tests.support.told_run import ToldRun
+
+PER_STEP = 2
+FEW = BATCHES * PER_STEP - 1
+
+
+class Told(ToldRun):
+    """A run whose groups end as they are told to."""
+
+    def __init__(self) -> None:
+        self.account, self.since = RunAccount(), GroupsSinceStep()
+        super().__init__()
+
+    def take_fact(self, offset: int, fact: AnyControl) -> None:
+        """See the base."""
+        for event in self.account.fact(offset, fact):
+            self.since.happened(event)
+
+    def take_round(self, round_: Round) -> None:
+        """See the base."""
+        for event in self.account.round(round_, round_.ordinal):
+            self.since.happened(event)
+
+    def end(self, fate: Fate, count: int, *, why: str = "", purpose: Purpose = "train") -> None:
+        """So many groups come and go."""
+        for _ in range(count):
+            spec = self.spec(self.rounds, purpose=purpose)
+            self.decide(self.dispatch(spec))
+            self.decide(End(group=spec.group, fate=fate, reason=why))
+
+
+def test_few_groups_are_not_worth_a_word() -> None:
+    told = Told()
+    told.end("filtered", FEW)
+    assert told.since.words(PER_STEP) == told.since.words(None) == ""
+
+
+def test_most_frequent_fate_is_named_with_its_newest_reason() -> None:
+    told = Told()
+    told.end("filtered", FEW - 2, why="equal")
+    told.end("failed", 3, why="1 of 2 siblings are not valid")
+    assert told.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)"
+    told.end("failed", 3, why="non-finite")
+    assert told.since.words(PER_STEP) == "no step after 11 groups: 6 failed (non-finite)"
+
+
+def test_groups_that_a_stop_cancels_and_evaluations_do_not_count() -> None:
+    told = Told()
+    told.end("cancelled", 2 * FEW)
+    told.end("evaluated", 2 * FEW, purpose="eval")
+    assert told.since.count == 0

@@ -1,0 +1,164 @@
+"""What `top` says of a run, line by line, without a terminal."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from dora_pipe.observe.run_stats import RunStats
+from dora_pipe.observe.spark import bar, short, sparkline
+from dora_pipe.observe.top import STOPPED_NS, Frame, Line, Panel, frame, step_line
+from dora_pipe.schemas.control import TakenGroup
+from dora_pipe.schemas.metrics import Blocker, Wait
+from dora_pipe.schemas.rounds import StopRun, TakeBatch
+from tests.support import orchestrator_records as records
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.stats_stage import Stage, stats_of
+from tests.support.told_run import SECOND_NS
+
+
+def _texts(panel: Panel) -> list[str]:
+    return [line.text for line in panel.lines]
+
+
+def _shown(stage: Stage) -> Frame:
+    return frame(stage.stats, stage.now_ns)
+
+
+def test_run_that_has_not_started_has_a_frame() -> None:
+    shown = frame(RunStats("demo"), SECOND_NS)
+    assert shown.head == "demo: has not started"
+    assert _texts(shown.workers) == ["none has joined"]
+    assert "reward -" in _texts(shown.numbers)
+
+
+def test_workers_are_counted_by_version_and_state_then_named() -> None:
+    stage = Stage()
+    first, second = stage.worker("w0"), stage.worker("w1")
+    for name, epoch in (("w0", first), ("w1", second)):
+        stage.assign(name, epoch, 0)
+        stage.status(name, epoch, active=2 if name == "w0" else 0)
+    texts = _texts(_shown(stage).workers)
+    assert sorted(texts[:2]) == ["1 generating, version 0", "1 idle, version 0"]
+    assert texts[2:] == [
+        "w0 v0  generating 2/4+0 0 tok/s kv 25%",
+        "w1 v0  idle 0/4+0 0 tok/s kv 25%",
+    ]
+
+
+def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    stage.status("w0", epoch)
+    stage.now_ns += 20 * SECOND_NS
+    line = _shown(stage).workers.lines[-1]
+    assert (line.text, line.style) == ("w0 v0  silent since 20.0 s", "alarm")
+    stage.decide(StopRun(reason="done"))
+    assert "silent" not in _shown(stage).workers.lines[-1].text
+
+
+def test_group_that_is_waited_for_is_named_with_the_worker_that_has_it() -> None:
+    stage = Stage()
+    spec = stage.group(0, stage.worker())
+    wait = Wait(
+        name="batch",
+        words="batch of step 0: no decision yet",
+        since_ns=stage.now_ns - 2 * SECOND_NS,
+        still=True,
+        blockers=(Blocker("group", spec.group), Blocker("role", "orchestrator")),
+        more=3,
+    )
+    stage.trainer(wait)
+    line = _shown(stage).waits.lines[0]
+    assert line.text == (
+        "trainer waits since 2.0 s for batch of step 0: no decision yet"
+        f" <- {spec.group} on w0, orchestrator, 3 more"
+    )
+    assert line.style == "busy"
+
+
+def test_overdue_wait_says_that_it_is_an_alarm_without_colour() -> None:
+    stage = Stage()
+    stage.trainer(Wait(name="x", words="y", since_ns=stage.now_ns, overdue=True))
+    line = _shown(stage).waits.lines[0]
+    assert line.text.startswith("ALARM trainer waits")
+    assert line.style == "alarm"
+
+
+def test_step_is_shown_from_its_first_group_to_its_commit_with_an_estimate() -> None:
+    stage = Stage()
+    epoch = stage.worker()
+    specs = [stage.group(ordinal, epoch) for ordinal in range(2)]
+    stage.log(specs[0], epoch, 1.0, 0.0)
+    assert _texts(_shown(stage).numbers)[0] == "step 0: 1 of 2 groups finished"
+    stage.log(specs[1], epoch, 1.0, 1.0)
+    taken = tuple(
+        TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
+    )
+    stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
+    stage.now_ns += 2 * SECOND_NS
+    assert _texts(_shown(stage).numbers)[0] == "step 0 trains 2.0 s"
+    stage.fact(records.committed(0, taken))
+    shown = _shown(stage)
+    assert shown.done == 0.25
+    assert shown.head == "tiny: step 1 of 4, 7.0 s since its start, about 21.0 s to go"
+    assert _texts(shown.numbers)[1] == "staleness (bound 1) 0:100%"
+    assert "reward 0.750 ▁" in _texts(shown.numbers)
+    assert step_line(stage.stats.steps[0]) == (
+        "step 0  reward 0.750  staleness 0:2  7.0 s  waited 5.0 s for w0, version 0"
+    )
+
+
+def test_staleness_beyond_the_bound_is_said_in_words() -> None:
+    stage = Stage()
+    taken = (TakenGroup(group="g", version=0, deadline=1, trajectories=()),)
+    for step in (2,):
+        stage.decide(TakeBatch(reason="all", step=step, attempt=1, groups=taken, settings={}))
+        stage.fact(records.committed(step, taken))
+    lines = {line.text: line.style for line in _shown(stage).numbers.lines}
+    assert lines["staleness (bound 1) 2:100%"] == "alarm"
+    assert any(text.endswith("beyond the bound") for text in lines)
+    assert stage.stats.late == 1
+
+
+def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:
+    stage = Stage()
+    later = frame(stage.stats, stage.now_ns + STOPPED_NS + SECOND_NS)
+    assert later.head == "tiny: step 0 of 4, 0.0 s since its start, nothing was heard since"
+
+
+def test_panel_without_room_says_how_much_it_leaves_out() -> None:
+    panel = Panel(title="x", lines=tuple(Line(str(one)) for one in range(5)))
+    assert [line.text for line in panel.fit(3)] == ["0", "1", "and 3 more"]
+    assert panel.fit(5) == panel.lines
+    assert [len(panel.fit(rows)) for rows in (0, 1, 2)] == [0, 1, 2]
+
+
+def test_sparkline_and_bars_come_in_ascii_too() -> None:
+    assert sparkline([0.0, None, 0.5, 1.0]) == "▁ ▅█"
+    assert sparkline([0.0, 1.0], plain=True) == "_@"
+    assert (sparkline([]), sparkline([3.0, 3.0])) == ("", "▁▁")
+    assert (bar(0.5, 4), bar(0.0, 4), bar(0.001, 4, plain=True)) == ("██", "", "#")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12.345, "12.3"), (999, "999"), (12345, "12.3k"), (2.5e6, "2.5M"), (3e9, "3G")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_every_line_of_a_whole_runs_frame_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    recorded: RecordedRun = recorded_in(tmp_path_factory.getbasetemp())
+    with closing(recorded.open()) as bus:
+        stats = stats_of(bus, recorded.topics)
+    shown = frame(stats, stats.last_ns)
+    lines = list(shown.lines())
+    assert lines[0].startswith(f"recorded: over after {STEPS} steps")
+    assert not any("\n" in line for line in lines)
+    assert shown.over and shown.done == 1.0
+    assert len(shown.decisions.lines) > 10

@@ -1,0 +1,162 @@
+"""Traces of a log: read in pieces or at once, from the beginning or behind what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.audit.tracing import Traces
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.errors import BusError
+from dora_pipe.observe.traces import names, tracer, tree
+from dora_pipe.observe.traces.span import Span
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.observe.traces.tracer import Tracer
+from dora_pipe.schemas.rounds import decode_round
+from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.traces import check_whole, traces_of
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
+    """A copy of the log that grows: control and trajectories first, then a round at a time."""
+    copy = SqliteBus(path)
+    copy.create(
+        [TopicSpec(name=name, partitions=bus.partitions(name)) for name in run.topics.all()]
+    )
+    writer = copy.writer()
+    for topic in (run.topics.control, run.topics.trajectories):
+        for at in ends_of(bus, topic):
+            _refill(copy, bus, at)
+    yield copy
+    for record in records_of(bus, ends_of(bus, run.topics.decisions)):
+        writer.append([Append(topic=record.topic, value=record.value)])
+        yield copy
+
+
+def _refill(copy: Bus, bus: Bus, at: TopicPartition) -> None:
+    """The same records at the same offsets: gaps are filled with what nobody can read."""
+    records: list[Append] = []
+    for record in records_of(bus, {at: bus.end(at)}):
+        gap = Append(topic=at.topic, partition=at.partition, value=b"?")
+        records += [gap] * (record.offset - len(records))
+        records.append(
+            Append(
+                topic=at.topic,
+                partition=at.partition,
+                key=record.key,
+                value=record.value,
+                headers=record.headers,
+            )
+        )
+    copy.writer().append(records)
+
+
+def test_log_that_grows_gives_what_the_whole_one_gives(
+    bus: SqliteBus, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    grown: list[Span] = []
+    growing = _growing(bus, recorded, tmp_path / "log.sqlite")
+    copy = next(growing)
+    with closing(Tracer(copy, recorded.topics, SamplingPolicy())) as live:
+        for _ in growing:
+            for traced in live.turn():
+                grown += traced.spans
+        assert live.over
+        assert live.open == 0
+    copy.close()
+    whole = traces_of(bus, recorded.topics)
+    # Rounds lie elsewhere in the copy: everything else is the same.
+    assert [(one.span_id, one.start_ns, one.end_ns) for one in grown] == [
+        (one.span_id, one.start_ns, one.end_ns) for one in whole
+    ]
+
+
+def test_what_was_sent_is_not_made_again(bus: SqliteBus, recorded: RecordedRun) -> None:
+    whole: list[tuple[int, list[Span]]] = []
+    with closing(Tracer(bus, recorded.topics, SamplingPolicy())) as first:
+        while not first.caught_up:
+            whole += [(one.offset, one.spans) for one in first.turn()]
+    middle = whole[len(whole) // 2][0]
+    rest = [span for offset, spans in whole if offset > middle for span in spans]
+    assert traces_of(bus, recorded.topics, after=middle) == rest
+
+
+def test_records_that_were_let_go_are_read_again(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = traces_of(bus, recorded.topics)
+    monkeypatch.setattr(tracer, "HELD_MAX", 2)
+    assert traces_of(bus, recorded.topics) == whole
+
+
+def test_share_leaves_groups_out_and_keeps_every_step(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    with closing(Tracer(bus, recorded.topics, SamplingPolicy(ratio=0.2, slow=1e9))) as some:
+        spans = []
+        while not some.caught_up:
+            spans += [span for one in some.turn() for span in one.spans]
+        assert some.left_out > some.sampled > 0
+        roots = [one for one in spans if one.stage == "group"]
+        assert len(roots) == some.sampled
+    check_whole(spans)
+    whole = traces_of(bus, recorded.topics)
+    assert len(roots) + some.left_out == sum(one.stage == "group" for one in whole)
+    steps = [one.attributes[names.STEP] for one in spans if one.stage == "step"]
+    assert steps == list(range(14))
+    told = {one.span_id: one for one in whole}
+    kept = {one.attributes[names.KEPT] for one in roots}
+    assert kept >= {"ratio", "failed"}
+    for one in spans:
+        assert (one.start_ns, one.end_ns) == (told[one.span_id].start_ns, told[one.span_id].end_ns)
+
+
+def test_control_that_was_cut_is_told(bus: SqliteBus, recorded: RecordedRun) -> None:
+    copy = MemoryBus(MemoryLog())
+    copy.create(
+        [TopicSpec(name=name, partitions=bus.partitions(name)) for name in recorded.topics.all()]
+    )
+    first = next(records_of(bus, ends_of(bus, recorded.topics.decisions)))
+    assert decode_round(first.value).control_next > 0
+    copy.writer().append([Append(topic=recorded.topics.decisions, value=first.value)])
+    with closing(Tracer(copy, recorded.topics, SamplingPolicy())) as cut, pytest.raises(BusError):
+        list(cut.turn())
+
+
+def test_part_of_the_log_gives_the_trace_that_the_whole_one_gives(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    spans = traces_of(bus, recorded.topics)
+    ledger = build_ledger(bus, recorded.topics)
+    traces = Traces(bus, recorded.topics, ledger)
+    by_trace: dict[str, list[Span]] = {}
+    for one in spans:
+        by_trace.setdefault(one.trace_id, []).append(one)
+    for name, group in ledger.accounts.groups.items():
+        rows = traces.group(group)
+        assert rows == tree.rows(by_trace[rows[0]["trace_id"]]), name
+    for step in ledger.steps.values():
+        rows = traces.step(step)
+        own = by_trace[rows[0]["trace_id"]]
+        assert rows[: len(own)] == tree.rows(own)
+        assert [one["stage"] for one in rows[len(own) :]] == ["group"] * len(step.fact.groups)

@@ -1,0 +1,110 @@
+"""Whatever happens to a run: from every trained trajectory an unbroken path leads to its step."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dora_pipe.audit.audit import build_ledger
+from dora_pipe.observe.traces import names
+from dora_pipe.sim.scenario import draw
+from dora_pipe.sim.seed_runner import SeedRun
+from dora_pipe.sim.world import World
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.traces import check_traces, check_whole, traces_of
+
+
+@pytest.fixture
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+class _Traced(SeedRun):
+    """Looks at the traces of what was played instead of auditing it."""
+
+    trained = 0
+
+    def _look(self, world: World) -> None:
+        self.trained = check_traces(world.bus, world.topics)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paths_are_unbroken_in_a_simulated_run_with_faults(seed: int) -> None:
+    logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
+    seed_run = _Traced(draw(seed))
+    assert seed_run.run().holds
+    assert seed_run.trained >= 10
+
+
+def test_paths_are_unbroken_in_a_run_of_the_real_machines(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        assert check_traces(bus, recorded.topics) == STEPS * 4 * 4
+    finally:
+        bus.close()
+
+
+def test_a_second_look_makes_the_same_spans(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        first = traces_of(bus, recorded.topics)
+        assert traces_of(bus, recorded.topics) == first
+    finally:
+        bus.close()
+
+
+def test_what_went_wrong_is_told_where_it_went_wrong(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        spans = traces_of(bus, recorded.topics)
+        ledger = build_ledger(bus, recorded.topics)
+    finally:
+        bus.close()
+    attempts = [one for one in spans if one.stage == "generated"]
+    fenced = [one for one in attempts if one.attributes[names.OUTCOME] == "fenced"]
+    assert {one.attributes[names.WORKER] for one in fenced} >= {"w0", "w1"}
+    assert all(one.error and one.attributes[names.ERROR] == "fenced" for one in fenced)
+    resumed = [one for one in attempts if names.RESUMED in one.attributes]
+    assert resumed
+    invalid = [one for one in spans if one.stage == "reward" and one.error]
+    bound = [one for group in ledger.accounts.groups.values() for one in group.results]
+    assert len(invalid) == sum(one.fact.reward is None for one in bound)
+    assert invalid[0].error.startswith("ValueError")
+
+
+def test_tokens_of_the_attempts_are_those_of_the_trajectory(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        spans = traces_of(bus, recorded.topics)
+        ledger = build_ledger(bus, recorded.topics)
+    finally:
+        bus.close()
+    check_whole(spans)
+    told: dict[str, int] = {}
+    for one in spans:
+        if one.stage == "generated":
+            name, tokens = str(one.attributes[names.RESPONSE]), one.attributes[names.OUTPUT]
+            assert isinstance(tokens, int)
+            told[name] = told.get(name, 0) + tokens
+    logged = {
+        one.fact.trajectory: one.fact.tokens
+        for group in ledger.accounts.groups.values()
+        for one in group.results
+    }
+    assert {name: told[name] for name in logged} == logged
+
+
+def test_evaluation_ends_without_a_step(recorded: RecordedRun) -> None:
+    bus = recorded.open()
+    try:
+        spans = traces_of(bus, recorded.topics)
+    finally:
+        bus.close()
+    roots = [one for one in spans if one.stage == "group"]
+    evaluated = [one for one in roots if one.attributes[names.PURPOSE] == "eval"]
+    assert evaluated
+    assert {one.attributes[names.FATE] for one in evaluated} == {"evaluated"}
+    traces = {one.trace_id for one in evaluated}
+    assert {"selected", "trained"} & {one.stage for one in spans if one.trace_id in traces} == set()

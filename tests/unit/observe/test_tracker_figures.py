@@ -1,0 +1,227 @@
+"""Rows of figures: a function of the log, one for each step and evaluation, each name explained."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+import pytest
+
+from dora_pipe.bus.port import Bus
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.observe.trackers import follow as under_test
+from dora_pipe.observe.trackers.figures import FIGURES, Contributions, Row
+from dora_pipe.observe.trackers.follow import Tracked, Tracking
+from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
+from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.stats_stage import stats_of
+from tests.support.tidy import ROOT
+
+
+class Kept:
+    """A tracker that keeps what it is given, and says that so many rows were there before."""
+
+    def __init__(self, there: int = 0) -> None:
+        self.there = there
+        self.runs: list[TrackedRun] = []
+        self.rows: list[Row] = []
+
+    def begin(self, run: TrackedRun) -> int:
+        """See Tracker."""
+        self.runs.append(run)
+        return self.there
+
+    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
+        """See Tracker."""
+        self.rows.append(Row(step=step, at_ns=at_ns, figures=dict(figures)))
+
+    def close(self) -> None:
+        """See Tracker."""
+
+
+class Clock(SystemClock):
+    """Takes no time; `then` happens at every wait."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Remembered."""
+        self.slept.append(seconds)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's run, not to be changed."""
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
+    """Its log."""
+    with closing(recorded.open()) as opened:
+        yield opened
+
+
+def contributions(sha256: str) -> list[dict[str, float]]:
+    """What a trainer with gradients would have written: the recorded run's had none."""
+    assert len(sha256) == 64
+    return [{"ratio_mean": 2.0, "staleness": 0}, {"ratio_mean": 1.0, "staleness": 1}]
+
+
+def _tracking(
+    bus: Bus, recorded: RecordedRun, kept: Kept, contributions: Contributions = lambda _: ()
+) -> Tracking:
+    return Tracking(bus, recorded.topics, kept, contributions, Clock())
+
+
+@pytest.fixture(scope="module")
+def rows(bus: SqliteBus, recorded: RecordedRun) -> list[Row]:
+    """All rows of the run."""
+    kept = Kept()
+    done = _tracking(bus, recorded, kept, contributions).whole()
+    assert done == Tracked(rows=len(kept.rows), before=0, over=True)
+    assert [run.name for run in kept.runs] == [recorded.run]
+    return kept.rows
+
+
+def _steps(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if "train/loss" in row.figures]
+
+
+def test_every_step_has_a_row_with_what_the_log_says_of_it(
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    stats, steps = stats_of(bus, recorded.topics), _steps(rows)
+    assert [row.step for row in steps] == list(range(STEPS))
+    for row, told in zip(steps, stats.steps, strict=True):
+        assert row.at_ns == told.committed_ns
+        assert row.figures["reward/valid"] == told.reward
+        assert row.figures["staleness/groups"] == Spread(told.staleness)
+        assert row.figures["time/trainer_waited_s"] == told.waited_s
+        assert row.figures["staleness/bound"] == stats.bound
+    assert stats.commit is not None
+    newest = {name: steps[-1].figures[f"train/{name}"] for name in stats.commit.figures}
+    assert newest == stats.commit.figures
+
+
+def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
+    invalid = [row for row in _steps(rows) if row.figures["reward/invalid"]]
+    assert len(invalid) > 0
+    for row in invalid:
+        valid, raw, share = (row.figures[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
+        assert isinstance(valid, float) and isinstance(share, float)
+        assert raw == pytest.approx(valid * (1 - share))
+
+
+def test_counts_of_all_rows_add_up_to_those_of_the_run(
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    stats = stats_of(bus, recorded.topics)
+    trained = sum(_number(row, "groups/trained") for row in _steps(rows))
+    assert trained == stats.fates["trained"] == STEPS * 4
+    assert sum(_number(row, "moves/decided") for row in _steps(rows)) <= stats.moves["decided"]
+    assert _number(_steps(rows)[-1], "workers/lost") <= sum(stats.lost.values())
+    assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
+
+
+def _number(row: Row, name: str) -> float:
+    found = row.figures.get(name, 0.0)
+    assert not isinstance(found, Spread)
+    return found
+
+
+def test_an_evaluation_has_a_row_at_its_version(
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    found = {row.step: row.figures for row in rows if "evaluation/reward" in row.figures}
+    stats = stats_of(bus, recorded.topics)
+    assert stats.evaluation is not None
+    version, reward = stats.evaluation
+    assert found[version] == {"evaluation/reward": reward}
+    assert len(found) > 1 and len(rows) == STEPS + len(found)
+
+
+def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    bare = Kept()
+    _tracking(bus, recorded, bare).whole()
+    figures = _steps(rows)[0].figures
+    assert figures["ratio/effective_sample_ratio"] == pytest.approx(0.9)
+    assert figures["ratio/mismatch_staleness_0"] == pytest.approx(math.log(2))
+    assert figures["ratio/mismatch_staleness_1"] == 0
+    for row, without in zip(rows, bare.rows, strict=True):
+        left = {name: one for name, one in row.figures.items() if not name.startswith("ratio/")}
+        assert without.figures == left
+
+
+@pytest.mark.parametrize("there", [1, 7, STEPS])
+def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
+    rows: list[Row],
+    bus: SqliteBus,
+    recorded: RecordedRun,
+    there: int,
+) -> None:
+    kept = Kept(there)
+    done = _tracking(bus, recorded, kept, contributions).follow()
+    assert kept.rows == rows[there:]
+    assert done == Tracked(rows=len(rows) - there, before=there, over=True)
+
+
+def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
+    page = (ROOT / "docs" / "observe.md").read_text().partition("## Experiment trackers")[2]
+    told = dict(re.findall(r"^\| `([a-z_/*]+)` \| (.+) \|$", page, re.M))
+    assert told == FIGURES
+    names = {name for row in rows for name in row.figures}
+    exact = {name for name in FIGURES if "*" not in name}
+    assert exact <= names
+    strangers = {n for n in names if not any(fnmatch.fnmatchcase(n, one) for one in FIGURES)}
+    assert strangers == set()
+
+
+def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, clock, kept = LogFollower.advance, Clock(), Kept()
+    monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 40)
+    looks = 0
+
+    def advance(follower: LogFollower) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks in (3, 4, 9):
+            raise BusError("nobody answers")
+        return real(follower)
+
+    monkeypatch.setattr(LogFollower, "advance", advance)
+    done = Tracking(bus, recorded.topics, kept, lambda _: (), clock).follow()
+    assert done.over and len(kept.runs) == 1
+    assert [(row.step, row.at_ns) for row in kept.rows] == [(row.step, row.at_ns) for row in rows]
+    first = under_test.RETRY_FIRST_S
+    assert clock.slept == [first, 2 * first, first]
+
+
+def test_a_log_that_lost_what_was_read_ends_the_export(
+    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advance(follower: LogFollower) -> bool:
+        raise LogTruncated("gone")
+
+    monkeypatch.setattr(LogFollower, "advance", advance)
+    with pytest.raises(LogTruncated):
+        _tracking(bus, recorded, Kept()).follow()
+
+
+def test_who_follows_may_be_asked_to_stop(bus: SqliteBus, recorded: RecordedRun) -> None:
+    asked = iter([False, True, True])
+    endless = Kept()
+    tracking = _tracking(bus, recorded, endless)
+    done = tracking.follow(lambda: next(asked))
+    assert done.rows == len(endless.rows)

@@ -1,0 +1,214 @@
+"""A run in which groups fail stops by itself, says with what they failed, and can be resumed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dora_pipe.config.model import Groups
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.failures import (
+    FIRST_MIN,
+    WINDOW_MIN,
+    FailedGroup,
+    Failures,
+    halt_due,
+    note,
+)
+from dora_pipe.orchestrator.state import State
+from dora_pipe.orchestrator.state_ops import halt_now
+from dora_pipe.orchestrator.waits import waits
+from dora_pipe.schemas.control import ERROR_CHARACTERS_MAX, LoggedEntry, TrajectoriesLogged
+from dora_pipe.schemas.rounds import Dispatch, End, Halt
+from tests.support import orchestrator_records as records
+from tests.support.orchestrator_stage import Stage
+
+TYPO = "KeyError: 'answr'"
+B = 4
+FIRST = max(FIRST_MIN, 2 * B)
+
+
+def running(**changes: object) -> Stage:
+    """A run of groups of two, two a step, that has one worker."""
+    stage = Stage(groups__per_step=B, groups__size=2, run__steps=50, **changes).begin()
+    stage.worker("w0", slots=8)
+    return stage
+
+
+def end_invalid(stage: Stage, name: str, error: str = TYPO) -> None:
+    """A running request is logged without a valid reward."""
+    request = stage.placed[name]
+    entry = LoggedEntry(
+        trajectory=name,
+        attempt=request.attempt,
+        partition=request.spec.partition,
+        offset=stage.offset,
+        sha256="0" * 64,
+        bytes=1,
+        tokens=1,
+        reward=None,
+        finish="stop",
+        error=error,
+    )
+    record = TrajectoriesLogged(
+        at_ns=0,
+        worker=request.worker,
+        epoch=request.epoch,
+        version=request.spec.version,
+        digest=request.spec.digest,
+        trajectories=(entry,),
+    )
+    stage.tell(record)
+
+
+def fail_until_halted(stage: Stage, error: str = TYPO, *, turns: int = 100) -> Halt | None:
+    """Every request that runs ends invalid, until the run stops or so many turns are over."""
+    for _ in range(turns):
+        for name in stage.running():
+            if name in stage.state.requests:
+                end_invalid(stage, name, error)
+        for one in stage.settle():
+            if isinstance(one, Halt):
+                return one
+    return None
+
+
+def test_run_halts_when_the_first_two_batches_of_groups_have_failed() -> None:
+    stage = running()
+    halt = fail_until_halted(stage)
+    assert halt is not None
+    assert (halt.error, stage.state.tally.fates) == (TYPO, {"failed": FIRST})
+    assert halt.trajectory in stage.placed
+    assert f"all of the last {FIRST} groups" in halt.reason
+    assert TYPO in halt.reason and halt.trajectory in halt.reason
+
+
+def test_a_halted_run_decides_nothing_more_and_says_whom_it_waits_for() -> None:
+    stage = running()
+    fail_until_halted(stage)
+    for name in stage.running():
+        stage.finish(name)
+    assert stage.plan() == []
+    assert not stage.state.done
+    (wait,) = [one for one in waits(stage.state) if one.still]
+    assert (wait.name, wait.blockers[0].id) == ("halted", "resume")
+
+
+def test_groups_that_are_filtered_have_ended_and_not_failed() -> None:
+    stage = running(groups__filter_zero_advantage=True)
+    stage.finish_group(stage.running()[0].rpartition("-")[0])
+    stage.settle()
+    assert fail_until_halted(stage, turns=3) is None
+    assert stage.state.tally.fates["failed"] >= FIRST
+
+
+def test_later_the_share_of_the_window_decides() -> None:
+    rules = Groups(per_step=2, failed_share_max=0.5)
+    failures = Failures()
+    for at in range(1, 2 * WINDOW_MIN + 1):
+        if at > WINDOW_MIN and at % 4:
+            failures = note(failures, rules, at=at, error="E: x", trajectory=f"t{at}")
+        halt = halt_due(failures, rules, at=at)
+        if halt is not None:
+            break
+    in_window = [one for one in failures.failed if one.at > at - WINDOW_MIN]
+    assert len(in_window) == WINDOW_MIN // 2 + 1
+    assert len(failures.failed) <= WINDOW_MIN
+
+
+@pytest.mark.parametrize("share", [1.0, None])
+def test_share_of_one_and_an_older_run_without_the_key_never_halt(share: float | None) -> None:
+    rules = Groups(per_step=1, failed_share_max=share)
+    failures = Failures()
+    for at in range(1, 200):
+        failures = note(failures, rules, at=at, error="E", trajectory="t")
+        assert halt_due(failures, rules, at=at) is None
+
+
+def test_run_whose_record_does_not_know_the_key_goes_on_as_it_did() -> None:
+    stage = Stage(groups__per_step=1, groups__size=2, run__steps=50)
+    started = records.run_started(stage.config, rows=10, eval_rows=4)
+    groups = {k: v for k, v in started.config["groups"].items() if k != "failed_share_max"}
+    stage.tell(msgspec.structs.replace(started, config={**started.config, "groups": groups}))
+    stage.tell(records.role_started("trainer", 0))
+    stage.worker("w0", slots=8)
+    assert fail_until_halted(stage, turns=20) is None
+    assert stage.state.failures == Failures()
+
+
+def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
+    stage = running()
+    fail_until_halted(stage)
+    before = len([one for one in stage.decided if isinstance(one, Dispatch)])
+    stage.tell(records.command("resume"))
+    stage.settle()
+    assert len([one for one in stage.decided if isinstance(one, Dispatch)]) > before
+    stage.finish_all()
+    stage.commit()
+    assert stage.state.version == 1
+    again = running()
+    fail_until_halted(again)
+    again.tell(records.command("resume"))
+    assert fail_until_halted(again, "TypeError: no") is not None
+    assert again.state.tally.fates["failed"] == 2 * FIRST
+
+
+def test_the_share_may_be_set_while_the_run_goes_on() -> None:
+    stage = running()
+    stage.tell(records.command("set", groups__failed_share_max=1))
+    assert fail_until_halted(stage, turns=10) is None
+    stage.tell(records.command("set", groups__failed_share_max=0.5))
+    assert isinstance(stage.plan()[0], Halt)
+
+
+def test_error_that_most_groups_have_is_told_by_its_class() -> None:
+    rules = Groups(per_step=1)
+    failures = Failures()
+    for at, error in enumerate(("KeyError: 1", *["OSError: x"] * 3, *["KeyError: 2"] * 3), 1):
+        failures = note(failures, rules, at=at, error=error, trajectory=f"t{at}")
+    failures = note(failures, rules, at=8, error="KeyError: 3", trajectory="t8")
+    halt = halt_due(failures, rules, at=8)
+    assert halt is not None
+    assert (halt.error, halt.trajectory) == ("KeyError: 3", "t8")
+
+
+def test_what_is_kept_of_failures_is_bounded() -> None:
+    rules = Groups(per_step=1)
+    failures = Failures()
+    for at in range(1, 1000):
+        failures = note(failures, rules, at=at, error="x" * 10_000, trajectory="t")
+    assert len(failures.failed) <= WINDOW_MIN
+    assert all(len(one.error) <= ERROR_CHARACTERS_MAX for one in failures.failed)
+
+
+def test_a_halt_that_is_not_due_or_says_another_error_is_refused() -> None:
+    forged = Halt(reason="r", error="E", trajectory="t")
+    stage = running()
+    with pytest.raises(InvariantBroken, match="not enough groups have failed"):
+        apply_decision(stage.state, forged)
+    assert stage.state.failures == Failures()
+
+
+def test_a_halt_in_other_words_is_the_same() -> None:
+    stage = running()
+    stage.tell(records.command("set", groups__failed_share_max=1))
+    assert fail_until_halted(stage, turns=10) is None
+    stage.tell(records.command("set", groups__failed_share_max=0.5))
+    due = halt_now(stage.state)
+    assert due is not None
+    apply_decision(stage.state, msgspec.structs.replace(due, reason="said otherwise"))
+    assert stage.state.failures.halted == "said otherwise"
+
+
+def test_failures_are_part_of_the_state_s_digest() -> None:
+    one, other = State(), State()
+    other.failures = Failures(failed=(FailedGroup(at=1, error="E", trajectory="t"),))
+    assert one.digest() != other.digest()
+
+
+def test_end_of_a_failed_group_says_what_it_always_said() -> None:
+    stage = running()
+    fail_until_halted(stage)
+    end = next(one for one in stage.decided if isinstance(one, End))
+    assert end.reason == "1 of 2 siblings are not valid"

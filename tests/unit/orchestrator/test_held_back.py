@@ -1,0 +1,59 @@
+"""The machine while the log holds records back: nobody is fenced, and the wait has a name."""
+
+from __future__ import annotations
+
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.core.runtime import HeldBack
+from dora_pipe.schemas.metrics import Blocker, OrchestratorStatus, Wait, decode_metrics
+from dora_pipe.schemas.rounds import LeaseExpired
+from tests.unit.orchestrator.test_machine import TOPICS, Bench
+
+METRICS = TopicPartition(TOPICS.metrics, 0)
+LEASE_S = 5
+
+
+def waits_of(bench: Bench) -> list[Wait]:
+    """Of the newest status."""
+    status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
+    assert isinstance(status, OrchestratorStatus)
+    return [one for one in status.waits if one.name == "held-back"]
+
+
+def test_nobody_is_fenced_while_a_topic_is_held_back_and_everybody_is_judged_afterwards() -> None:
+    bench = Bench(timing__lease_s=LEASE_S)
+    epoch = bench.serving()
+    bench.wait(LEASE_S - 2)
+    found = bench.turn(HeldBack((METRICS,)))
+    found += bench.wait(10 * LEASE_S)
+    found += bench.turn(HeldBack(()))
+    found += bench.wait(1.5)
+    assert not any(isinstance(one, LeaseExpired) for one in found)
+    assert LeaseExpired(worker="w0", epoch=epoch) in bench.wait(1)
+
+
+def test_a_held_back_topic_is_a_wait_with_a_beginning_a_limit_and_a_name() -> None:
+    bench = Bench(timing__alarm_s=30)
+    bench.serving()
+    bench.turn(HeldBack((METRICS,)))
+    bench.wait(3)
+    (first,) = waits_of(bench)
+    assert first.words == "the log to end an append that a dead role left open in tiny.metrics"
+    assert first.blockers == (Blocker("topic", "tiny.metrics"),)
+    assert (first.limit_ms, first.overdue, first.still) == (30_000, False, False)
+    bench.wait(30)
+    (later,) = waits_of(bench)
+    assert later.since_ns == first.since_ns
+    assert later.overdue
+    bench.turn(HeldBack(()))
+    bench.wait(1)
+    assert waits_of(bench) == []
+
+
+def test_statuses_may_be_lost_and_rounds_may_not() -> None:
+    bench = Bench()
+    bench.now_s += 5  # longer than a status without news is kept back
+    outputs = bench.react(bench.fact(b"{}"))
+    lossy = {one.record.topic: one.lossy for one in outputs.publish}
+    assert lossy[TOPICS.metrics]
+    assert not any(is_lossy for topic, is_lossy in lossy.items() if topic != TOPICS.metrics)
+    assert TOPICS.decisions in lossy

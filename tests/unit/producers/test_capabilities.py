@@ -1,0 +1,57 @@
+"""What a worker says it can, and which engines a run refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.port import INTERRUPTIBLE, KV_EXPORT, LORA
+from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capabilities
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+
+
+class Plain(SimulatedEngine):
+    """An engine that declares nothing."""
+
+    declares = frozenset()
+
+
+class WithAdapters(SimulatedEngine):
+    """One that hosts adapters, and nothing else of note."""
+
+    declares = frozenset({LORA})
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    plain: dict[str, Any] = {
+        "run": {"name": "r", "steps": 1},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+    }
+    return msgspec.convert(plain | sections, Config)
+
+
+def test_requests_move_only_where_they_go_on_as_they_were() -> None:
+    engine = SimulatedEngine(slots=1, context_tokens=8)
+    assert {MOVES, KV_EXPORT} <= set(capabilities(engine, single_turn=True))
+    assert MOVES not in capabilities(engine, single_turn=False)
+    assert capabilities(Plain(slots=1, context_tokens=8), single_turn=True) == ()
+
+
+def test_engine_that_cannot_change_weights_under_requests_is_refused_where_that_is_asked() -> None:
+    asked = config(staleness={"interruptible": True})
+    check_capabilities(SimulatedEngine(slots=1, context_tokens=8), asked)
+    with pytest.raises(ConfigError, match="cannot change weights"):
+        check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
+    assert INTERRUPTIBLE not in WithAdapters.declares
+
+
+def test_engine_without_adapters_is_refused_in_a_lora_run() -> None:
+    asked = config(lora={"rank": 4})
+    check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
+    with pytest.raises(ConfigError, match="engine simulated cannot host one"):
+        check_capabilities(SimulatedEngine(slots=1, context_tokens=8), asked)

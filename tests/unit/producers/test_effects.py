@@ -1,0 +1,37 @@
+"""The table at the head of `effects` names every effect, the port that takes it, and its events."""
+
+import re
+from typing import get_args
+
+from dora_pipe.producers.worker import effects
+from dora_pipe.producers.worker.effects import Effect, LoadFailed, RequestEvent
+from dora_pipe.producers.worker.kv_handover import NoHandover
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    ProgressPort,
+    TaskPort,
+)
+
+ROW = re.compile(r"^    (\w+) +(\w+) +(-|[\w, ]+?)  +\w+ .+$", re.MULTILINE)
+ROWS = ROW.findall((effects.__doc__ or "").partition("done by\n")[2])
+
+
+def test_table_names_every_effect_once_with_the_port_that_takes_it() -> None:
+    ports = {
+        "TaskPort": TaskPort.effects,
+        "EnginePort": EnginePort.effects,
+        "CodecPort": CodecPort.effects,
+        "ProgressPort": ProgressPort.effects,
+        "HandoverPort": HandoverPort(NoHandover(), in_thread=False).effects,
+    }
+    taken = {(kind.__name__, name) for name, kinds in ports.items() for kind in kinds}
+    assert {(effect, port) for effect, port, _ in ROWS} == taken
+    assert sorted(effect for effect, _, _ in ROWS) == sorted(k.__name__ for k in get_args(Effect))
+
+
+def test_events_of_the_table_are_those_that_a_request_may_hear_and_those_of_a_load() -> None:
+    named = {event for _, _, events in ROWS for event in events.split(", ") if event != "-"}
+    heard = {kind.__name__ for kind in get_args(RequestEvent)}
+    assert named == heard | {"WeightsLoaded", LoadFailed.__name__}

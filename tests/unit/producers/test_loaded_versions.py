@@ -1,0 +1,144 @@
+"""A worker that hosts several versions at once: loads beside what runs, drops what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dora_pipe.producers.worker.request import Phase
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
+from tests.support.worker import Worker, World
+
+ALL = {"versions_resident": 3}
+
+
+def long(seed: int, turn: int) -> int:
+    return 60
+
+
+def logged(world: World) -> dict[str, TrajectoryLogged]:
+    return {one.trajectory: one for one in world.facts(TrajectoryLogged)}
+
+
+def hosting(world: World, *versions: int, **changes: Any) -> Worker:
+    """A worker that has these versions."""
+    worker = world.start(versions[0], **(ALL | changes))
+    for version in versions[1:]:
+        loaded(world, worker, version)
+    return worker
+
+
+def loaded(world: World, worker: Worker, version: int) -> None:
+    world.decide(world.assign(worker, version))
+    world.until(worker, lambda: worker.machine.hosted.version == version)
+
+
+def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
+    world = World(lengths=long)
+    worker = hosting(world, 0)
+    world.decide(world.place(worker, 0))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
+    world.ticks(worker, 5)
+    world.decide(world.assign(worker, 1), world.place(worker, 1, version=0))
+    world.until(worker, lambda: worker.machine.hosted.version == 1)
+    assert worker.machine.requests.in_phase(Phase.RUNNING) >= 1, "nothing was waited for"
+    world.decide(world.place(worker, 2, version=1), world.place(worker, 3, version=0))
+    world.until_idle(worker)
+    found = logged(world)
+    assert {name: one.version for name, one in found.items()} == {
+        "g0000000000-000": 0,
+        "g0000000001-000": 0,
+        "g0000000002-000": 1,
+        "g0000000003-000": 0,
+    }
+    assert [one.version for one in world.facts(WorkerReady)] == [0, 1]
+    assert not world.facts(RequestFailed)
+
+
+def test_tokens_are_those_that_each_version_gives_alone() -> None:
+    world = World(lengths=long)
+    worker = hosting(world, 0, 1, 2)
+    world.decide(*(world.place(worker, number, version=number % 3) for number in range(6)))
+    world.until_idle(worker)
+    together = {name: world.trajectory(one).token_ids for name, one in logged(world).items()}
+    assert len(together) == 6
+    for version in range(3):
+        alone = World(lengths=long)
+        single = alone.start(version)
+        numbers = [number for number in range(6) if number % 3 == version]
+        alone.decide(*(alone.place(single, number, version=version) for number in numbers))
+        alone.until_idle(single)
+        for name, one in logged(alone).items():
+            assert list(alone.trajectory(one).token_ids) == list(together[name])
+
+
+def test_a_trajectory_has_one_segment_although_versions_came_while_it_ran() -> None:
+    world = World(lengths=long)
+    worker = hosting(world, 0)
+    world.decide(world.place(worker, 0))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
+    for version in (1, 2):
+        loaded(world, worker, version)
+    world.until_idle(worker)
+    (one,) = logged(world).values()
+    trajectory = world.trajectory(one)
+    assert [segment.kind for segment in trajectory.segments].count("model") == 1
+    assert trajectory.meta.weights == ()
+    assert len(trajectory.meta.prefills) == 1
+
+
+def test_version_that_is_here_already_is_reported_at_once() -> None:
+    world = World()
+    worker = hosting(world, 0, 1)
+    world.decide(world.assign(worker, 0))
+    world.ticks(worker, 4)
+    ready = world.facts(WorkerReady)
+    assert [(one.version, one.load_ms) for one in ready][-1] == (0, 0.0)
+    assert worker.machine.hosted.version == 0
+    world.decide(world.place(worker, 0, version=1), world.place(worker, 1, version=0))
+    world.until_idle(worker)
+    assert len(logged(world)) == 2
+
+
+def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:
+    world = World()
+    worker = hosting(world, 0, 1, 2)
+    world.decide(world.assign(worker, 3, 0, 1))
+    world.until(worker, lambda: worker.machine.hosted.version == 3)
+    assert worker.machine.loaded.versions == [2, 3]
+    world.decide(world.place(worker, 0, version=1), world.place(worker, 1, version=2))
+    world.until_idle(worker)
+    (failed,) = world.facts(RequestFailed)
+    assert (failed.error, failed.retryable) == ("OtherVersion", True)
+    assert len(logged(world)) == 1
+
+
+def test_request_of_a_version_that_is_dropped_all_the_same_is_handed_back() -> None:
+    world = World(lengths=long)
+    worker = hosting(world, 0, 1)
+    world.decide(world.place(worker, 0, version=0), world.place(worker, 1, version=1))
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 2)
+    world.decide(world.assign(worker, 2, 0))
+    world.until_idle(worker)
+    (failed,) = world.facts(RequestFailed)
+    assert (failed.trajectory, failed.error) == ("g0000000000-000", "Retargeted")
+    assert list(logged(world)) == ["g0000000001-000"]
+
+
+def test_version_without_room_ends_the_worker_in_one_line() -> None:
+    world = World()
+    worker = hosting(world, 0, 1, 2)
+    world.decide(world.assign(worker, 3))
+    world.until(worker, lambda: worker.machine.finished)
+    assert "3 versions are resident" in worker.machine.error
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_more_waits_than_slots_and_every_version_gets_its_turn(most: int) -> None:
+    world = World()
+    worker = hosting(world, 0, 1, versions_resident=most)
+    places = [world.place(worker, number, version=number % 2) for number in range(12)]
+    world.decide(*places)
+    world.until_idle(worker)
+    assert len(logged(world)) == 12

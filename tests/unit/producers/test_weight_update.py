@@ -1,0 +1,279 @@
+"""Weights change under running requests: what a sequence, its progress and its record say of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.producers.worker.request import ANY_VERSION, Hosted, Phase, pin_of
+from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerLeft, WorkerReady
+from dora_pipe.schemas.identity import Purpose
+from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Segment, mixing_error
+from dora_pipe.schemas.trajectory_codec import decode_progress
+from tests.support.worker import TOPICS, Worker, World, digest_of
+
+# Sequences
+
+
+def stays(*lengths: int) -> TokenSequence:
+    """A prompt of two tokens, then one stay of so many tokens under each of versions 3, 4, ..."""
+    sequence = TokenSequence([1, 2], at_ns=0)
+    sequence.start_stay(1)
+    for number, length in enumerate(lengths):
+        if number:
+            sequence.reload(10 + number, worker="w", epoch=7, version=2 + number)
+        sequence.sampled([number] * length, [-1.0] * length, [-0.5] * length)
+    return sequence
+
+
+def model(sequence: TokenSequence) -> list[tuple[int, int, int]]:
+    found: list[Segment] = [one for one in sequence.segments if one.kind == "model"]
+    return [(one.start, one.end, one.version) for one in found]
+
+
+def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None:
+    sequence = stays(3, 2, 4)
+    assert model(sequence) == [(2, 5, 3), (5, 7, 4)]
+    assert sequence.prefills == [2, 5, 7]
+    sequence.end_stay(20, worker="w", epoch=7, version=5)
+    assert model(sequence)[-1] == (7, 11, 5)
+    assert (sequence.versions, sequence.moves) == ([3, 4, 5], 0)
+
+
+def test_reload_before_the_first_token_leaves_the_stay_where_it_is() -> None:
+    sequence = stays(0, 0, 4)
+    assert (model(sequence), sequence.prefills) == ([], [2])
+    sequence = stays(3, 0, 4)
+    assert (model(sequence), sequence.prefills) == ([(2, 5, 3)], [2, 5])
+
+
+def test_progress_never_spans_two_versions() -> None:
+    sequence = stays(3, 2, 4)
+    found, start = [], 0
+    while start < sequence.sampled_tokens:
+        version, end = sequence.stretch(start, now=5)
+        found.append((version, start, end))
+        start = end
+    assert found == [(3, 0, 3), (4, 3, 5), (5, 5, 9)]
+    assert sequence.stretch(4, now=5) == (4, 5)
+    assert sequence.sampled_from(3, 5) == ([1, 1], [-1.0, -1.0], [-0.5, -0.5])
+
+
+def chunk(start: int, length: int, version: int, worker: str = "w") -> Progress:
+    return Progress(
+        trajectory="t",
+        attempt=1,
+        version=version,
+        digest=digest_of(version),
+        worker=worker,
+        epoch=7,
+        start=start,
+        token_ids=[9] * length,
+        logprobs=[-1.0] * length,
+        sampler_logprobs=[-1.0] * length,
+        prefills=(2,),
+        previous=-1,
+        started_ns=5,
+    )
+
+
+def test_chain_over_versions_is_taken_over_segment_by_segment() -> None:
+    sequence = TokenSequence([1, 2], at_ns=0)
+    chunks = [chunk(0, 3, 3), chunk(3, 2, 3), chunk(5, 2, 4), chunk(7, 1, 4, "x")]
+    sequence.resume(chunks)
+    assert model(sequence) == [(2, 7, 3), (7, 9, 4), (9, 10, 4)]
+
+
+def why(chunks: list[Progress], newest: int | None) -> str | None:
+    tokens = sum(len(one.token_ids) for one in chunks)
+    return chain_error(
+        chunks, trajectory="t", version=3, digest=digest_of(3), tokens=tokens, newest=newest
+    )
+
+
+def test_chain_over_versions_is_refused_where_nothing_mixes_and_where_it_goes_back() -> None:
+    grows = [chunk(0, 3, 3), chunk(3, 2, 4), chunk(5, 2, 6)]
+    assert why(grows, 6) is None
+    assert why(grows, 5) == "a progress record was made by version 6, not 4"
+    assert why(grows, None) == "a progress record was made by version 4, not 3"
+    back = [chunk(0, 3, 4), chunk(3, 2, 3)]
+    assert why(back, 9) == "a progress record was made by version 3, not 4"
+    other = replace(chunk(5, 2, 4), digest=digest_of(8))
+    assert why([chunk(0, 3, 3), chunk(3, 2, 4), other], 9) is not None
+    assert why([chunk(0, 3, 2)], 9) is not None
+
+
+# A worker
+
+LONG = 60
+
+
+def start(version: int = 0, **changes: Any) -> tuple[World, Worker]:
+    world = World(lengths=lambda seed, turn: LONG)
+    return world, world.start(version, interruptible=True, max_tokens=200, **changes)
+
+
+def loaded(world: World, worker: Worker, version: int) -> None:
+    world.decide(world.assign(worker, version))
+    world.until(worker, lambda: worker.machine.hosted.version == version)
+
+
+def test_running_request_goes_on_under_every_version_that_is_loaded() -> None:
+    world, worker = start()
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 20)
+    loaded(world, worker, 1)
+    world.ticks(worker, 20)
+    loaded(world, worker, 2)
+    world.until_idle(worker)
+    (one,) = world.trajectories().values()
+    assert (one.version, one.digest) == (0, digest_of(0))
+    assert one.versions == [0, 1, 2]
+    assert one.sampled == LONG
+    assert [(each.version, each.digest) for each in one.meta.weights] == [
+        (1, digest_of(1)),
+        (2, digest_of(2)),
+    ]
+    assert mixing_error(one, 2) == ""
+    starts = [part.start for part in one.segments if part.kind == "model"]
+    assert list(one.meta.prefills) == starts
+    (fact,) = world.facts(TrajectoryLogged)
+    assert (fact.version, fact.digest) == (0, digest_of(0)), "it is reported as dispatched"
+    assert [ready.version for ready in world.facts(WorkerReady)] == [0, 1, 2]
+
+
+def test_worker_of_a_run_that_does_not_mix_versions_finishes_first() -> None:
+    world = World(lengths=lambda seed, turn: LONG)
+    worker = world.start()
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 20)
+    loaded(world, worker, 1)
+    world.until_idle(worker)
+    (one,) = world.trajectories().values()
+    assert (one.versions, one.meta.weights) == ([0], ())
+
+
+def test_evaluation_is_finished_before_the_next_version_is_loaded() -> None:
+    world, worker = start()
+    world.decide(world.place(worker, 1, purpose="eval"))
+    world.ticks(worker, 20)
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 10)
+    loaded(world, worker, 1)
+    world.until_idle(worker)
+    found = {one.meta.purpose: one.versions for one in world.trajectories().values()}
+    assert found == {"eval": [0], "train": [0, 1]}
+
+
+def test_evaluation_takes_the_next_free_slot() -> None:
+    world, worker = start(slots=1, prefetch=0)
+    world.decide(*(world.place(worker, one) for one in range(3)))
+    world.ticks(worker, 5)
+    world.decide(world.place(worker, 7, purpose="eval"))
+    world.until_idle(worker)
+    order = [one.trajectory[:11] for one in world.facts(TrajectoryLogged)]
+    assert order.index("e0000000007") == 1
+
+
+def test_placement_under_an_older_version_is_taken_and_under_a_newer_one_refused() -> None:
+    world, worker = start(version=2)
+    world.decide(
+        world.place(worker, 0, version=1),
+        world.place(worker, 1, version=3),
+        world.place(worker, 2, version=1, purpose="eval"),
+    )
+    world.until_idle(worker)
+    refused = {one.trajectory: one.error for one in world.facts(RequestFailed)}
+    assert refused == {"g0000000001-000": "OtherVersion", "e0000000002-000": "OtherVersion"}
+    (one,) = world.trajectories().values()
+    assert (one.version, one.versions) == (1, [2])
+
+
+def test_placement_with_other_weights_of_the_present_version_is_refused() -> None:
+    world, worker = start(version=2)
+    place = world.place(worker, 0, version=2)
+    spec = msgspec.structs.replace(place.spec, digest=digest_of(9))
+    world.decide(msgspec.structs.replace(place, spec=spec))
+    world.ticks(worker, 4)
+    (failure,) = world.facts(RequestFailed)
+    assert failure.error == "OtherVersion"
+
+
+def test_request_that_leaves_its_worker_goes_on_elsewhere_from_a_chain_of_versions() -> None:
+    world, worker = start()
+    place = world.place(worker, 0)
+    world.decide(place)
+    world.ticks(worker, 20)
+    loaded(world, worker, 1)
+    world.ticks(worker, 20)
+    world.stop(worker)
+    (left,) = world.facts(WorkerLeft)
+    resume = left.progress[place.trajectory]
+    made = [decode_progress(record.value) for record in world.records(TOPICS.progress)]
+    assert [one.version for one in made] == sorted(one.version for one in made)
+    assert {one.version for one in made} == {0, 1}
+    assert all(one.digest == digest_of(one.version) for one in made)
+    assert all(point < 2 + one.start + len(one.token_ids) for one in made for point in one.prefills)
+    other = world.start(2, worker="w1", interruptible=True, max_tokens=200)
+    world.decide(world.place(other, 0, attempt=2, resume=resume))
+    world.until_idle(other)
+    (one,) = world.trajectories().values()
+    assert one.versions == [0, 1, 2]
+    assert [part.worker for part in one.segments] == ["", "w0", "w0", "w1"]
+    assert [each.version for each in one.meta.weights] == [1, 2]
+    assert one.sampled == LONG
+
+
+def test_chain_of_a_later_version_than_the_host_is_not_gone_on_from() -> None:
+    world, worker = start(version=1)
+    place = world.place(worker, 0, version=0)
+    world.decide(place)
+    world.ticks(worker, 30)
+    world.stop(worker)
+    resume = world.facts(WorkerLeft)[0].progress[place.trajectory]
+    other = world.start(0, worker="w1", interruptible=True, max_tokens=200)
+    world.decide(world.place(other, 0, attempt=2, resume=resume))
+    world.until_idle(other)
+    assert other.counts["progress unusable"] == 1
+    (one,) = world.trajectories().values()
+    assert one.versions == [0]
+
+
+def test_cancelled_request_is_gone_also_while_weights_are_loaded() -> None:
+    world, worker = start()
+    place = world.place(worker, 0)
+    world.decide(place)
+    world.ticks(worker, 20)
+    world.decide(world.assign(worker, 1), world.cancel(place))
+    world.until_idle(worker)
+    world.ticks(worker, 20)
+    assert world.trajectories() == {}
+    assert worker.engine.active == 0
+
+
+@pytest.mark.parametrize(
+    ("interruptible", "purpose", "pin"),
+    [(True, "train", ANY_VERSION), (True, "eval", 1), (False, "train", 1), (False, "eval", 1)],
+)
+def test_only_training_requests_of_an_interruptible_run_need_no_version(
+    interruptible: bool, purpose: Purpose, pin: int
+) -> None:
+    world = World()
+    worker = world.start(1, interruptible=interruptible)
+    place = world.place(worker, 0, version=1, purpose=purpose)
+    assert pin_of(place, worker.setup) == pin
+
+
+def test_rows_say_what_samples_them() -> None:
+    world, worker = start()
+    world.decide(world.place(worker, 0))
+    world.ticks(worker, 10)
+    loaded(world, worker, 1)
+    (row,) = worker.machine.requests.by_key.values()
+    assert (row.phase, row.hosted) == (Phase.RUNNING, Hosted(1, digest_of(1)))
+    assert row.own == Hosted(0, digest_of(0))

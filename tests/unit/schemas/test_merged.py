@@ -1,0 +1,61 @@
+"""Statuses say what has changed; merged in order they say what whole ones would."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.schemas.control import Resume
+from dora_pipe.schemas.metrics import WorkerStatus, merged
+from tests.golden.later_values import STATUS_SINCE
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+RESUMES = st.builds(Resume, tokens=st.integers(1, 3), partition=st.just(0), offset=st.just(1))
+PROGRESS = st.dictionaries(NAMES, RESUMES)
+
+
+def status(progress: dict[str, Resume], *, since: bool = False, **more: object) -> WorkerStatus:
+    """A status of one incarnation."""
+    one = msgspec.structs.replace(STATUS_SINCE, since=since, ended=(), progress=progress)
+    return msgspec.structs.replace(one, **more)
+
+
+def change(before: dict[str, Resume], after: dict[str, Resume]) -> WorkerStatus:
+    """As a worker says it."""
+    newer = {name: one for name, one in after.items() if before.get(name) != one}
+    return status(newer, since=True, ended=tuple(sorted(before.keys() - after.keys())))
+
+
+@given(st.lists(PROGRESS, min_size=1))
+def test_changes_merged_in_order_are_the_whole(wholes: list[dict[str, Resume]]) -> None:
+    told = merged(None, status(wholes[0]))
+    for before, after in pairwise(wholes):
+        told = merged(told, change(before, after))
+        assert told == status(after)
+
+
+@given(PROGRESS, PROGRESS, PROGRESS)
+def test_who_begins_in_the_middle_says_nothing_wrong_and_is_whole_with_the_next_whole_status(
+    first: dict[str, Resume], second: dict[str, Resume], third: dict[str, Resume]
+) -> None:
+    told = merged(None, change(first, second))
+    assert told.progress.items() <= second.items()
+    told = merged(told, change(second, third))
+    assert told.progress.items() <= third.items()
+    assert merged(told, status(third)) == status(third)
+
+
+def test_another_incarnation_has_nothing_of_the_one_before() -> None:
+    resume = Resume(tokens=1, partition=0, offset=1)
+    before = status({"a": resume}, epoch=1)
+    later = status({"b": resume}, since=True, epoch=2)
+    assert merged(before, later).progress == {"b": resume}
+    assert before.progress == {"a": resume}, "what was merged is left as it is"
+
+
+def test_status_of_an_older_version_is_whole() -> None:
+    resume = Resume(tokens=1, partition=0, offset=1)
+    assert merged(status({"a": resume}), status({"b": resume})).progress == {"b": resume}

@@ -1,0 +1,228 @@
+"""Adapters as files: what a digest covers, what is refused, what merging and exporting give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.adapters import (
+    BASE,
+    CONFIG,
+    FOLDER,
+    SCALE,
+    WEIGHTS,
+    Adapter,
+    adapter_sources,
+    base_of,
+    read_adapter,
+    stands_on,
+    write_merged,
+    write_peft,
+)
+from dora_pipe.store.model_dir import export_model
+from dora_pipe.store.safetensors_file import (
+    Source,
+    mapped,
+    read_entries,
+    read_manifest,
+    write_tensors,
+)
+from dora_pipe.store.store import PolicyStore
+from tests.support.adapters import publish, random_adapter
+
+SHAPES = {
+    "model.embed_tokens.weight": (20, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 12),
+    "model.norm.weight": (8,),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PolicyStore:
+    return PolicyStore(tmp_path / "policies")
+
+
+def base_weights(store: PolicyStore, seed: int = 0) -> str:
+    chance = np.random.default_rng(seed)
+
+    def source(name: str, shape: tuple[int, ...]) -> Source:
+        data = chance.standard_normal(shape).astype("<f4").tobytes()
+        return Source(name=name, dtype="F32", shape=shape, data=lambda: data)
+
+    sources = [source(name, shape) for name, shape in SHAPES.items()]
+    return store.publish_weights(lambda path: write_tensors(path, sources)).digest
+
+
+def adapter_on(store: PolicyStore, base: str, seed: int = 0) -> Adapter:
+    return random_adapter(store.weights_path(base), base, seed=seed)
+
+
+def test_adapter_comes_back_as_it_was_and_names_its_base(store: PolicyStore) -> None:
+    base = base_weights(store)
+    adapter = adapter_on(store, base)
+    manifest = publish(store, adapter)
+    path = store.weights_path(manifest.digest)
+    found = read_adapter(path, digest=manifest.digest)
+    assert (found.base, found.scale, found.rank) == (base, 2.0, 4)
+    assert found.pairs.keys() == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"}
+    for layer, pair in found.pairs.items():
+        for mine, theirs in zip(pair, adapter.pairs[layer], strict=True):
+            assert np.array_equal(mine, theirs)
+    assert base_of(path) == base
+    assert base_of(store.weights_path(base)) is None
+    assert stands_on(manifest, base)
+    assert not stands_on(manifest, "ab" * 32)
+    assert not stands_on(read_manifest(store.weights_path(base)), base)
+
+
+def test_digest_covers_base_and_scale(store: PolicyStore) -> None:
+    first, second = base_weights(store), base_weights(store, seed=1)
+    adapter = adapter_on(store, first)
+    other_base = Adapter(base=second, scale=adapter.scale, pairs=adapter.pairs)
+    other_scale = Adapter(base=first, scale=1.0, pairs=adapter.pairs)
+    digests = {publish(store, one).digest for one in (adapter, other_base, other_scale)}
+    assert len(digests) == 3
+
+
+def test_merged_weights_are_the_base_and_the_product(store: PolicyStore, tmp_path: Path) -> None:
+    base = base_weights(store)
+    adapter = adapter_on(store, base)
+    path = tmp_path / "merged.safetensors"
+    write_merged(store.weights_path(base), adapter, path)
+    before, after = tensors(store.weights_path(base)), tensors(path)
+    assert before.keys() == after.keys()
+    for name, matrix in before.items():
+        pair = adapter.pairs.get(name.removesuffix(".weight"))
+        wanted = matrix if pair is None else matrix + 2.0 * (pair[1] @ pair[0])
+        assert np.allclose(after[name], wanted, atol=1e-5), name
+        assert (pair is None) == np.array_equal(after[name], matrix)
+
+
+def test_exported_policy_has_merged_weights_and_the_adapter_beside_them(
+    store: PolicyStore, tmp_path: Path
+) -> None:
+    base = base_weights(store)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x"}))
+    assets = store.publish_assets([tmp_path / "config.json"])
+    manifest = publish(store, adapter_on(store, base))
+    out = tmp_path / "out"
+    export_model(store, manifest.digest, assets, out)
+    assert tensors(out / "model.safetensors").keys() == SHAPES.keys()
+    config = json.loads((out / FOLDER / CONFIG).read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+    names = {entry.name for entry in read_entries(out / FOLDER / WEIGHTS)}
+    assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in names
+    assert not names & {BASE, SCALE}
+
+
+def test_exported_adapter_has_the_names_shapes_and_keys_that_peft_reads(
+    store: PolicyStore, tmp_path: Path
+) -> None:
+    adapter = adapter_on(store, base_weights(store))
+    out = tmp_path / "adapter"
+    write_peft(out, adapter)
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    shapes = {one.name: one.shape for one in read_entries(out / "adapter_model.safetensors")}
+    assert shapes == {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8),
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (8, 4),
+        "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": (4, 12),
+        "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight": (8, 4),
+    }
+    found = tensors(out / "adapter_model.safetensors")
+    for layer, (a, b) in adapter.pairs.items():
+        assert np.array_equal(found[f"base_model.model.{layer}.lora_A.weight"], a)
+        assert np.array_equal(found[f"base_model.model.{layer}.lora_B.weight"], b)
+    data = (out / "adapter_model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"] == {"format": "pt"}
+    assert json.loads((out / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["down_proj", "q_proj"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("alpha", "rank"), [(16.0, 6), (16.0, 16), (32.0, 12), (1.0, 3), (0.1, 7), (22.5, 64)]
+)
+def test_alpha_comes_back_as_the_number_that_was_configured(alpha: float, rank: int) -> None:
+    scale = float(np.float32(alpha / rank))
+    pairs = {"x": (np.zeros((rank, 2), np.float32), np.zeros((2, rank), np.float32))}
+    assert Adapter(base="", scale=scale, pairs=pairs).alpha == alpha
+
+
+def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path: Path) -> None:
+    base = base_weights(store)
+    adapter = adapter_on(store, base)
+    manifest = publish(store, adapter)
+    path = store.weights_path(manifest.digest)
+    with pytest.raises(PolicyError, match="weights digest"):
+        read_adapter(path, digest="0" * 64)
+    whole = store.weights_path(base)
+    with pytest.raises(PolicyError, match="what it stands on"):
+        read_adapter(whole, digest=base)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "changed", "match"),
+    [
+        ("lora_B", None, "is no adapter: tensor"),
+        (SCALE, None, "what it stands on"),
+        ("", Source(name=BASE, dtype="U8", shape=(3,), data=lambda: b"abc"), "is no digest"),
+        ("", Source(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"), "is no number"),
+        ("", Source(name="more", dtype="U8", shape=(1,), data=lambda: b"a"), "tensor 'more'"),
+    ],
+)
+def test_file_that_is_not_quite_an_adapter_is_refused(
+    store: PolicyStore, tmp_path: Path, dropped: str, changed: Source | None, match: str
+) -> None:
+    sources = {one.name: one for one in adapter_sources(adapter_on(store, base_weights(store)))}
+    if dropped:
+        del sources[next(name for name in sources if dropped in name)]
+    if changed is not None:
+        sources[changed.name] = changed
+    path = tmp_path / "odd.safetensors"
+    manifest = write_tensors(path, sources.values())
+    with pytest.raises(PolicyError, match=match):
+        read_adapter(path, digest=manifest.digest)
+
+
+def test_adapter_of_another_model_is_not_merged(store: PolicyStore, tmp_path: Path) -> None:
+    base = base_weights(store)
+    adapter = adapter_on(store, base)
+    odd = Adapter(
+        base=base, scale=1.0, pairs={"model.layers.7.x": next(iter(adapter.pairs.values()))}
+    )
+    with pytest.raises(PolicyError, match="does not fit"):
+        write_merged(store.weights_path(base), odd, tmp_path / "m")
+    swapped = {layer: (b.T.copy(), a.T.copy()) for layer, (a, b) in adapter.pairs.items()}
+    odd = Adapter(base=base, scale=1.0, pairs=swapped)
+    with pytest.raises(PolicyError, match="does not fit"):
+        write_merged(store.weights_path(base), odd, tmp_path / "m")
+
+
+def tensors(path: Path) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    with mapped(path) as data:
+        return {
+            entry.name: np.frombuffer(bytes(data[entry.start : entry.end]), "<f4").reshape(
+                entry.shape
+            )
+            for entry in read_entries(path)
+        }

@@ -1,0 +1,65 @@
+"""Values too large for the log lie where the policies lie, also when that is elsewhere."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from dora_pipe.bus.claim_check import ClaimBus
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.store.arrow_files import ArrowFiles
+from dora_pipe.store.log_location import SharedClaims
+
+VALUE = b"value" * 1000
+DIGEST = sha256(VALUE).hexdigest()
+
+
+def shared(tmp_path: Path, machine: str) -> SharedClaims:
+    """What one machine has of a common store."""
+    return SharedClaims(
+        ArrowFiles(fs.LocalFileSystem(), str(tmp_path / "shared")), tmp_path / machine
+    )
+
+
+def test_one_machine_writes_and_another_reads(tmp_path: Path) -> None:
+    log = MemoryLog()
+    here = ClaimBus(MemoryBus(log), shared(tmp_path, "here"))
+    here.create([TopicSpec(name="r.progress", record_bytes_max=1000)])
+    here.writer().append([Append(topic="r.progress", value=VALUE)])
+    there = ClaimBus(MemoryBus(log), shared(tmp_path, "there"))
+    reader = there.reader({TopicPartition("r.progress", 0): 0})
+    assert [record.value for record in reader.poll(timeout_s=0)] == [VALUE]
+    assert (tmp_path / "shared" / "claims" / DIGEST).read_bytes() == VALUE
+    for machine in ("here", "there"):
+        assert list((tmp_path / machine).iterdir()) == [], "nothing stays on a machine"
+
+
+def test_what_is_not_there_or_of_another_size_is_none(tmp_path: Path) -> None:
+    claims = shared(tmp_path, "here")
+    assert claims.read(DIGEST, len(VALUE)) is None
+    claims.write(DIGEST, VALUE)
+    assert claims.read(DIGEST, len(VALUE)) == VALUE
+    assert claims.read(DIGEST, len(VALUE) - 1) is None
+
+
+class GoneFiles(ArrowFiles):
+    """The store is away."""
+
+    def put(self, source: Path, name: str) -> None:
+        raise ResourceError("the store is away")
+
+    def get(self, name: str, target: Path) -> bool:
+        raise ResourceError("the store is away")
+
+
+def test_a_store_that_is_away_is_an_error_of_the_log_that_is_tried_again(tmp_path: Path) -> None:
+    claims = SharedClaims(GoneFiles(fs.LocalFileSystem(), "nowhere"), tmp_path)
+    with pytest.raises(BusFull, match="nowhere"):
+        claims.write(DIGEST, VALUE)
+    with pytest.raises(BusError, match="away"):
+        claims.read(DIGEST, len(VALUE))

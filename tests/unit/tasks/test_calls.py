@@ -1,0 +1,90 @@
+"""Frames survive being torn anywhere, and what is no frame is refused."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks import calls
+from dora_pipe.producers.tasks.calls import (
+    MESSAGE_CHARS_MAX,
+    Answer,
+    Call,
+    End,
+    EnvObserved,
+    EnvStep,
+    Facts,
+    Frame,
+    Hello,
+    PromptCall,
+    PromptReady,
+    Refused,
+    RewardCall,
+    Rewarded,
+    Setup,
+    TaskFailed,
+    one_line,
+    pack,
+    unpack,
+)
+
+DOWN: list[Frame] = [
+    Call(1, None, PromptCall(request="a", split="train", index=5)),
+    Call(2, 1, EnvStep(request="a", text='text with "quotes" and ünïcode\n')),
+    Call(3, None, RewardCall(request="b", split="eval", index=0, text="", turns=("a", ""))),
+    End(1),
+    Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
+]
+FACTS = Facts(train_digest="a", train_rows=1, eval_digest="b", eval_rows=0, reward_digest="")
+UP: list[Frame] = [
+    Hello(FACTS),
+    Refused("why", None, True),
+    Answer(1, PromptReady(request="a", text="text", episode=False)),
+    Answer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
+    Answer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
+    Answer(4, TaskFailed(request="a", error="ValueError", message="why")),
+]
+
+
+def test_every_kind_of_frame_comes_back_equal() -> None:
+    assert {type(frame) for frame in DOWN} == set(get_args(calls.Down))
+    assert {type(frame) for frame in UP} == set(get_args(calls.Up))
+    asked = {type(frame.call) for frame in DOWN if isinstance(frame, Call)}
+    answered = {type(frame.event) for frame in UP if isinstance(frame, Answer)}
+    assert asked == set(get_args(calls.TaskCall))
+    assert answered == set(get_args(calls.Answered))
+    for frames, decoder in ((DOWN, calls.DOWN), (UP, calls.UP)):
+        buffer = bytearray(b"".join(pack(frame) for frame in frames))
+        assert [decoder.decode(body) for body in unpack(buffer)] == frames
+        assert not buffer
+
+
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60))
+def test_frames_torn_anywhere_are_put_together_again(cuts: list[int]) -> None:
+    data = b"".join(pack(frame) for frame in DOWN)
+    buffer, found, at = bytearray(), [], 0
+    for size in [*cuts, len(data)]:
+        buffer += data[at : at + size]
+        at += size
+        found += [calls.DOWN.decode(body) for body in unpack(buffer)]
+    assert found == DOWN
+
+
+def test_length_that_no_frame_has_is_refused_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
+        list(unpack(bytearray(b"\xff" * 8)))
+    monkeypatch.setattr(calls, "FRAME_BYTES_MAX", 50)
+    with pytest.raises(ValueError, match="above the limit of 50"):
+        pack(Call(1, 1, EnvStep(request="a", text="x" * 60)))
+
+
+@given(text=st.text())
+def test_one_line_is_one_short_line(text: str) -> None:
+    line = one_line(text)
+    assert len(line) <= MESSAGE_CHARS_MAX
+    assert len(line.splitlines()) <= 1
+    assert line.encode().decode() == line

@@ -1,0 +1,116 @@
+"""A full disk is named by who can still look, bounded in time, and counted against nobody."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.console import LOG_CHARACTERS_MAX, LogLines
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ResourceError
+from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.launch import disk_watch as disk
+from dora_pipe.launch.disk_watch import FULL_BYTES, DiskWatch, free_bytes, full_disk
+from dora_pipe.producers.tasks.server import TRACEBACK_LINES_MAX, traceback_of
+from tests.support.worker import VirtualClock
+
+
+class Disk:
+    """How much room there is, as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = 10 * FULL_BYTES
+        monkeypatch.setattr(disk, "free_bytes", lambda path: self.free)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def look(watch: DiskWatch, clock: VirtualClock, seconds: float) -> None:
+    """Look often, for so long."""
+    for _ in range(int(seconds * 2)):
+        clock.ns += 500_000_000
+        watch.turn()
+
+
+def test_a_full_disk_is_told_once_and_so_is_room(room: Disk, tmp_path: Path) -> None:
+    told: list[str] = []
+    clock = VirtualClock()
+    watch = DiskWatch((tmp_path,), told.append, clock)
+    look(watch, clock, 5)
+    assert (told, watch.full) == ([], False)
+    room.free = 0
+    look(watch, clock, 30)
+    assert watch.full
+    (line,) = told
+    assert line.startswith(f"the disk under {tmp_path} is full: 0 B free; roles wait, dispatch is")
+    assert f"{DELIVERY_TIMEOUT_S:g} s" in line
+    room.free = 10 * FULL_BYTES
+    look(watch, clock, 5)
+    assert told[1:] == ["there is room on the disk again; the run goes on"]
+    assert not watch.full
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_line(room: Disk, tmp_path: Path) -> None:
+    clock = VirtualClock()
+    watch = DiskWatch((tmp_path,), lambda line: None, clock)
+    room.free = 100
+    with pytest.raises(ResourceError, match="is full: 100 B free, and was for 120 s") as ended:
+        look(watch, clock, DELIVERY_TIMEOUT_S + 10)
+    assert "make room" in (ended.value.hint or "")
+    assert clock.ns < (DELIVERY_TIMEOUT_S + 5) * 1e9
+
+
+def test_room_in_between_starts_the_time_anew(room: Disk, tmp_path: Path) -> None:
+    clock = VirtualClock()
+    watch = DiskWatch((tmp_path,), lambda line: None, clock)
+    for _ in range(3):
+        room.free = 0
+        look(watch, clock, DELIVERY_TIMEOUT_S - 10)
+        assert watch.full
+        room.free = 10 * FULL_BYTES
+        look(watch, clock, 5)
+    assert not watch.full
+
+
+def test_every_place_is_looked_at_and_one_that_is_not_there_yet_is_its_parent(
+    room: Disk, tmp_path: Path
+) -> None:
+    assert full_disk(tmp_path, tmp_path / "later" / "store") == ""
+    room.free = 0
+    assert f"under {tmp_path}" in full_disk(tmp_path, tmp_path / "later")
+
+
+def test_room_is_what_the_file_system_says(tmp_path: Path) -> None:
+    found = free_bytes(tmp_path / "not" / "there")
+    assert abs(found - shutil.disk_usage(tmp_path).free) < 1 << 30 or os.geteuid() == 0
+    assert found > 0
+
+
+def test_a_text_of_any_length_is_cut_before_it_reaches_a_log() -> None:
+    lines = LogLines("%(message)s")
+    try:
+        raise ValueError("y" * 300_000)
+    except ValueError as error:
+        raised: Any = (ValueError, error, error.__traceback__)
+    record = logging.LogRecord("n", logging.INFO, "p", 1, "%s", ("x" * 300_000,), raised)
+    written = lines.format(record)
+    assert max(map(len, written.splitlines())) <= LOG_CHARACTERS_MAX
+
+
+@pytest.mark.parametrize("text", ["x" * 300_000, "line\n" * 60_000])
+def test_what_a_reward_raised_is_cut_before_it_reaches_a_role_s_log(text: str) -> None:
+    try:
+        raise KeyError(text) if "\n" not in text else ValueError(text)
+    except (KeyError, ValueError) as error:
+        shown = traceback_of(error)
+    lines = shown.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert max(map(len, lines)) <= MESSAGE_CHARACTERS_MAX
+    assert len(lines) <= TRACEBACK_LINES_MAX + 1

@@ -1,0 +1,57 @@
+"""Every link inside the repository leads to a file that is there, and to a heading in it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support import tidy
+
+PAGES = [path for path in tidy.files(".md") if path.parts[0] != "tests"]
+"""Texts below `tests` are sections of pages that are printed to docs/."""
+LINK = re.compile(r"\]\((?P<path>[^)\s#]*)(?:#(?P<heading>[^)\s]+))?\)")
+
+
+@cache
+def headings(page: Path) -> frozenset[str]:
+    """The anchors that a page's headings get: lower case, words with dashes between."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return frozenset(one.replace(" ", "-") for one in plain)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    here = tidy.ROOT / page
+    broken = []
+    for found in LINK.finditer(here.read_text()):
+        path, heading = found["path"], found["heading"]
+        if ":" in path:
+            continue  # of the web
+        target = here.parent / path if path else here
+        there = target.exists() and (
+            not heading or target.suffix != ".md" or heading in headings(target)
+        )
+        if not there:
+            broken.append(found[0])
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parts[0] == "docs"], ids=str)
+def test_every_module_that_a_page_names_by_its_path_is_there(page: Path) -> None:
+    if "decisions" in page.parts:
+        return  # what was decided is said in the words of its day
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", (tidy.ROOT / page).read_text())
+    assert [path for path in named if not (tidy.ROOT / path).exists()] == []
+
+
+def test_a_link_that_leads_nowhere_would_be_seen() -> None:
+    found = LINK.search("see [records](docs/reference/records.md#no-such-heading)")
+    assert found is not None
+    assert (found["path"], found["heading"]) == ("docs/reference/records.md", "no-such-heading")
+    assert "no-such-heading" not in headings(tidy.ROOT / found["path"])
+    assert "how-a-log-is-read" in headings(tidy.ROOT / found["path"])

@@ -1,0 +1,56 @@
+"""A log is told to another process as plain data, and opens there as here."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.bus.claim_check import ClaimBus
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.config.model import Bus, Config, Model, Run, Store, Task
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.launch.run_dir import RunDir
+from dora_pipe.store.log_location import LogLocation
+
+
+def _config(**changes: object) -> Config:
+    plain = Config(
+        run=Run(name="demo", steps=1), model=Model(path="m"), task=Task(kind="arithmetic")
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def test_place_that_crossed_as_bytes_opens_the_same_log(tmp_path: Path) -> None:
+    place = RunDir(tmp_path).log_location(_config())
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(place), type=LogLocation)
+    assert there == place
+    SqliteBus(tmp_path / "log.sqlite").close()
+    here = place.open()
+    here.create([TopicSpec(name="t", partitions=1)])
+    here.writer().append([Append(topic="t", value=b"one")])
+    bus = there.open()
+    reader = bus.reader({TopicPartition("t", 0): 0})
+    assert [one.value for one in reader.poll(timeout_s=1.0)] == [b"one"]
+    assert isinstance(bus, ClaimBus)
+
+
+def test_place_holds_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DORA_PIPE_KAFKA_PASSWORD", "open sesame")
+    bus = Bus(url="kafka://localhost:1", protocol="SASL_SSL", username="worker")
+    place = RunDir(tmp_path).log_location(_config(bus=bus))
+    assert b"sesame" not in msgspec.json.encode(place)
+    assert place.bus is not None
+    assert place.bus.username == "worker"
+
+
+def test_place_without_the_secret_it_needs_is_one_line(tmp_path: Path) -> None:
+    bus = Bus(url="kafka://localhost:1", protocol="SASL_SSL", username="worker")
+    with pytest.raises(ConfigError):
+        RunDir(tmp_path).log_location(_config(bus=bus)).open()
+
+
+def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
+    store = Store(path=str(tmp_path / "elsewhere"))
+    place = RunDir(tmp_path).log_location(_config(store=store))
+    assert place.claims == str(tmp_path / "elsewhere" / "claims")

@@ -1,0 +1,83 @@
+"""Long commands say on stderr how far they are; stdout stays data."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.cli import progress
+from dora_pipe.cli.output import emit_line
+from dora_pipe.cli.progress import Progress
+from dora_pipe.cli.watched_bus import FAR, WatchedBus
+
+LIMIT_S = 10.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for another thread; a broken one fails the test."""
+    end_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < end_s
+        threading.Event().wait(0.005)
+
+
+def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress("reading") as told:
+        told("reading", 1, 2)
+        emit_line("data")
+    assert capsys.readouterr() == ("data\n", "")
+
+
+def test_long_work_is_lines_where_stderr_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_S", 0.01)
+    said: list[str] = []
+    monkeypatch.setattr(progress, "say", said.append)
+    with progress.progress("reading") as told:
+        told("reading", 30, 100)
+        until(lambda: len(said) > 1)
+    assert said[-1] == "reading, 30% (0 s)"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_is_taken_away_before_a_line_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    events: list[str] = []
+    monkeypatch.setattr(Progress, "draw", lambda self: events.append("drawn"))
+    monkeypatch.setattr(Progress, "clear", lambda self: events.append("cleared"))
+    with progress.progress("reading"):
+        until(lambda: "drawn" in events)
+        emit_line("data")
+        assert "cleared" in events
+    assert capsys.readouterr().out == "data\n"
+    assert events[-1] == "cleared"
+
+
+def test_readers_of_a_watched_log_tell_how_far_they_are() -> None:
+    bus = MemoryBus(MemoryLog())
+    bus.create([TopicSpec(name="x.control")])
+    bus.writer().append([Append(topic="x.control", value=b"v")] * (2 * FAR))
+    told: list[tuple[str, float, float | None]] = []
+
+    class Heard(Progress):
+        def __call__(self, phase: str, done: float = 0, total: float | None = None) -> None:
+            told.append((phase, done, total))
+
+    at = TopicPartition("x.control", 0)
+    reader = WatchedBus(bus, Heard()).reader({at: 0})
+    while reader.position(at) < bus.end(at):
+        reader.poll(timeout_s=0)
+    assert told[0][0] == "reading control"
+    assert told[-1][1] == told[-1][2] == bus.end(at)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

@@ -1,0 +1,51 @@
+"""Who watches a run waits out an outage of the log, and ends the run when the log was cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
+from dora_pipe.launch.run import RunConsole
+
+
+class Scripted:
+    """A view of a log that answers as it is told to."""
+
+    def __init__(self, *answers: list[str] | BusError) -> None:
+        self._answers = list(answers)
+
+    def lines(self) -> list[str]:
+        answer = self._answers.pop(0)
+        if isinstance(answer, BusError):
+            raise answer
+        return answer
+
+
+def console(told: list[str], *answers: list[str] | BusError) -> RunConsole:
+    view: Any = Scripted(*answers)
+    return RunConsole(view, told.append)
+
+
+def test_an_outage_is_told_once_and_so_is_its_end() -> None:
+    told: list[str] = []
+    away = BusError("nobody answers")
+    looks = console(told, ["step 0"], away, away, away, ["step 1"], [])
+    for _ in range(6):
+        looks.turn()
+    assert told == [
+        "step 0",
+        "the log is away (nobody answers); the roles wait for it",
+        "the log is back",
+        "step 1",
+    ]
+
+
+def test_a_log_that_was_cut_breaks_the_promise() -> None:
+    told: list[str] = []
+    looks = console(told, LogTruncated("it ends at 5, before the position 9", hint="a copy"))
+    with pytest.raises(InvariantBroken, match="ends at 5") as caught:
+        looks.turn()
+    assert caught.value.hint == "a copy"
+    assert told == []

@@ -1,0 +1,54 @@
+"""The house gets no larger unseen: lines, small modules, class names, the way of a trajectory.
+
+A bound that is in the way is looked at before it is raised: what became unnecessary?
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support import size
+from tests.support.tidy import ROOT
+
+INSTALLED_LINES_MAX = 74_500
+WITH_BENCHES_LINES_MAX = 85_000
+TESTS_LINES_MAX = 76_000
+SMALL_MODULES_MAX = 65
+REPEATED_CLASSES_MAX = 12
+LIFE_FILES_MAX, LIFE_LINES_MAX = 65, 17_000
+FOLDERS_MAX = 16
+
+ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)
+
+
+@pytest.mark.parametrize(("path", "name"), ROWS, ids=[path for path, _ in ROWS])
+def test_what_the_life_of_a_trajectory_names_is_in_that_file(path: str, name: str) -> None:
+    text = (ROOT / path).read_text()
+    assert re.search(rf"^(class|def|    def) {name}\b", text, re.M), name
+
+
+def test_the_way_of_a_trajectory_gets_no_longer() -> None:
+    way = size.life()
+    assert len(ROWS) > 40
+    assert len(way) <= LIFE_FILES_MAX
+    assert sum(size.size_of(path).lines for path in way) <= LIFE_LINES_MAX
+
+
+def test_lines_stay_within_their_bounds() -> None:
+    sizes = size.by_folder()
+    installed = size.total(sizes)
+    assert installed.lines <= INSTALLED_LINES_MAX
+    assert (installed + size.total(sizes, ["bench"])).lines <= WITH_BENCHES_LINES_MAX
+    assert size.total(sizes, ["tests"]).lines <= TESTS_LINES_MAX
+
+
+def test_modules_are_ideas_and_class_names_say_something() -> None:
+    assert len(size.small_modules()) <= SMALL_MODULES_MAX
+    assert len(size.repeated_classes()) <= REPEATED_CLASSES_MAX
+
+
+def test_folders_at_the_top_can_be_counted_at_a_look() -> None:
+    tops = {path.parts[0] for path in size.modules() if len(path.parts) > 1}
+    assert len(tops - {"examples", "infra", "tests"}) <= FOLDERS_MAX

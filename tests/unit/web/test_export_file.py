@@ -1,0 +1,110 @@
+"""One file with everything inside: the same scripts, joined, and a policy that allows only them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_pipe.core.errors import UsageError
+from dora_pipe.core.local_http import is_own_name
+from dora_pipe.observe.web.export import MODULES, file_of, joined
+from dora_pipe.observe.web.replayed import read_replay, replay_page
+from dora_pipe.observe.web.server import static_files
+
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
+
+
+def test_every_module_is_joined_once() -> None:
+    static = static_files()
+    assert set(MODULES) == {name for name in static if name.endswith(".js")}
+
+
+def test_modules_are_joined_behind_those_that_they_need() -> None:
+    static = static_files()
+    for place, name in enumerate(MODULES):
+        needed = re.findall(r'from "\./([^"]+)"', static[name].decode())
+        assert set(needed) <= set(MODULES[:place]), name
+
+
+def test_joined_script_has_no_import_or_export_left_and_no_name_twice() -> None:
+    script = joined(static_files())
+    assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:function|const|let) (\w+)", script, re.MULTILINE)
+    assert len(names) > 50
+    assert [one for one in set(names) if names.count(one) > 1] == []
+
+
+def test_policy_of_the_file_allows_its_own_script_and_style_and_nothing_else() -> None:
+    page = file_of(b"{}").decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'")
+    for tag in ("style", 'script type="module"'):
+        found = re.search(rf"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
+        assert found is not None
+        digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+    assert "/static/" not in page
+
+
+def test_answers_cannot_end_the_element_they_stand_in() -> None:
+    page = file_of(msgspec.json.encode({"pages": {"x": HOSTILE}})).decode()
+    inside = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(inside) == {"pages": {"x": HOSTILE}}
+    assert page.count("<script") == 2
+
+
+def test_pages_name_no_other_place() -> None:
+    for name, body in static_files().items():
+        found = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", body.decode())
+        assert set(found) <= {"http://www.w3.org"}, name
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1:8765", True),
+        ("localhost", True),
+        ("LOCALHOST:1", True),
+        ("[::1]:80", True),
+        ("[::1]", True),
+        ("", False),
+        ("evil.example", False),
+        ("evil.example:8765", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8765", False),
+        ("localhost:80@evil.example", False),
+        ("127.0.0.1:x", False),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(host: str, own: bool) -> None:
+    assert is_own_name(host) is own
+
+
+def test_replay_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "replay.jsonl"
+    line = {
+        "step": 3,
+        "wanted": True,
+        "equal": False,
+        "digest_committed": "a" * 64,
+        "digest_replayed": "b" * 64,
+        "tensor": "head",
+        "compute_s_committed": 1.0,
+        "compute_s_replayed": 2.0,
+        "other_numerics": [],
+        "distances": [],
+    }
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "wanted": False}) + "\n")
+    found = replay_page(read_replay(path))
+    assert found["rows"] == [[3, False, "a" * 16, "b" * 16, "head", 1.0, 2.0]]
+    assert found["equal"] == 0
+    path.write_text("step 3 equal\n")
+    with pytest.raises(UsageError):
+        read_replay(path)

@@ -1,0 +1,50 @@
+"""Quantiles, spaced samples and short numbers: nothing is made up on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.observe.web.figures import quantile, seconds, short, spaced
+
+FLOATS = st.floats(-1e9, 1e9, allow_nan=False)
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=300), st.integers(2, 40))
+def test_spaced_keeps_both_ends_and_the_order(values: list[int], most: int) -> None:
+    at = spaced(list(range(len(values))), most)
+    assert len(at) <= most
+    assert at == sorted(set(at))
+    assert (at[0], at[-1]) == (0, len(values) - 1)
+
+
+def test_one_of_many_is_the_last() -> None:
+    assert spaced([1, 2, 3], 1) == [3]
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=50), st.floats(0, 1))
+def test_quantile_is_one_of_the_values_and_never_falls(values: list[float], share: float) -> None:
+    ordered = sorted(values)
+    found = quantile(ordered, share)
+    assert found in ordered
+    assert quantile(ordered, 0.0) == ordered[0]
+    assert quantile(ordered, 1.0) == ordered[-1]
+    assert found is not None and found >= ordered[0]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.1, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)])
+def test_quantile_is_by_nearest_rank(share: float, expected: int) -> None:
+    assert quantile([1, 2, 3, 4], share) == expected
+
+
+def test_what_is_not_there_stays_none() -> None:
+    assert quantile([], 0.5) is None
+    assert short(None) is None
+    assert seconds(0, 5) is None and seconds(None, 5) is None
+
+
+def test_numbers_are_cut_to_digits_that_count() -> None:
+    assert short(0.000123456) == 0.0001235
+    assert short(123456.0) == 123500.0
+    assert seconds(2_345_678_900, 1_000_000_000) == 1.346

@@ -1,0 +1,222 @@
+"""The first page of a run that was told by hand: every sum, and how full workers were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.tables import StepRow
+from dora_pipe.observe.web.overview import PHASES, overview
+from dora_pipe.observe.web.timeline import SLICES_MAX, utilisation
+from dora_pipe.observe.web.view import view_of
+from dora_pipe.schemas.control import Command, RequestReleased
+from dora_pipe.schemas.rounds import Fence, GroupSpec, StopRun
+from tests.support import orchestrator_records as records
+from tests.support.catalogue_stage import CatalogueStage
+from tests.support.told_run import SECOND_NS, SIBLINGS, START_NS
+from tests.support.ui_stage import view_of_told
+
+
+@pytest.fixture
+def stage() -> Iterator[CatalogueStage]:
+    """A run that has begun."""
+    found = CatalogueStage()
+    yield found
+    found.catalogue.close()
+
+
+def _overview(stage: CatalogueStage) -> dict[str, Any]:
+    return overview(view_of_told(stage))
+
+
+def _done(stage: CatalogueStage, ordinal: int, epoch: int, **log: Any) -> GroupSpec:
+    """A group whose siblings are logged."""
+    spec = stage.group(ordinal)
+    stage.place(spec, epoch)
+    stage.log(spec, epoch, **log)
+    return spec
+
+
+def test_reward_of_a_step_is_valid_and_raw_with_the_middle_half_of_its_groups(
+    stage: CatalogueStage,
+) -> None:
+    epoch = stage.worker()
+    first = _done(stage, 0, epoch, rewards=(1.0, 0.0))
+    second = _done(stage, 1, epoch, rewards=(1.0, None), tokens=21)
+    stage.train(0, first, second)
+    found = _overview(stage)
+    assert found["reward"] == {
+        "step": [0],
+        "last": [0],
+        "valid": [0.6667],
+        "raw": [0.5],
+        "low": [0.625],
+        "high": [0.875],
+        "invalid": [1],
+        "n": [3],
+    }
+    assert found["lengths"]["p50"] == [20] and found["lengths"]["max"] == [21]
+    assert found["staleness"]["groups"] == {"0": 2}
+    assert (found["staleness"]["bound"], found["run"]["version"]) == ([1], 1)
+
+
+@pytest.mark.parametrize("steps", [399, 400, 401, 1000])
+def test_long_runs_have_few_points_and_every_step_is_in_one(
+    stage: CatalogueStage, steps: int
+) -> None:
+    stage.train(0, _done(stage, 0, stage.worker()))
+    (step,) = (row for row in stage.builder.drain() if isinstance(row, StepRow))
+    with closing(Catalogue()) as catalogue:
+        catalogue.append(replace(step, step=number) for number in range(steps))
+        found = overview(view_of(catalogue, "long"))["reward"]
+    assert len(found["step"]) == min(steps, 400)
+    assert (found["step"][0], found["last"][-1], sum(found["n"])) == (0, steps - 1, 2 * steps)
+    sizes = {last - first for first, last in zip(found["step"], found["last"], strict=True)}
+    assert max(sizes) - min(sizes) <= 1
+    assert all(a + 1 == b for a, b in zip(found["last"], found["step"][1:], strict=False))
+
+
+def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0)
+    stage.now_ns += 2 * SECOND_NS
+    stage.place(spec, epoch)  # 3 s after the dispatch
+    stage.now_ns += 4 * SECOND_NS
+    stage.log(spec, epoch)  # 5 s later
+    stage.now_ns += 6 * SECOND_NS
+    stage.train(0, spec)  # taken 7 s later, committed 1 s after that
+    (row,) = _overview(stage)["times"]["rows"]
+    assert (row["low"], row["high"], row["n"]) == (17, 32, SIBLINGS)
+    seconds = dict(zip(PHASES, row["seconds"], strict=True))
+    assert seconds == {"queued": 3, "worker": 5, "siblings": 0, "batch": 7, "training": 1}
+
+
+def test_every_trajectory_of_an_ended_training_group_has_a_fate(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    trained, filtered = (_done(stage, one, epoch) for one in range(2))
+    failed, _ = stage.group(2), stage.group(3)
+    stage.train(0, trained)
+    stage.end(filtered, "filtered")
+    stage.end(failed, "failed", "no sibling is valid")
+    found = _overview(stage)
+    assert found["totals"]["group_fates"] == {"trained": 1, "filtered": 1, "failed": 1}
+    assert [(row["low"], row["high"], row["fates"]) for row in found["fates"]] == [
+        (0, 0, {"failed": 2}),
+        (17, 32, {"trained": 2, "filtered": 2}),
+    ]
+    assert found["fates"][1]["trained_share"] == 0.5
+    assert (found["totals"]["groups"], found["totals"]["open"]) == (4, 1)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 1023, 1024, 1025, 2**30, 2**30 + 1])
+def test_lengths_lie_in_the_bucket_of_audit(stage: CatalogueStage, tokens: int) -> None:
+    stage.train(0, _done(stage, 0, stage.worker(), tokens=tokens))
+    (row,) = _overview(stage)["fates"]
+    assert row["low"] <= tokens <= row["high"] and row["high"] in (0, 1, 2 * (row["low"] - 1))
+
+
+def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = stage.group(0, purpose="eval")
+    stage.place(spec, epoch)
+    stage.log(spec, epoch, rewards=(1.0, 0.0))
+    stage.end(spec, "evaluated")
+    found = _overview(stage)
+    assert found["evaluation"] == {"version": [0], "reward": [0.5], "n": [2]}
+    assert found["fates"] == []
+
+
+def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None:
+    epoch = stage.worker()
+    spec = _done(stage, 0, epoch)
+    stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
+    stage.log(spec, epoch)
+    totals = _overview(stage)["totals"]
+    assert (totals["trajectories"], totals["not_counting"], totals["tokens"]) == (2, 2, 40)
+    (row,) = _overview(stage)["timeline"]["rows"]
+    assert row["gone"][0][1] == "fenced: silent"
+
+
+def test_a_record_that_names_no_moment_moves_no_beginning(stage: CatalogueStage) -> None:
+    stage.builder.fact(99, Command(at_ns=0, user="u", verb="set", args={}))
+    stage.group(0)
+    assert view_of_told(stage).first_ns == START_NS
+    assert _overview(stage)["run"]["seconds"] == 1.0
+
+
+def test_newest_decisions_leave_the_routine_out(stage: CatalogueStage) -> None:
+    stage.end(stage.group(0), "failed")
+    stage.decide(StopRun(reason="all steps are committed"))
+    found = _overview(stage)
+    assert found["decisions"]["newest"][0]["reason"] == "all steps are committed"
+    assert "end" not in {one["kind"] for one in found["decisions"]["newest"]}
+    assert found["decisions"]["counts"]["end"] == 1
+    assert found["run"]["state"] == "finished"
+
+
+def test_a_run_without_anything_has_an_overview() -> None:
+    with closing(Catalogue()) as catalogue:
+        found = overview(view_of(catalogue, "empty"))
+    assert (found["run"]["name"], found["run"]["version"]) == ("empty", -1)
+    assert found["timeline"]["rows"] == []
+
+
+def _busy_s(stage: CatalogueStage) -> float:
+    """Seconds of full slots of one worker that was there from the beginning."""
+    found = utilisation(view_of_told(stage))
+    width_s = 2 * found["at"][0]
+    assert len(found["at"]) <= SLICES_MAX
+    assert all(0 <= one <= 1 for one in found["mean"] if one is not None)
+    last_s = (stage.now_ns - view_of_told(stage).first_ns) / 1e9
+    lengths = [min(width_s, last_s - place * width_s) for place in range(len(found["at"]))]
+    shares = [float(one or 0) for one in found["mean"]]
+    return float(sum(length * share for length, share in zip(lengths, shares, strict=True)))
+
+
+def test_a_slot_is_in_use_from_placement_to_record(stage: CatalogueStage) -> None:
+    epoch = stage.worker(slots=4)
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.now_ns += 2 * SECOND_NS
+    stage.log(spec, epoch)  # two of four slots for 3 s
+    stage.now_ns += 3 * SECOND_NS
+    stage.decide(StopRun(reason="over"))
+    assert _busy_s(stage) == pytest.approx(1.5, rel=0.01)
+
+
+def test_requests_ahead_of_the_slots_count_for_none(stage: CatalogueStage) -> None:
+    epoch = stage.worker(slots=1)
+    spec = stage.group(0)
+    stage.place(spec, epoch)
+    stage.now_ns += 2 * SECOND_NS
+    stage.log(spec, epoch)
+    assert _busy_s(stage) == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["failed", "released", "fenced"])
+def test_a_request_that_is_let_go_leaves_its_slot(stage: CatalogueStage, how: str) -> None:
+    epoch = stage.worker(slots=2)
+    spec = stage.group(0)
+    placed = stage.placed(spec, "w0", epoch)
+    stage.decide(placed)
+    stage.now_ns += SECOND_NS
+    first = placed.requests()[0]
+    if how == "failed":
+        stage.fact(records.failed(first))
+    elif how == "released":
+        stage.fact(
+            RequestReleased(
+                at_ns=0, worker="w0", epoch=epoch, trajectory=first.trajectory, attempt=1
+            )
+        )
+    else:
+        stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
+    stage.now_ns += 2 * SECOND_NS
+    stage.decide()
+    expected = {"failed": 1.0 + 1.5, "released": 1.0 + 1.5, "fenced": 2.0}[how]
+    assert _busy_s(stage) == pytest.approx(expected, rel=0.01)

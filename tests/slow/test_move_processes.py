@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.schemas.control import RequestReleased, WorkerJoined
+from dora_pipe.schemas.control import RequestReleased
 from tests.support.moving_run import (
     DRAINED,
+    asked_away,
     drain,
-    moves,
     of,
     run_until_it_samples,
+    stopped,
     trajectories,
 )
 from tests.support.user_run import WAIT_S, assert_clean, call, furnish, until
@@ -31,7 +32,9 @@ def place(tmp_path: Path) -> Path:
 
 def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Path) -> None:
     with run_until_it_samples(place) as running:
-        drain(place)
+        with stopped(place):  # nothing of it ends before it is asked
+            drain(place)
+            until(lambda: bool(asked_away(place)))
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
     released = [one for one in of(place, RequestReleased) if one.worker == DRAINED]
@@ -48,14 +51,11 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
 
 def test_source_that_is_killed_before_it_lets_go_leaves_its_progress(place: Path) -> None:
     with run_until_it_samples(place, "-o", "timing.lease_s=2") as running:
-        joined = next(one for one in of(place, WorkerJoined) if one.worker == DRAINED)
-        os.kill(joined.pid, signal.SIGSTOP)  # it hears of no decision any more
-        try:
+        with stopped(place) as pid:
             drain(place)
-            until(lambda: any(one.worker == DRAINED for one in moves(place)))
-        finally:
-            os.kill(joined.pid, signal.SIGKILL)
-        asked = {one.trajectory for one in moves(place) if one.worker == DRAINED}
+            until(lambda: bool(asked_away(place)))
+            os.kill(pid, signal.SIGKILL)
+        asked = asked_away(place)
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()
     assert_clean(place, "tiny")
     assert not any(one.trajectory in asked for one in of(place, RequestReleased))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +14,7 @@ from typing import TypeVar
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.launch.run_dir import opened
-from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.control import Command, WorkerJoined
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged
 from dora_pipe.schemas.rounds import AnyDecision, Move, decode_round
 from dora_pipe.schemas.trajectory import Trajectory
@@ -22,13 +24,14 @@ from tests.support.user_run import WAIT_S, facts, start, until
 
 T = TypeVar("T")
 DRAINED = "w1"
+TOKENS = 480
 LONG = (
     "run.steps=4",
     "workers.count=3",
     "workers.slots=8",
     "workers.context_tokens=512",
     "workers.checkpoint_tokens=16",
-    "sampling.max_tokens=480",
+    f"sampling.max_tokens={TOKENS}",
     "groups.per_step=5",
     "staleness.max_staleness=0",  # one version at a time: the others have slots for it
     "timing.plan_period_s=0.3",
@@ -52,14 +55,33 @@ def moves(place: Path) -> list[Move]:
 
 
 def samples(place: Path) -> bool:
-    """Whether the worker has running requests, and progress records of some."""
+    """Whether the worker has running requests with progress records, and half of each before it."""
     with opened(str(place / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.metrics, 0)
         end = run.bus.end(tp)
         records = [decode_metrics(one.value) for one in records_of(run.bus, {tp: end})]
     said = [one for one in records if isinstance(one, WorkerStatus) and one.worker == DRAINED]
     last = reduce(merged, said, None)
-    return last is not None and last.version > 0 and last.active > 1 and bool(last.progress)
+    if last is None or last.version < 1 or last.active < 2 or not last.progress:
+        return False
+    return max(one.tokens for one in last.progress.values()) <= TOKENS // 2
+
+
+@contextmanager
+def stopped(place: Path) -> Iterator[int]:
+    """Its process, which neither samples nor hears of a decision meanwhile."""
+    pid = next(one for one in of(place, WorkerJoined) if one.worker == DRAINED).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def asked_away(place: Path) -> set[str]:
+    """Its requests that the planner wants elsewhere."""
+    return {one.trajectory for one in moves(place) if one.worker == DRAINED}
 
 
 @contextmanager

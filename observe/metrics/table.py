@@ -7,27 +7,30 @@ trajectory is only called so; which one it is, `dora-pipe top` and `why` say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
-from dora_pipe.observe.metrics.metric import Metric, Sample, counter, each, gauge, histogram, one
+from dora_pipe.observe.metrics.exposition import (
+    Metric,
+    Read,
+    Samples,
+    Value,
+    counter,
+    gauge,
+    histogram,
+)
 from dora_pipe.observe.run_stats import STATES, RunStats
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
-    Blocker,
     OrchestratorStatus,
     TrainerStatus,
     Wait,
+    WorkerStatus,
 )
 
 FEW: Final = frozenset({"worker", "role", "topic", "user"})
 """Kinds of blockers that are named: a run has few of them."""
-
-
-def _info(stats: RunStats) -> Iterator[Sample]:
-    if stats.started is not None:
-        yield (stats.started.package, stats.started.planner), 1
 
 
 def _lag(stats: RunStats) -> float:
@@ -36,68 +39,135 @@ def _lag(stats: RunStats) -> float:
     return 0 if stats.over or control is None else max(0, control.end - stats.control_folded)
 
 
+def _workers(stats: RunStats) -> Samples:
+    """Every state of every hosted version, so that a state that nobody is in any more says 0."""
+    counted = stats.worker_states()
+    versions = {version for version, _ in counted}
+    return {(version, state): counted[version, state] for version in versions for state in STATES}
+
+
+def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
+    """What workers said last that are there."""
+    return ((one.name, one.status) for one in stats.present() if one.status is not None)
+
+
+def _requests(stats: RunStats) -> Samples:
+    active = {(name, "active"): status.active for name, status in _heard(stats)}
+    return active | {(name, "waiting"): status.waiting for name, status in _heard(stats)}
+
+
+def _roles(read: Callable[[AnyMetrics], Value]) -> Read:
+    """Of what roles said last that are there; nobody is, once the run is over."""
+    return lambda t: {} if t.over else {role: read(status) for role, status in t.heard.items()}
+
+
+def _trainer(read: Callable[[TrainerStatus], Samples]) -> Read:
+    """Of what the trainer said last, while the run goes on."""
+
+    def samples(stats: RunStats) -> Samples:
+        status = None if stats.over else stats.heard.get(TRAINER)
+        return read(status) if isinstance(status, TrainerStatus) else None
+
+    return samples
+
+
+def _queued(stats: RunStats) -> float | None:
+    status = None if stats.over else stats.heard.get(ORCHESTRATOR)
+    return status.queued_requests if isinstance(status, OrchestratorStatus) else None
+
+
+def _waits(stats: RunStats) -> Samples:
+    """What stops the work of each role; 0 for one that works."""
+    found: dict[tuple[str, str, str], float] = {}
+    for role, status in {} if stats.over else stats.heard.items():
+        wait = next((one for one in status.waits if one.still), None)
+        if wait is None:
+            found[role, "", ""] = 0
+        else:
+            found[role, wait.name, _blocker(wait)] = max(0, status.at_ns - wait.since_ns) / 1e9
+    return found
+
+
+def _blocker(wait: Wait) -> str:
+    first = wait.blockers[0] if wait.blockers else None
+    if first is None:
+        return ""
+    return f"{first.kind} {first.id}" if first.kind in FEW else first.kind
+
+
+def _cpu(stats: RunStats) -> Samples:
+    found: dict[tuple[str, str], float] = {}
+    for role, status in stats.heard.items():
+        cost = status.cost
+        parts = {"bus": cost.bus_s, "codec": cost.codec_s, "control": cost.control_s}
+        parts["other"] = max(0.0, cost.total_s - sum(parts.values()))
+        found |= {(role, part): seconds for part, seconds in parts.items()}
+    return found
+
+
+def _open_groups(stats: RunStats) -> Samples:
+    purposes = [group.spec.purpose for group in stats.account.open.values()]
+    return {purpose: purposes.count(purpose) for purpose in ("eval", "train")}
+
+
 RUN: Final = (
-    gauge("run_info", "Always 1.", "run started", _info, "package", "planner"),
-    gauge("log_up", "1 while the log can be read.", "the reader", one(lambda t: t.log_up)),
-    gauge("run_over", "1 once the run has stopped.", "stop run", one(lambda t: t.over)),
+    gauge(
+        "run_info{package,planner}",
+        "Always 1.",
+        "run started",
+        lambda t: {(one.package, one.planner): 1 for one in [t.started] if one is not None},
+    ),
+    gauge("log_up", "1 while the log can be read.", "the reader", lambda t: t.log_up),
+    gauge("run_over", "1 once the run has stopped.", "stop run", lambda t: t.over),
     gauge(
         "last_record_timestamp_seconds",
         "The newest moment that a record carries, wall clock.",
         "all",
-        one(lambda t: t.last_ns / 1e9 if t.last_ns else None),
+        lambda t: t.last_ns / 1e9 if t.last_ns else None,
     ),
-    gauge("planned_steps", "Steps as configured.", "run started", one(lambda t: t.steps_planned)),
-    gauge("policy_version", "The newest version.", "step committed", one(lambda t: t.version)),
-    counter("rounds_total", "Rounds of the orchestrator.", "rounds", one(lambda t: t.rounds)),
-    counter(
-        "decisions_total", "Decisions, by kind.", "rounds", each(lambda t: t.decisions), "kind"
-    ),
+    gauge("planned_steps", "Steps as configured.", "run started", lambda t: t.steps_planned),
+    gauge("policy_version", "The newest version.", "step committed", lambda t: t.version),
+    counter("rounds_total", "Rounds of the orchestrator.", "rounds", lambda t: t.rounds),
+    counter("decisions_total{kind}", "Decisions, by kind.", "rounds", lambda t: t.decisions),
 )
 
 BUS: Final = (
     counter(
-        "bus_records_total",
+        "bus_records_total{topic}",
         "Records by topic. Those of metrics from the last 100 000 on; trajectories as they were "
         "named in control.",
         "all",
-        each(lambda t: {name: one.records for name, one in t.meter.topics.items()}),
-        "topic",
+        lambda t: {name: one.records for name, one in t.meter.topics.items()},
     ),
     counter(
-        "bus_bytes_total",
+        "bus_bytes_total{topic}",
         "Bytes of the values of these records.",
         "all",
-        each(lambda t: {name: one.bytes for name, one in t.meter.topics.items()}),
-        "topic",
+        lambda t: {name: one.bytes for name, one in t.meter.topics.items()},
     ),
     counter(
-        "bus_unreadable_records_total",
+        "bus_unreadable_records_total{topic}",
         "Those of them that could not be read.",
         "all",
-        each(lambda t: {name: one.unreadable for name, one in t.meter.topics.items()}),
-        "topic",
+        lambda t: {name: one.unreadable for name, one in t.meter.topics.items()},
     ),
     gauge(
-        "bus_end_position",
+        "bus_end_position{topic,partition}",
         "Where the partition ends.",
         "the log",
-        each(lambda t: {at: one.end for at, one in t.meter.positions.items()}),
-        "topic",
-        "partition",
+        lambda t: {at: one.end for at, one in t.meter.positions.items()},
     ),
     gauge(
-        "exporter_lag_positions",
+        "exporter_lag_positions{topic,partition}",
         "How far the reader that makes these metrics is behind the end of the partition.",
         "the reader",
-        each(lambda t: {at: one.end - one.position for at, one in t.meter.positions.items()}),
-        "topic",
-        "partition",
+        lambda t: {at: one.end - one.position for at, one in t.meter.positions.items()},
     ),
     gauge(
         "orchestrator_lag_positions",
         "Control positions that no round has folded yet: how far the orchestrator is behind.",
         "rounds",
-        one(_lag),
+        _lag,
     ),
     histogram(
         "control_delay_seconds",
@@ -108,168 +178,89 @@ BUS: Final = (
     ),
 )
 
-
-def _workers(stats: RunStats) -> Iterator[Sample]:
-    """Every state of every hosted version, so that a state that nobody is in any more says 0."""
-    counted = stats.worker_states()
-    for version in sorted({version for version, _ in counted}):
-        for state in STATES:
-            yield (str(version), state), counted[version, state]
-
-
-def _worker_requests(stats: RunStats) -> Iterator[Sample]:
-    for worker in stats.present():
-        if worker.status is not None:
-            yield (worker.name, "active"), worker.status.active
-            yield (worker.name, "waiting"), worker.status.waiting
-
-
-def _kv_used(stats: RunStats) -> Iterator[Sample]:
-    for worker in stats.present():
-        if worker.status is not None:
-            yield (worker.name,), worker.status.kv_used_tokens
-
-
-def _sampled(stats: RunStats) -> Iterator[Sample]:
-    for name, worker in sorted(stats.workers.items()):
-        yield (name,), worker.sampled
-
-
-def _present(stats: RunStats) -> list[tuple[str, AnyMetrics]]:
-    """Roles that are there, with what they said last; nobody is, once the run is over."""
-    return [] if stats.over else sorted(stats.heard.items())
-
-
-def _waits(stats: RunStats) -> Iterator[Sample]:
-    """What stops the work of each role; 0 for one that works."""
-    for role, status in _present(stats):
-        still = [wait for wait in status.waits if wait.still][:1]
-        for wait in still:
-            yield (role, wait.name, _blocker(wait)), max(0, status.at_ns - wait.since_ns) / 1e9
-        if not still:
-            yield (role, "", ""), 0
-
-
-def _blocker(wait: Wait) -> str:
-    first: Blocker | None = wait.blockers[0] if wait.blockers else None
-    if first is None:
-        return ""
-    return f"{first.kind} {first.id}" if first.kind in FEW else first.kind
-
-
-def _overdue(stats: RunStats) -> Iterator[Sample]:
-    for role, status in _present(stats):
-        yield (role,), sum(wait.overdue for wait in status.waits)
-
-
-def _heard(stats: RunStats) -> Iterator[Sample]:
-    for role, status in _present(stats):
-        yield (role,), status.at_ns / 1e9
-
-
-def _cpu(stats: RunStats) -> Iterator[Sample]:
-    for role, status in sorted(stats.heard.items()):
-        cost = status.cost
-        parts = {"bus": cost.bus_s, "codec": cost.codec_s, "control": cost.control_s}
-        for part, seconds in parts.items():
-            yield (role, part), seconds
-        yield (role, "other"), max(0.0, cost.total_s - sum(parts.values()))
-
-
-def _memory(stats: RunStats) -> Iterator[Sample]:
-    for role, status in _present(stats):
-        yield (role,), status.cost.rss_bytes
-
-
 ROLES: Final = (
     gauge(
-        "role_heard_timestamp_seconds",
+        "role_heard_timestamp_seconds{role}",
         "The newest status of a role that is not gone, wall clock.",
         "statuses",
-        _heard,
-        "role",
+        _roles(lambda s: s.at_ns / 1e9),
     ),
     gauge(
-        "role_wait_seconds",
+        "role_wait_seconds{role,wait,blocker}",
         "How long the role's work stands still, as of its newest status; 0 while it works. "
         "`blocker` is what the wait ends with, by name where there are few of its kind.",
         "statuses",
         _waits,
-        "role",
-        "wait",
-        "blocker",
     ),
     gauge(
-        "role_overdue_waits",
+        "role_overdue_waits{role}",
         "Waits of the role that are beyond their limit: alarms.",
         "statuses",
-        _overdue,
-        "role",
+        _roles(lambda s: sum(wait.overdue for wait in s.waits)),
     ),
     counter(
-        "role_cpu_seconds_total",
+        "role_cpu_seconds_total{role,part}",
         "CPU time of the role's process, by what it was spent on.",
         "statuses",
         _cpu,
-        "role",
-        "part",
     ),
-    gauge("role_memory_bytes", "Resident memory.", "statuses", _memory, "role"),
+    gauge(
+        "role_memory_bytes{role}",
+        "Resident memory.",
+        "statuses",
+        _roles(lambda s: s.cost.rss_bytes),
+    ),
 )
 
 WORKERS: Final = (
     gauge(
-        "workers",
+        "workers{version,state}",
         "Workers by the version they host (-1: none) and by state; `left` and `fenced` ones stay "
         "until they join again.",
         "worker joined, ready, left; assign, drain, fence; statuses",
         _workers,
-        "version",
-        "state",
     ),
     gauge(
-        "worker_version",
+        "worker_version{worker}",
         "The version that the worker hosts; -1 before the first.",
         "worker ready",
-        lambda t: (((w.name,), w.history.hosted) for w in t.present()),
-        "worker",
+        lambda t: {w.name: w.history.hosted for w in t.present()},
     ),
     gauge(
-        "worker_slots",
+        "worker_slots{worker}",
         "Requests in its running batch at most.",
         "worker joined",
-        lambda t: (((w.name,), w.history.joined.slots) for w in t.present()),
-        "worker",
+        lambda t: {w.name: w.history.joined.slots for w in t.present()},
     ),
     gauge(
-        "worker_requests",
+        "worker_requests{worker,state}",
         "Its requests: `active` ones have a slot, `waiting` ones do not.",
         "statuses",
-        _worker_requests,
-        "worker",
-        "state",
+        _requests,
     ),
-    gauge("worker_kv_used_tokens", "Tokens in its KV cache.", "statuses", _kv_used, "worker"),
     gauge(
-        "worker_kv_capacity_tokens",
+        "worker_kv_used_tokens{worker}",
+        "Tokens in its KV cache.",
+        "statuses",
+        lambda t: {name: status.kv_used_tokens for name, status in _heard(t)},
+    ),
+    gauge(
+        "worker_kv_capacity_tokens{worker}",
         "Tokens that fit into its KV cache.",
         "worker joined",
-        lambda t: (((w.name,), w.history.joined.kv_tokens) for w in t.present()),
-        "worker",
+        lambda t: {w.name: w.history.joined.kv_tokens for w in t.present()},
     ),
     counter(
-        "sampled_tokens_total",
+        "sampled_tokens_total{worker}",
         "Tokens sampled, by all incarnations of the worker; its rate is tokens/s.",
         "statuses",
-        _sampled,
-        "worker",
+        lambda t: {name: one.sampled for name, one in t.workers.items()},
     ),
     counter(
-        "workers_lost_total",
+        "workers_lost_total{how}",
         "Incarnations that left in order, or were fenced.",
         "worker left, fence",
-        each(lambda t: t.lost),
-        "how",
+        lambda t: t.lost,
     ),
     histogram(
         "weights_load_seconds",
@@ -279,108 +270,46 @@ WORKERS: Final = (
     ),
 )
 
-
-def _trainer(stats: RunStats) -> TrainerStatus | None:
-    status = None if stats.over else stats.heard.get(TRAINER)
-    return status if isinstance(status, TrainerStatus) else None
-
-
-def _phase(stats: RunStats) -> Iterator[Sample]:
-    status = _trainer(stats)
-    if status is not None:
-        yield (status.phase,), 1
-
-
-def _cached_records(stats: RunStats) -> float | None:
-    status = _trainer(stats)
-    return None if status is None else status.cached_records
-
-
-def _cached_bytes(stats: RunStats) -> float | None:
-    status = _trainer(stats)
-    return None if status is None else status.cached_bytes
-
-
-def _queued(stats: RunStats) -> float | None:
-    status = None if stats.over else stats.heard.get(ORCHESTRATOR)
-    return status.queued_requests if isinstance(status, OrchestratorStatus) else None
-
-
-def _open_groups(stats: RunStats) -> Iterator[Sample]:
-    purposes = [group.spec.purpose for group in stats.account.open.values()]
-    for purpose in ("eval", "train"):
-        yield (purpose,), purposes.count(purpose)
-
-
-def _figures(stats: RunStats) -> Iterator[Sample]:
-    for name, value in sorted({} if stats.commit is None else stats.commit.figures.items()):
-        yield (name,), value
-
-
-def _effective(stats: RunStats) -> float | None:
-    return None if stats.contributed is None else stats.contributed.effective
-
-
-def _mismatch(stats: RunStats) -> Iterator[Sample]:
-    for staleness, value in () if stats.contributed is None else stats.contributed.mismatch:
-        yield (str(staleness),), value
-
-
-def _waited(stats: RunStats) -> Iterator[Sample]:
-    for worker, waited_ms in sorted(stats.waited_by.items()):
-        yield (worker,), waited_ms / 1000
-
-
 GROUPS: Final = (
     counter(
-        "groups_dispatched_total",
+        "groups_dispatched_total{purpose}",
         "Groups dispatched, by purpose.",
         "rounds",
-        each(lambda t: t.dispatched),
-        "purpose",
+        lambda t: t.dispatched,
     ),
-    gauge("open_groups", "Dispatched and not ended.", "rounds", _open_groups, "purpose"),
+    gauge("open_groups{purpose}", "Dispatched and not ended.", "rounds", _open_groups),
     gauge(
-        "queued_requests",
-        "Requests without a place on a worker.",
-        "orchestrator status",
-        one(_queued),
+        "queued_requests", "Requests without a place on a worker.", "orchestrator status", _queued
     ),
     counter(
-        "groups_ended_total",
+        "groups_ended_total{fate}",
         "Groups by their fate.",
         "rounds, step committed",
-        each(lambda t: t.fates),
-        "fate",
+        lambda t: t.fates,
     ),
     counter(
-        "stays_ended_total",
+        "stays_ended_total{outcome}",
         "Attempts at requests, of groups that have ended, by how they ended.",
         "rounds, control",
-        each(lambda t: t.outcomes),
-        "outcome",
+        lambda t: t.outcomes,
     ),
     counter(
-        "moves_total",
+        "moves_total{stage}",
         "Moves that were decided, and requests that workers have let go of.",
         "move, request released",
-        each(lambda t: t.moves),
-        "stage",
+        lambda t: t.moves,
     ),
     counter(
-        "requests_failed_total",
+        "requests_failed_total{error}",
         "Requests that ended without a trajectory, by error.",
         "request failed",
-        each(lambda t: t.faults),
-        "error",
+        lambda t: t.faults,
     ),
     counter(
-        "trajectories_total",
+        "trajectories_total{finish,valid}",
         "Trajectories in the log, by how they ended and whether their reward is valid.",
         "trajectories logged",
-        each(lambda t: t.trajectories),
-        "finish",
-        "valid",
+        lambda t: t.trajectories,
     ),
     histogram(
         "trajectory_tokens",
@@ -398,20 +327,18 @@ GROUPS: Final = (
         "groups_beyond_bound_total",
         "Groups that were trained behind their deadline: C3 is broken, which audit proves.",
         "step committed",
-        one(lambda t: t.late),
+        lambda t: t.late,
     ),
     gauge(
         "staleness_bound_steps",
         "`max_staleness` as it stood at the newest dispatch.",
         "dispatch",
-        one(lambda t: t.bound),
+        lambda t: t.bound,
     ),
 )
 
 TRAINING: Final = (
-    counter(
-        "steps_total", "Committed steps.", "step committed", one(lambda t: t.step_s.observations)
-    ),
+    counter("steps_total", "Committed steps.", "step committed", lambda t: t.step_s.observations),
     histogram(
         "step_seconds",
         "From commit to commit; the first one from the trainer's start.",
@@ -431,83 +358,85 @@ TRAINING: Final = (
         lambda t: t.wait_s,
     ),
     counter(
-        "trainer_waited_seconds_total",
+        "trainer_waited_seconds_total{worker}",
         "The same added up, by the worker that logged the trajectory which came last; `nobody` "
         "where the batch was there.",
         "take batch, step committed, trajectories logged",
-        _waited,
-        "worker",
+        lambda t: {name: ms / 1000 for name, ms in t.waited_by.items()},
     ),
     counter(
         "trainer_compute_seconds_total",
         "Forward, backward and update.",
         "step committed",
-        one(lambda t: t.compute_ms / 1000),
+        lambda t: t.compute_ms / 1000,
     ),
-    gauge("trainer_phase", "1 for what the trainer does now.", "trainer status", _phase, "phase"),
+    gauge(
+        "trainer_phase{phase}",
+        "1 for what the trainer does now.",
+        "trainer status",
+        _trainer(lambda s: {s.phase: 1}),
+    ),
     gauge(
         "trainer_cached_records",
         "Trajectories read ahead of their batch.",
         "trainer status",
-        one(_cached_records),
+        _trainer(lambda s: s.cached_records),
     ),
     gauge(
         "trainer_cached_bytes",
         "Size of the records in the trainer's cache.",
         "trainer status",
-        one(_cached_bytes),
+        _trainer(lambda s: s.cached_bytes),
     ),
     counter(
         "batches_refused_total",
         "Batches that the trainer refused.",
         "batch refused",
-        one(lambda t: t.refused),
+        lambda t: t.refused,
     ),
     gauge(
         "step_reward",
         "Mean of the valid rewards of the newest step's batch.",
         "step committed, trajectories logged",
-        one(lambda t: t.steps[-1].reward if t.steps else None),
+        lambda t: t.steps[-1].reward if t.steps else None,
     ),
     gauge(
         "step_tokens",
         "Sampled tokens of the newest step's batch.",
         "step committed, trajectories logged",
-        one(lambda t: t.steps[-1].tokens if t.steps else None),
+        lambda t: t.steps[-1].tokens if t.steps else None,
     ),
     gauge(
         "evaluation_reward",
         "Mean valid reward of the newest evaluation that is complete.",
         "end, trajectories logged",
-        one(lambda t: None if t.evaluation is None else t.evaluation[1]),
+        lambda t: None if t.evaluation is None else t.evaluation[1],
     ),
     gauge(
         "evaluation_version",
         "The version that this evaluation was of.",
         "end",
-        one(lambda t: None if t.evaluation is None else t.evaluation[0]),
+        lambda t: None if t.evaluation is None else t.evaluation[0],
     ),
     gauge(
-        "step_figure",
+        "step_figure{figure}",
         "Every figure of the newest commit: `loss`, `grad_norm`, `ratio_mean`, `kl` and so on.",
         "step committed",
-        _figures,
-        "figure",
+        lambda t: {} if t.commit is None else t.commit.figures,
     ),
     gauge(
         "step_effective_sample_ratio",
         "Effective sample size of the newest step's trajectories, (sum w)^2 / (n sum w^2) with w "
         "the mean ratio of each; 1: all weigh the same.",
         "the step's contributions file",
-        one(_effective),
+        lambda t: None if t.contributed is None else t.contributed.effective,
     ),
     gauge(
-        "step_logprob_mismatch",
+        "step_logprob_mismatch{staleness}",
         "Mean over the newest step's trajectories of |ln(mean ratio)|, trained policy to sampler, "
         "by staleness.",
         "the step's contributions file",
-        _mismatch,
-        "staleness",
+        lambda t: {} if t.contributed is None else dict(t.contributed.mismatch),
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from dora_pipe.observe.metrics.metric import PREFIX, Metric
+from dora_pipe.observe.metrics.exposition import PREFIX, Metric
 from dora_pipe.observe.metrics.table import SECTIONS
 
 HEAD = f"""# Metrics

@@ -9,8 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.observe.metrics.exposition import exposition
-from dora_pipe.observe.metrics.metric import counter, gauge, histogram, one
+from dora_pipe.observe.metrics.exposition import counter, exposition, gauge, histogram
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats
 from tests.support.metrics_page import page
@@ -45,10 +44,10 @@ def test_values_and_labels_are_written_so_that_they_can_be_read_again() -> None:
     told.add(0.25)
     lines = exposition(
         [
-            gauge("one", "Is\nso.", "x", lambda _: [(('a "b"\\\n',), 1.5)], "name"),
-            counter("two_total", "Grows.", "x", one(lambda _: 2**40)),
+            gauge("one{name}", "Is\nso.", "x", lambda _: {'a "b"\\\n': 1.5}),
+            counter("two_total", "Grows.", "x", lambda _: 2**40),
             histogram("three", "Often.", "x", lambda _: told),
-            gauge("four", "Unknown.", "x", one(lambda _: None)),
+            gauge("four", "Unknown.", "x", lambda _: None),
         ],
         stats,
     ).splitlines()

@@ -14,9 +14,8 @@ from dora_pipe.cli.why_tables import shown_roles
 from dora_pipe.core.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.run_stats import RunStats, StepStats
-from dora_pipe.observe.spark import sparkline
+from dora_pipe.observe.text import duration, sparkline
 from dora_pipe.observe.top import frame
-from dora_pipe.observe.why.chain import span
 from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
 
 CURVE_MAX: Final = 60
@@ -100,8 +99,8 @@ def print_overview(found: Overview) -> None:
 
 
 def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
-    most = f"{one.waits[0][0]}: {span(one.waits[0][1])}" if one.waits else ""
-    return one.role, span(one.waited_s), f"{one.share(one.waited_s):.0%}", most
+    most = f"{one.waits[0][0]}: {duration(one.waits[0][1])}" if one.waits else ""
+    return one.role, duration(one.waited_s), f"{one.share(one.waited_s):.0%}", most
 
 
 def _task(stats: RunStats) -> str:
@@ -146,6 +145,6 @@ def _steps(steps: list[StepStats]) -> str:
         return "none was timed"
     lasted = sum(one.seconds or 0.0 for one in timed)
     return (
-        f"{span(lasted / len(timed))} each, {sum(one.tokens for one in timed) / lasted:,.0f} "
+        f"{duration(lasted / len(timed))} each, {sum(one.tokens for one in timed) / lasted:,.0f} "
         f"sampled tokens/s trained"
     )

@@ -17,10 +17,9 @@ from dora_pipe.core.run_lifecycle import run_is_over
 from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.answer import Answer, why_at, why_now, why_step
-from dora_pipe.observe.why.chain import span
-from dora_pipe.observe.why.steps import StepWait, waits_of
-from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
+from dora_pipe.observe.why.summary import RoleWaits, StepWait, Summary, summarise, waits_of
 
 STOPPED_AFTER_S: Final = 60.0
 """A run whose every role is silent for so long is shown as it was when it was heard last."""
@@ -105,7 +104,7 @@ def _print_answer(found: Answer, asked: Asked) -> None:
         emit_line(f"ALARM {alarm}")
     emit_line()
     rows = [
-        (role, text, BLANK if since_s is None else span(since_s), end or BLANK, advice or BLANK)
+        (role, text, BLANK if since_s is None else duration(since_s), end or BLANK, advice or BLANK)
         for role, since_s, text, end, advice in found.rows()
     ]
     columns = ("role", "does or waits for", "since", "in the end", "what to do")
@@ -153,7 +152,7 @@ def _emit_waits(found: Summary) -> None:
     """Who waited how long for what, and what to do about it."""
     roles = shown_roles(found)
     rows = [
-        (role or BLANK, span(seconds), f"{share:.0%}", what or BLANK, advice or BLANK)
+        (role or BLANK, duration(seconds), f"{share:.0%}", what or BLANK, advice or BLANK)
         for one in roles
         for role, seconds, share, what, advice in one.rows()
     ]

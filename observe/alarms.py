@@ -7,22 +7,37 @@ reads of a role starts that role's clock, so that an old log raises nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.statuses import Statuses, epoch_of, role_of
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.wait_tracker import alarm_line
-from dora_pipe.observe.why.chain import span
+from dora_pipe.observe.text import duration
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
+
+HEARTBEAT_S: Final = 0.5
+"""Between two statuses of a role, where the configuration does not say."""
+
+SILENT_HEARTBEATS: Final = 12
+"""A role that was not heard for so many heartbeats is silent, as who looks at it says."""
+
+SILENT_MIN_S: Final = 2.0
+"""And never sooner: a loaded machine is late."""
 
 POLL_RECORDS_MAX = 2000
 """Statuses that one look takes in."""
 
 SAID_MAX = 1000
 """Alarms that are remembered as said."""
+
+
+def silent_after_s(heartbeat_s: float | None) -> float:
+    """How long a role says nothing until it is called silent; an alarm is only after a lease."""
+    return max(SILENT_MIN_S, SILENT_HEARTBEATS * (heartbeat_s or HEARTBEAT_S))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +74,7 @@ class Alarms:
             except SchemaError:
                 continue  # lossy by design
             if not isinstance(status, Unknown):
-                out += self._take(status)
+                out += self._heard(status)
         return out + (self._silences() if silence else [])
 
     def forget(self, worker: str, epoch: int) -> None:
@@ -77,7 +92,7 @@ class Alarms:
         """Let go of the reader."""
         self._reader.close()
 
-    def _take(self, status: AnyMetrics) -> list[str]:
+    def _heard(self, status: AnyMetrics) -> list[str]:
         name, epoch = role_of(status), epoch_of(status)
         if epoch <= self._left.get(name, -1) or self._statuses.hear(status) is None:
             return []  # of an incarnation that is over
@@ -86,14 +101,11 @@ class Alarms:
         for wait in status.waits:
             key = (name, epoch, wait.name, wait.since_ns)
             if wait.overdue and key not in self._said:
-                self._remember(key)
+                self._said[key] = None
+                if len(self._said) > SAID_MAX:
+                    del self._said[next(iter(self._said))]
                 out.append(alarm_line(name, wait, (status.at_ns - wait.since_ns) / 1e9))
         return out
-
-    def _remember(self, key: tuple[str, int, str, int]) -> None:
-        self._said[key] = None
-        if len(self._said) > SAID_MAX:
-            del self._said[next(iter(self._said))]
 
     def _silences(self) -> list[str]:
         now_ns = self._clock.now_ns()
@@ -104,5 +116,5 @@ class Alarms:
                 role.silent = True
                 last = self._statuses.heard[name].status.waits_for
                 last = f"; it waited for {last}" if last else ""
-                out.append(f"ALARM {name}: nothing heard for {span(silent_ns / 1e9)}{last}")
+                out.append(f"ALARM {name}: nothing heard for {duration(silent_ns / 1e9)}{last}")
         return out

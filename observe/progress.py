@@ -10,8 +10,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import EvaluationEnded, GroupEnded, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.run_stats import RunStats, StepStats
-from dora_pipe.observe.since_step import GroupsSinceStep
+from dora_pipe.observe.run_stats import GroupsSinceStep, RunStats, StepStats
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,

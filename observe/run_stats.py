@@ -65,6 +65,9 @@ STEPS_KEPT: Final = 400
 DECISIONS_KEPT: Final = 64
 """Decisions that are remembered one by one."""
 
+BATCHES: Final = 4
+"""So many batches' worth of groups that end without a step say that something may be wrong."""
+
 WorkerState = Literal["joined", "loading", "idle", "generating", "draining", "left", "fenced"]
 
 STATES: Final[tuple[WorkerState, ...]] = (
@@ -235,6 +238,11 @@ class RunStats:
         self.rounds = 0
         self.bound: int | None = None
         """`max_staleness` as it stood at the newest dispatch; before the first, as configured."""
+        self.steps_planned: int | None = None
+        self.per_step: int | None = None
+        """Groups of a step."""
+        self.heartbeat_s: float | None = None
+        """Between two statuses of a role."""
         self.steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self.commit: StepCommitted | None = None
         """The newest that counts."""
@@ -316,29 +324,6 @@ class RunStats:
         """The round that stops the run was read."""
         return self.account.over
 
-    @property
-    def steps_planned(self) -> int | None:
-        """How many steps the run was configured to have."""
-        return self._configured("run", "steps")
-
-    @property
-    def per_step(self) -> int | None:
-        """Groups of a step."""
-        return self._configured("groups", "per_step")
-
-    @property
-    def heartbeat_s(self) -> float | None:
-        """Between two statuses of a role."""
-        config = {} if self.started is None else self.started.config
-        found = config.get("timing", {}).get("heartbeat_s")
-        return found if isinstance(found, int | float) else None
-
-    def _configured(self, section: str, key: str) -> int | None:
-        """A key of the configuration, which may be of another version."""
-        config = {} if self.started is None else self.started.config
-        found = config.get(section, {}).get(key)
-        return found if isinstance(found, int) else None
-
     def follow(self, bus: Bus, topics: Topics) -> LogFollower:
         """Who tells these numbers all of a log, statuses too."""
         return LogFollower(bus, topics, self, statuses=self.status, meter=self.meter)
@@ -395,7 +380,15 @@ class RunStats:
         self._happened(self.account.round(round_, offset))
 
     def _begin(self, fact: RunStarted) -> None:
-        self.bound = self._configured("staleness", "max_staleness")
+        """Its configuration may be of another version."""
+
+        def configured(section: str, key: str) -> Any:
+            return fact.config.get(section, {}).get(key)
+
+        self.bound = configured("staleness", "max_staleness")
+        self.steps_planned = configured("run", "steps")
+        self.per_step = configured("groups", "per_step")
+        self.heartbeat_s = configured("timing", "heartbeat_s")
 
     def _happened(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -456,3 +449,38 @@ class RunStats:
         self.compute_ms += round(compute_s * 1000)
         for value, groups in step.staleness:
             self.staleness.add(value, groups)
+
+
+class GroupsSinceStep:
+    """Counts groups that made no step: filtered or failed; those that a stop cancels say nothing.
+
+    Example: ``for event in account.round(round_, offset): since.happened(event)``
+    """
+
+    def __init__(self) -> None:
+        self._fates: Counter[str] = Counter()
+        self._why: dict[str, str] = {}
+        """Of every fate, the newest."""
+
+    @property
+    def count(self) -> int:
+        """Since the last step, or since the start."""
+        return self._fates.total()
+
+    def happened(self, event: Event) -> None:
+        """What the account says."""
+        match event:
+            case StepEnded():
+                self._fates.clear()
+            case GroupEnded(fate="filtered" | "failed") if event.group.spec.purpose == "train":
+                self._fates[event.fate] += 1
+                self._why[event.fate] = event.why
+            case _:
+                pass
+
+    def words(self, per_step: int | None) -> str:
+        """Most of them, and why; empty while there are few."""
+        if per_step is None or self.count < BATCHES * per_step:
+            return ""
+        ((fate, times),) = self._fates.most_common(1)
+        return f"no step after {self.count} groups: {times} {fate} ({self._why[fate]})"

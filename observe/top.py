@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 from dora_pipe.catalogue.account import GroupHistory
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
+from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.run_stats import RunStats, StepStats, WorkerState, WorkerView
-from dora_pipe.observe.spark import bar, short, sparkline
-from dora_pipe.observe.why.chain import SILENT_HEARTBEATS, SILENT_MIN_S, span
+from dora_pipe.observe.text import bar, duration, short, sparkline
 from dora_pipe.schemas.metrics import AnyMetrics, Blocker, OrchestratorStatus, TrainerStatus, Wait
 
 Style = Literal["", "dim", "good", "busy", "alarm"]
@@ -34,8 +34,6 @@ STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
     "fenced": "alarm",
 }
 BAR_WIDTH: Final = 12
-HEARTBEAT_S: Final = 0.5
-"""Where the configuration does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +113,10 @@ def step_line(step: StepStats) -> str:
     """A committed step as one line."""
     reward = "-" if step.reward is None else f"{step.reward:.3f}"
     staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
-    waited = f"waited {span(step.waited_s)}"
+    waited = f"waited {duration(step.waited_s)}"
     if step.worker:
         waited += f" for {step.worker}, version {step.version}"
-    seconds = "-" if step.seconds is None else span(step.seconds)
+    seconds = "-" if step.seconds is None else duration(step.seconds)
     return f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
 
 
@@ -128,14 +126,14 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
     parts = [f"{stats.run}: step {stats.version} of {stats.steps_planned or '?'}"]
     if stats.over:
         parts[0] = f"{stats.run}: over after {stats.version} steps"
-    parts.append(f"{span(max(0, at_ns - stats.started.at_ns) / 1e9)} since its start")
+    parts.append(f"{duration(max(0, at_ns - stats.started.at_ns) / 1e9)} since its start")
     if stats.over:
         return ", ".join(parts)
     left_s = _left_s(stats, at_ns)
     if stopped:
         parts.append("nothing was heard since")
     elif left_s is not None:
-        parts.append(f"about {span(left_s)} to go")
+        parts.append(f"about {duration(left_s)} to go")
     return ", ".join(parts)
 
 
@@ -184,7 +182,7 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
         return Line(text, _style_of(worker.state))
     silent_s = _silent_s(stats, status, at_ns)
     if silent_s is not None:
-        return Line(f"{name} {version:<3} silent since {span(silent_s)}", "alarm")
+        return Line(f"{name} {version:<3} silent since {duration(silent_s)}", "alarm")
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     return Line(
@@ -197,8 +195,8 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
 def _silent_s(stats: RunStats, status: AnyMetrics, at_ns: int) -> float | None:
     """How long a role has said nothing, if that is too long."""
     age_s = (at_ns - status.at_ns) / 1e9
-    limit_s = max(SILENT_MIN_S, SILENT_HEARTBEATS * (stats.heartbeat_s or HEARTBEAT_S))
-    return age_s if age_s > limit_s and not (stats.over or stats.halted) else None
+    silent = age_s > silent_after_s(stats.heartbeat_s)
+    return age_s if silent and not (stats.over or stats.halted) else None
 
 
 def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
@@ -237,8 +235,8 @@ def _step_now(stats: RunStats, at_ns: int) -> str:
     if batch is not None:
         since_s = max(0, at_ns - batch.taken_ns) / 1e9
         usual = [one.training_s for one in list(stats.steps)[-RECENT:]]
-        of = f" of about {span(median(usual))}" if usual else ""
-        return f"step {batch.take.step} trains {span(since_s)}{of}"
+        of = f" of about {duration(median(usual))}" if usual else ""
+        return f"step {batch.take.step} trains {duration(since_s)}{of}"
     return f"step {stats.version}: {_finished(stats)} of {_or(stats.per_step)} groups finished"
 
 
@@ -304,7 +302,7 @@ def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
 def _role(stats: RunStats, role: str, status: AnyMetrics, at_ns: int) -> Line:
     silent_s = _silent_s(stats, status, at_ns)
     if silent_s is not None:
-        return Line(f"{role}: silent since {span(silent_s)}", "alarm")
+        return Line(f"{role}: silent since {duration(silent_s)}", "alarm")
     overdue = next((one for one in status.waits if one.overdue), None)
     still = status.waits[0] if status.waits and status.waits[0].still else None
     wait = overdue or still
@@ -312,7 +310,7 @@ def _role(stats: RunStats, role: str, status: AnyMetrics, at_ns: int) -> Line:
         works = status.phase if isinstance(status, TrainerStatus) else "works"
         return Line(f"{role}: {works}", "good")
     for_s = max(0, at_ns - wait.since_ns) / 1e9
-    text = f"{role} waits since {span(for_s)} for {wait.words}{_blocked(stats, wait)}"
+    text = f"{role} waits since {duration(for_s)} for {wait.words}{_blocked(stats, wait)}"
     return Line(f"ALARM {text}", "alarm") if overdue else Line(text, "busy")
 
 

@@ -1,4 +1,4 @@
-"""What to do about a wait, by its name; docs/why.md has the names and what each means."""
+"""Waits by their names: what each is for, and what to do about it; docs/why.md lists them."""
 
 from __future__ import annotations
 
@@ -46,3 +46,30 @@ ADVICE: Final[Mapping[str, str]] = {
     "silent": SILENT,
 }
 """What to look at or to change. What `passes` needs nothing."""
+
+WORDS: Final[Mapping[str, str]] = {
+    "trainer": "the trainer",
+    "groups": "groups to finish",
+    "worker": "a worker",
+    "admission": "new groups",
+    "pause": "the end of a pause",
+    "start": "the start of the run",
+    "requests": "requests",
+    "version": "a first version",
+    "weights": "weights to be loaded",
+    "prompt": "prompts",
+    "progress": "progress records",
+    "slot": "slots",
+    "tokens": "tokens that did not come",
+    "environment": "environments",
+    "reward": "rewards",
+    "codec": "the codec",
+    "append": "the trajectories topic",
+    "leaving": "its last progress records",
+    "replay": "the replay of committed steps",
+    "decisions": "the decisions before its start",
+    "trajectories": "its batch to be read",
+    "commit": "the acknowledgement of a commit",
+    "refusal": "the acknowledgement of a refusal",
+}
+"""What a wait is for, whatever its step or version."""

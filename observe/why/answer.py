@@ -11,8 +11,9 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.core.errors import UsageError
+from dora_pipe.observe.text import duration
 from dora_pipe.observe.why.advice import ADVICE
-from dora_pipe.observe.why.chain import Node, roles_of, span
+from dora_pipe.observe.why.chain import Node, roles_of
 from dora_pipe.observe.why.log import Picture, look, look_back, look_before
 from dora_pipe.orchestrator.failures import ended, summary
 from dora_pipe.orchestrator.state import State
@@ -51,7 +52,7 @@ class Answer:
     def rows(self) -> Iterator[tuple[str, float | None, str, str, str]]:
         """(role, since s, what it does or waits for, what that ends at, what to do)."""
         for role in self.roles:
-            since = "" if role.since_s is None else f", since {span(role.since_s)}"
+            since = "" if role.since_s is None else f", since {duration(role.since_s)}"
             text = role.text.removeprefix(f"{role.id}: ").removesuffix(since)
             end = "" if role.end is role else role.end.text
             # The roles of a run that was stopped have ended in order.
@@ -78,7 +79,7 @@ class Answer:
             return f"{self.run}: has not started"
         if self.over:
             return f"{self.run}: is over, {self.steps} steps"
-        when = "" if self.run_s is None else f", {span(self.run_s)} after its start"
+        when = "" if self.run_s is None else f", {duration(self.run_s)} after its start"
         if self.training is not None:
             return f"{self.run}: step {self.training} of {self.steps} is being trained{when}"
         return f"{self.run}: step {self.step} of {self.steps} is next{when}"

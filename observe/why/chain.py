@@ -1,6 +1,6 @@
 """Follows a wait from role to role, group, request and version, down to who does not move.
 
-It decides whom to believe: a role that was not heard for `SILENT_HEARTBEATS` is called silent, and
+It decides whom to believe: a role that was not heard for `silent_after_s` is called silent, and
 what it said last is history.
 """
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, Heard
+from dora_pipe.observe.alarms import silent_after_s
+from dora_pipe.observe.text import counted, duration
 from dora_pipe.observe.why.log import Picture
 from dora_pipe.orchestrator.planner import may_still_admit
 from dora_pipe.orchestrator.queues import queue_key
@@ -18,12 +20,6 @@ from dora_pipe.orchestrator.state import Group, Request, Worker
 from dora_pipe.orchestrator.waits import blockers, waits
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.metrics import TrainerStatus, Wait, WorkerStatus
-
-SILENT_HEARTBEATS: Final = 12
-"""A role that was not heard for so many heartbeats is silent."""
-
-SILENT_MIN_S: Final = 2.0
-"""And never sooner: a loaded machine is late."""
 
 BRANCHES_MAX: Final = 3
 """Groups, requests or workers that one sentence leads to; the others are counted."""
@@ -68,8 +64,7 @@ class Chain:
         self._picture = picture
         self._state = picture.state
         timing = self._state.config.timing if self._state.config else None
-        heartbeat_s = timing.heartbeat_s if timing else 0.5
-        self._silent_s = max(SILENT_MIN_S, SILENT_HEARTBEATS * heartbeat_s)
+        self._silent_s = silent_after_s(timing.heartbeat_s if timing else None)
         self._lease_s = timing.lease_s if timing else 10.0
         self._path: list[str] = []
 
@@ -125,7 +120,7 @@ class Chain:
         worker = self._state.workers.get(name)
         if gone is not None and worker is None:
             ago_s = self._ago_s(gone.at_ns)
-            text = f"{name}: is out since {span(ago_s)} ({gone.why})"
+            text = f"{name}: is out since {duration(ago_s)} ({gone.why})"
             return Node(kind=kind, id=name, text=text, since_s=ago_s)
         if worker is None and kind == "worker":
             return Node(kind=kind, id=name, text=f"{name}: is unknown to this run")
@@ -138,7 +133,7 @@ class Chain:
     def _silent(self, kind: str, name: str, heard: Heard, age_s: float) -> Node:
         last = heard.status.waits_for
         said = f"waits for {last}" if last else self._work(name, heard)
-        text = f"{name}: is silent since {span(age_s)}; dead, stopped or cut off from the log"
+        text = f"{name}: is silent since {duration(age_s)}; dead, stopped or cut off from the log"
         if kind == "worker" and age_s <= self._lease_s:
             text += f" (fenced after {self._lease_s:g} s)"
         text += f"; its last word was: {said}"
@@ -179,7 +174,7 @@ class Chain:
     def _wait(self, wait: Wait) -> Node:
         lasts_s = None if wait.since_ns == NOT_SAID_NS else self._ago_s(wait.since_ns)
         text = f"waits for {self._words(wait)}"
-        text += "" if lasts_s is None else f", since {span(lasts_s)}"
+        text += "" if lasts_s is None else f", since {duration(lasts_s)}"
         if wait.overdue and wait.limit_ms is not None:
             text += f": ALARM, its limit is {wait.limit_ms / 1000:.4g} s"
         return Node(
@@ -279,7 +274,7 @@ class Chain:
         history = self._picture.account.open.get(spec.group)
         if history is not None:
             since_s = self._ago_s(history.dispatched_ns)
-            text += f", dispatched {span(since_s)} ago"
+            text += f", dispatched {duration(since_s)} ago"
         nodes = [self._named(name) for name in still_open[:BRANCHES_MAX]]
         return Node(
             kind="group",
@@ -296,7 +291,7 @@ class Chain:
         since_ns = self._picture.placed_ns(trajectory)
         since_s = None if since_ns is None else self._ago_s(since_ns)
         text = f"{trajectory}: on {request.worker}"
-        text += "" if since_s is None else f" since {span(since_s)}"
+        text += "" if since_s is None else f" since {duration(since_s)}"
         text += f", attempt {request.attempt}" if request.attempt > 1 else ""
         text += f", {self._tokens(trajectory, request)}"
         if request.moving is not None:
@@ -350,26 +345,10 @@ class Chain:
         return Node(kind="version", id=str(version), text=text, because=nodes)
 
     def _ago(self, ns: int) -> str:
-        return span(self._ago_s(ns))
+        return duration(self._ago_s(ns))
 
     def _ago_s(self, ns: int) -> float:
         return max(0.0, (self._picture.at_ns - ns) / 1e9)
-
-
-def span(seconds: float) -> str:
-    """A duration for people. Example: ``span(0.34) == "0.3 s"``, ``span(190) == "3 min 10 s"``."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
-
-
-def counted(count: int, what: str) -> str:
-    """Example: ``counted(1, "group") == "1 group"``."""
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _room(worker: Worker) -> str:

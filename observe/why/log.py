@@ -15,7 +15,7 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import Event, RunAccount
 from dora_pipe.catalogue.statuses import Heard, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.observe.since_step import GroupsSinceStep
+from dora_pipe.observe.run_stats import GroupsSinceStep
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import ReadRound, read_rounds
 from dora_pipe.orchestrator.state import State

@@ -1,24 +1,32 @@
 """Adds up who waited how long for what, over a whole run; it decides nothing.
 
-The trainer's waits for batches come from the catalogue, to the turn. Those of the orchestrator and
-of the workers come from their statuses: exact where a wait was still there at a status, to half a
-heartbeat where it ended between two.
+The trainer's waits for batches come from the catalogue, to the turn: its view `waits` cuts the way
+of the trajectory that came last of a batch where it changed hands, and puts each piece of the wait
+down to who had it then:
+
+    commit before ... dispatched   `admission`: no group could be admitted, or no slot was free
+    dispatched ...... placed       `queue`: no slot was free on a worker of its version
+    placed .......... logged       `sampling`, or `lost` for an attempt that ended without a result
+    logged .......... taken        `decision`
+
+Waits of the orchestrator and of workers come from their statuses: exact where a wait was still
+there at a status, to half a heartbeat where it ended between two.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.core.wait_tracker import alarm_line
-from dora_pipe.observe.why.advice import ADVICE, SILENT
-from dora_pipe.observe.why.chain import counted, span
-from dora_pipe.observe.why.steps import Kind, Piece, StepWait, piece_words, waits_of
+from dora_pipe.observe.alarms import HEARTBEAT_S
+from dora_pipe.observe.text import counted, duration
+from dora_pipe.observe.why.advice import ADVICE, SILENT, WORDS
 from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 
@@ -35,39 +43,96 @@ RUN: Final = """
     select started_ns, last_ns, stopped, cast(config->>'$.timing.heartbeat_s' as double)
     from runs"""
 
-HEARTBEAT_S: Final = 0.5
-"""Where the configuration does not say: a role's news and the status that says them are at most so
-far apart."""
-
-SILENT_HEARTBEATS: Final = 6.0
+SILENT_INTERVALS: Final = 6.0
 """Statuses that are so many times further apart than usual have a silence between them."""
 
-WORDS: Final[Mapping[str, str]] = {
-    "trainer": "the trainer",
-    "groups": "groups to finish",
-    "worker": "a worker",
-    "admission": "new groups",
-    "pause": "the end of a pause",
-    "start": "the start of the run",
-    "requests": "requests",
-    "version": "a first version",
-    "weights": "weights to be loaded",
-    "prompt": "prompts",
-    "progress": "progress records",
-    "slot": "slots",
-    "tokens": "tokens that did not come",
-    "environment": "environments",
-    "reward": "rewards",
-    "codec": "the codec",
-    "append": "the trajectories topic",
-    "leaving": "its last progress records",
-    "replay": "the replay of committed steps",
-    "decisions": "the decisions before its start",
-    "trajectories": "its batch to be read",
-    "commit": "the acknowledgement of a commit",
-    "refusal": "the acknowledgement of a refusal",
-}
-"""What a wait is for, whatever its step or version."""
+Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
+
+WAITS: Final = """
+    with pieces as (
+        select step, list({'kind': kind, 'seconds': seconds, 'version': version,
+                           'worker': coalesce(worker, '')}) as pieces
+        from waits group by step
+    )
+    select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns, s.committed_ns,
+           coalesce(b.last, '') as last, coalesce(g.version, -1) as version,
+           coalesce(t.worker, '') as worker, coalesce(t.logged_ns, 0) as logged_ns, pieces
+    from batches b left join steps s using (step) left join pieces using (step)
+    left join trajectories t on trajectory_id = b.last left join groups g using (group_id)
+    where b.attempt = 1 order by b.step"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a wait, and who had the trajectory that it waited for."""
+
+    kind: Kind
+    seconds: float
+    version: int = -1
+    worker: str = ""
+
+    def words(self) -> str:
+        """As it stands in a sentence after "waited 3 s for"."""
+        return piece_words(self.kind, self.worker, (self.version,))
+
+
+def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
+    """Pieces of one kind and worker in words, whichever versions they are of."""
+    first, last = min(versions), max(versions)
+    of = f"of version {first}" if first == last else f"of versions {first} to {last}"
+    match kind:
+        case "admission":
+            return f"groups {of} to be admitted"
+        case "queue":
+            return f"a slot {of}"
+        case "lost":
+            return f"an attempt {of} that was lost on {worker}"
+        case "sampling":
+            return f"groups {of} on {worker}"
+        case "decision":
+            return "the orchestrator's decision"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWait:
+    """What lay between two steps. Times are wall clock ns."""
+
+    step: int
+    free_ns: int
+    """The trainer was free: the commit before, or its own start."""
+    taken_ns: int
+    committed_ns: int | None = None
+    """None while it is trained, or when it never was."""
+    last: str = ""
+    """The trajectory that came last of the batch."""
+    version: int = -1
+    worker: str = ""
+    """Who logged it."""
+    logged_ns: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def waited_s(self) -> float:
+        """From when the trainer was free until its batch was there."""
+        return max(0, self.taken_ns - self.free_ns) / 1e9
+
+    def text(self) -> str:
+        """As one line."""
+        if not self.waited_s:
+            return f"step {self.step}: its batch was there before the trainer was free"
+        line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"
+        if self.last:
+            line += f"; last came {self.last} (version {self.version}) from {self.worker}"
+        pieces = [f"{one.seconds:.2f} s for {one.words()}" for one in self.pieces]
+        return line + (f": {', '.join(pieces)}" if pieces else "")
+
+
+def waits_of(catalogue: Catalogue) -> list[StepWait]:
+    """What lay before every step whose batch was taken."""
+    return [
+        StepWait(**row | {"pieces": tuple(Piece(**one) for one in row["pieces"] or ())})
+        for row in catalogue.records(WAITS)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +154,7 @@ class RoleWaits:
 
     def rows(self) -> Iterator[tuple[str, float, float, str, str]]:
         """(role, seconds, share, what for, what to do), the whole first, then the longest."""
-        silent = f"it was silent for {span(self.silent_s)}" if self.silent_s else ""
+        silent = f"it was silent for {duration(self.silent_s)}" if self.silent_s else ""
         whole_s = self.waited_s
         yield self.role, whole_s, self.share(whole_s), silent, SILENT if silent else ""
         named = zip(self.waits[:TOP_MAX], self.names[:TOP_MAX], strict=True)
@@ -122,10 +187,10 @@ class Summary:
     def head(self) -> str:
         """How far the run is."""
         state = "is over" if self.over else "is not over"
-        head = f"{self.run} {state}: {counted(self.steps, 'step')} in {span(self.run_s)}"
+        head = f"{self.run} {state}: {counted(self.steps, 'step')} in {duration(self.run_s)}"
         if not self.untold_s:
             return head
-        return f"{head}; what roles waited for in the first {span(self.untold_s)} is not kept"
+        return f"{head}; what roles waited for in the first {duration(self.untold_s)} is not kept"
 
 
 def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
@@ -198,7 +263,7 @@ def _role(
     usual_ns = _usual_ns(found)
     for before, now in _intervals(found):
         length_ns = now.at_ns - before.at_ns
-        if length_ns > SILENT_HEARTBEATS * usual_ns:
+        if length_ns > SILENT_INTERVALS * usual_ns:
             silent_s += length_ns / 1e9
             continue
         there_s += length_ns / 1e9

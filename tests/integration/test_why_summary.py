@@ -15,9 +15,17 @@ import pytest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicSpec
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.observe.why.advice import ADVICE
-from dora_pipe.observe.why.steps import Kind, Piece, StepWait, piece_words, waits_of
-from dora_pipe.observe.why.summary import WORDS, RoleWaits, Summary, summarise
+from dora_pipe.observe.why.advice import ADVICE, WORDS
+from dora_pipe.observe.why.summary import (
+    Kind,
+    Piece,
+    RoleWaits,
+    StepWait,
+    Summary,
+    piece_words,
+    summarise,
+    waits_of,
+)
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.metrics import Wait, WorkerStatus
 from dora_pipe.schemas.rounds import Round, TakeBatch

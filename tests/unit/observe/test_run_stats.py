@@ -14,7 +14,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed
-from dora_pipe.observe.why.steps import waits_of
+from dora_pipe.observe.why.summary import waits_of
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State

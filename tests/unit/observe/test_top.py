@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.observe.spark import bar, short, sparkline
+from dora_pipe.observe.text import bar, short, sparkline
 from dora_pipe.observe.top import STOPPED_NS, Frame, Line, Panel, frame, step_line
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.metrics import Blocker, Wait

@@ -1,4 +1,4 @@
-"""Figures as characters: sparklines, bars, short numbers; it decides nothing."""
+"""Figures as text for people: sparklines, bars, short numbers, durations; it decides nothing."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ def short(value: float) -> str:
             scale = limit if unit != "k" else 1e3
             return f"{value / scale:.3g}{unit}"
     return f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """For people. Example: ``duration(0.34) == "0.3 s"``, ``duration(190) == "3 min 10 s"``."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def counted(count: int, what: str) -> str:
+    """Example: ``counted(1, "group") == "1 group"``."""
+    return f"{count} {what}" + ("" if count == 1 else "s")

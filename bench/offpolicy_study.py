@@ -20,14 +20,14 @@ from dora_pipe.bench.offpolicy import (
 )
 from dora_pipe.bench.offpolicy_book import Book
 from dora_pipe.bench.offpolicy_plot import courses, ends
-from dora_pipe.cli.defaults import (
+from dora_pipe.cli.demo import TASK
+from dora_pipe.cli.init import demonstrations, warm_up
+from dora_pipe.cli.options import (
     OFFPOLICY_STEPS,
     SFT_BATCH,
     SFT_LEARNING_RATE,
     SFT_SEED,
 )
-from dora_pipe.cli.demo import TASK
-from dora_pipe.cli.init import demonstrations, warm_up
 from dora_pipe.cli.output import emit_line, emit_rows, emit_table
 from dora_pipe.config.load import leaves, load_config
 from dora_pipe.config.model import Config

@@ -10,8 +10,14 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.defaults import OBJECTIVE_NAMES, OFFPOLICY_STEPS, PARADIGM_NAMES, REWARD_MIN
-from dora_pipe.cli.options import JsonOption, OverrideOption
+from dora_pipe.cli.options import (
+    OBJECTIVE_NAMES,
+    OFFPOLICY_STEPS,
+    PARADIGM_NAMES,
+    REWARD_MIN,
+    JsonOption,
+    OverrideOption,
+)
 from dora_pipe.cli.output import emit_json, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError

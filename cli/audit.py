@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
+
+import msgspec
 
 from dora_pipe.audit.auditor import Auditor
 from dora_pipe.audit.check_catalogue import check_catalogue
 from dora_pipe.audit.gathering import Source
-from dora_pipe.audit.helpers import Helpers, helpers_for
-from dora_pipe.audit.index import Opened, open_index
+from dora_pipe.audit.helpers import Helpers, Request, Start, helpers_for, serve
+from dora_pipe.audit.index import FILE_NAME, look_up, open_index
+from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus.sqlite import unreadable_records
 from dora_pipe.catalogue.reading import saved_catalogue
-from dora_pipe.cli.audit_helper import Log, starting
-from dora_pipe.cli.audit_index import mark_of, strays_of
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import Progress, progress
 from dora_pipe.core.console import say
 from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.store.log_location import LogLocation
 
 FOLLOW_S: Final = 1.0
 """How often a run that goes on is looked at."""
@@ -32,28 +36,82 @@ KEEP_S: Final = 60.0
 """How often a long audit writes down where it is."""
 
 COLLECT_AFTER: Final = 50_000
-"""Objects after which Python looks for cycles: books have few, and many objects."""
+"""Objects after which Python looks for cycles: ledgers have few, and many objects."""
+
+_SQLITE: Final = "sqlite:"
 
 
-class Look:
+class HelperStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a helper is forked with."""
+
+    log: LogLocation
+    request: Request
+
+
+_HELPER_START = msgspec.json.Decoder(HelperStart)
+
+
+def help_audit(words: bytes, out: IO[bytes]) -> None:
+    """Read a log in a process of its own, with the words of a `HelperStart`.
+
+    Raises whatever opening the log does.
+    """
+    start = _HELPER_START.decode(words)
+    with closing(start.log.open()) as bus:
+        serve(bus, start.request, out)
+
+
+def starting(forks: ForkedHelpers, log: LogLocation) -> Start:
+    """How to begin helpers on this log."""
+    return lambda request: forks.start(msgspec.json.encode(HelperStart(log=log, request=request)))
+
+
+def log_file(run: OpenRun) -> Path | None:
+    """The file that the log is; None where it is none."""
+    url = run.directory.bus_url(run.config)
+    path = Path(url.removeprefix(_SQLITE))
+    return path if url.startswith(_SQLITE) and path.is_file() else None
+
+
+def file_identity(run: OpenRun) -> str:
+    """What tells the log's file from a copy of it; empty where the log is no file."""
+    path = log_file(run)
+    if path is None:
+        return ""
+    found = path.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+@contextmanager
+def remembered_ledger(run: OpenRun) -> Iterator[Ledger | None]:
+    """What audit remembers of the run, for as long as the block lasts; None without an index."""
+    path = run.directory.path / FILE_NAME
+    found = look_up(path, run.bus, run.topics, file_identity(run))
+    try:
+        yield None if found is None else found.books.ledger
+    finally:
+        if found is not None:
+            found.index.close()
+
+
+class AuditSession:
+    """One audit of an open run; `index` is where it remembers how far it was."""
+
     def __init__(
         self,
         run: OpenRun,
         forks: ForkedHelpers,
-        path: Path,
-        archive: Path | None,
+        index: Path | None,
         *,
         store: bool,
         quick: bool,
         fresh: bool,
     ) -> None:
-        self._run, self._whole, self._mark = run, not quick, mark_of(run)
-        words = self._run.directory.words
-        self._log = Log(run=words, archive="" if archive is None else str(archive))
-        self._forks = forks
+        self._run, self._whole, self._forks = run, not quick, forks
+        self._mark = file_identity(run)
         files = store and run.has_policies
-        self._opened: Opened = open_index(
-            path,
+        self._opened = open_index(
+            index or run.directory.path / FILE_NAME,
             run.bus,
             run.topics,
             whole=self._whole,
@@ -73,7 +131,7 @@ class Look:
         )
         self._violations = 0
         self._told: Progress | None = None
-        """Of one look; who follows is told lines."""
+        """Of an audit up to now; who follows is told lines."""
 
     def once(self) -> AuditReport:
         """Up to where the log ends now."""
@@ -102,7 +160,9 @@ class Look:
             self._close()
 
     def _finish(self) -> AuditReport:
-        for line in strays_of(self._run):
+        path = log_file(self._run)
+        # What lies in the file and in no topic; Kafka cannot hold such a thing.
+        for line in [] if path is None else unreadable_records(path):
             self._auditor.books.findings.add("records", "log", line)
         self._keep()
         self._hold_catalogue()
@@ -110,11 +170,10 @@ class Look:
         if self._opened.said:
             notes.append(self._opened.said)
         if again is not None:
-            note = (
+            notes.append(
                 f"rounds up to {again.rounds - 1} and {again.records} records were looked at "
                 "before, and were not looked at again (--fresh does)"
             )
-            notes.append(note)
         return self._auditor.finish()
 
     def _hold_catalogue(self) -> None:
@@ -164,7 +223,7 @@ class Look:
         if not count:
             return None
         return Helpers(
-            starting(self._forks, self._log),
+            starting(self._forks, self._run.log),
             self._run.topics.trajectories,
             positions,
             ends,

@@ -14,7 +14,7 @@ import typer
 
 from dora_pipe.cli.commands.audit import audit, replay
 from dora_pipe.cli.commands.start import sft
-from dora_pipe.cli.defaults import REWARD_MIN, TORCH
+from dora_pipe.cli.options import REWARD_MIN, TORCH
 from dora_pipe.cli.output import emit_table
 from dora_pipe.cli.report import report_costs
 from dora_pipe.config.load import load_config

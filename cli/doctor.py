@@ -1,4 +1,4 @@
-"""`dora-pipe doctor`: whether this machine has what a run needs, and what each lack means."""
+"""`doctor`: whether this machine, and a log, have what a run needs, and what each lack means."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ import platform
 import shutil
 import sqlite3
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from dora_pipe.cli.check_result import CheckResult, State
+from dora_pipe.audit.config_drift import config_drift
+from dora_pipe.bus.checks import check_same
+from dora_pipe.bus.kafka.bus import KafkaBus
+from dora_pipe.bus.kafka.cluster import (
+    WANTED_REPLICAS,
+    brokers_of,
+    fetch_problem,
+    problems_of,
+    replica_fetch_bytes,
+)
+from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.open import open_bus
+from dora_pipe.config.model import Config
+from dora_pipe.core.errors import AccessRefused, BusError, DoraError, UsageError
 from dora_pipe.launch.local_roles import VISIBLE
-from dora_pipe.launch.run_dir import FREE_BYTES_MIN
+from dora_pipe.launch.plan import topic_specs
+from dora_pipe.launch.run_dir import FREE_BYTES_MIN, RunDir, opened
+from dora_pipe.schemas.topics import Topics
 
 _SLOW = "Kafka would be 88 times slower"
 _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
@@ -24,10 +41,27 @@ WAL_SQLITE_MIN = (3, 37)
 GPUS_LIMIT_S = 10.0
 
 
+State = Literal["ok", "note", "fail"]
+
+
+class CheckResult(NamedTuple):
+    """One thing looked at. `note` is no fault: something optional is not there."""
+
+    state: State
+    what: str
+    detail: str
+
+
+def _failed(what: str, error: DoraError) -> CheckResult:
+    """An error as a row, its hint included."""
+    detail = f"{error.message}; {error.hint}" if error.hint else error.message
+    return CheckResult("fail", what, detail)
+
+
 def machine_findings() -> list[CheckResult]:
     """What needs no log."""
-    findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads(), _cores()]
-    return [*findings, _gpus(), _java()]
+    findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk(), _threads()]
+    return [*findings, CheckResult("ok", "cores", str(os.cpu_count())), _gpus(), _java()]
 
 
 def config_file_of(path: Path) -> Path:
@@ -39,34 +73,33 @@ def config_file_of(path: Path) -> Path:
 def _python() -> CheckResult:
     version = platform.python_version()
     good = tuple(int(part) for part in platform.python_version_tuple()[:2]) >= PYTHON_MIN
-    return CheckResult(what="python", state="ok" if good else "fail", detail=version)
+    return CheckResult("ok" if good else "fail", "python", version)
 
 
 def _sqlite() -> CheckResult:
     good = sqlite3.sqlite_version_info >= WAL_SQLITE_MIN
-    return CheckResult(
-        what="sqlite", state="ok" if good else "fail", detail=f"{sqlite3.sqlite_version}, for logs"
-    )
+    detail = f"{sqlite3.sqlite_version}, for logs"
+    return CheckResult("ok" if good else "fail", "sqlite", detail)
 
 
 def _crc32c() -> CheckResult:
     """Without the C extension kafka-python computes checksums in Python, 88 times slower."""
     if importlib.util.find_spec("crc32c") is None:
         detail = f"not installed: {_SLOW}; pip install crc32c"
-        return CheckResult(what="crc32c", state="fail", detail=detail)
+        return CheckResult("fail", "crc32c", detail)
     try:
         from crc32c import crc32c, hardware_based
     except ImportError as error:
-        return CheckResult(what="crc32c", state="fail", detail=f"cannot be used ({error}): {_SLOW}")
+        return CheckResult("fail", "crc32c", f"cannot be used ({error}): {_SLOW}")
     if crc32c(_CRC_INPUT) != _CRC_RESULT:
-        return CheckResult(what="crc32c", state="fail", detail="computes wrong checksums")
+        return CheckResult("fail", "crc32c", "computes wrong checksums")
     version = importlib.metadata.version("crc32c")
     how = "by the processor" if hardware_based else "in C"
-    return CheckResult(what="crc32c", state="ok", detail=f"{version}, {how}")
+    return CheckResult("ok", "crc32c", f"{version}, {how}")
 
 
 def _extras() -> list[CheckResult]:
-    findings = []
+    found = []
     for name, use in (
         ("torch", "the own engine and trainer"),
         ("transformers", "the own engine and trainer"),
@@ -75,8 +108,8 @@ def _extras() -> list[CheckResult]:
     ):
         there = importlib.util.find_spec(name) is not None
         detail = _version(name) if there else f"not installed; for {use}"
-        findings.append(CheckResult(what=name, state="ok" if there else "note", detail=detail))
-    return findings
+        found.append(CheckResult("ok" if there else "note", name, detail))
+    return found
 
 
 def _version(module: str) -> str:
@@ -89,25 +122,21 @@ def _version(module: str) -> str:
 
 def _disk() -> CheckResult:
     free = shutil.disk_usage(Path.cwd()).free
-    state: State = "ok" if free >= FREE_BYTES_MIN else "fail"
-    return CheckResult(what="disk", state=state, detail=f"{free // 1024**2} MiB free here")
+    detail = f"{free // 1024**2} MiB free here"
+    return CheckResult("ok" if free >= FREE_BYTES_MIN else "fail", "disk", detail)
 
 
 def _threads() -> CheckResult:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     detail = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset; roles set it"
-    return CheckResult(what="threads", state="ok", detail=detail)
-
-
-def _cores() -> CheckResult:
-    return CheckResult(what="cores", state="ok", detail=str(os.cpu_count()))
+    return CheckResult("ok", "threads", detail)
 
 
 def _gpus() -> CheckResult:
     """By their numbers, which `workers.gpus` and `trainer.gpus` name."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return CheckResult(what="gpus", state="note", detail="none: there is no nvidia-smi")
+        return CheckResult("note", "gpus", "none: there is no nvidia-smi")
     command = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(
@@ -115,19 +144,94 @@ def _gpus() -> CheckResult:
         )
     except subprocess.TimeoutExpired:
         detail = f"nvidia-smi did not answer within {GPUS_LIMIT_S:.0f} s"
-        return CheckResult(what="gpus", state="fail", detail=detail)
+        return CheckResult("fail", "gpus", detail)
     lines = [line.strip() for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     if done.returncode or not lines:
         said = lines[0] if lines else f"nvidia-smi ended with exit code {done.returncode}"
-        return CheckResult(what="gpus", state="note", detail=said)
+        return CheckResult("note", "gpus", said)
     detail = "; ".join(line.replace(", ", " ", 1) for line in lines)
     chosen = os.environ.get(VISIBLE)
     if chosen is not None:
         detail += f"; {VISIBLE}={chosen}"
-    return CheckResult(what="gpus", state="ok", detail=detail)
+    return CheckResult("ok", "gpus", detail)
 
 
 def _java() -> CheckResult:
     java = shutil.which("java")
     detail = java or "not found; only for a Kafka broker on this machine without Docker"
-    return CheckResult(what="java", state="ok" if java else "note", detail=detail)
+    return CheckResult("ok" if java else "note", "java", detail)
+
+
+def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
+    """Rows about the log at an address, and about the topics of a configuration's run."""
+    security = KafkaSecurity.of(config.bus) if config else KafkaSecurity()
+    try:
+        with closing(open_bus(url, security)) as bus:
+            names = bus.topics()
+            kafka = isinstance(bus, KafkaBus)
+            who = f", as {security.principal} by {security.protocol}" if kafka else ""
+            yield CheckResult("ok", "log", f"{url}: {len(names)} topics{who}")
+            there: list[str] = []
+            if config is not None:
+                wanted = Topics(config.run.name).all()
+                there = [name for name in wanted if name in names]
+                yield _topics(config.run.name, len(there), len(wanted))
+            if isinstance(bus, KafkaBus):
+                yield from _cluster(bus, config, there)
+    except DoraError as error:
+        yield _failed("log", error)
+
+
+def config_findings(directory: RunDir) -> Iterator[CheckResult]:
+    """Whether a run directory's configuration is the one in its log: free keys may differ."""
+    try:
+        with opened(str(directory.path)) as run:
+            drift = config_drift(run.bus, run.topics, run.config)
+    except UsageError:
+        return  # There is no log yet to compare with.
+    except DoraError as error:
+        yield _failed("config.toml", error)
+        return
+    state: State = "fail" if drift.frozen else "note" if drift else "ok"
+    yield CheckResult(state, "config.toml", drift.line or "as the log has it")
+
+
+def _topics(run: str, there: int, wanted: int) -> CheckResult:
+    if there == wanted:
+        return CheckResult("ok", "topics", f"all {there} of run {run!r}")
+    detail = f"{there} of {wanted} of run {run!r}; a new run makes them"
+    if there:
+        detail = (
+            f"{there} of {wanted} of run {run!r}: the others are gone, or hidden from this user"
+        )
+    return CheckResult("note", "topics", detail)
+
+
+def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
+    """Rows about the brokers, and about the settings of a run's topics that are there."""
+    count = len(bus.ask(brokers_of))
+    enough = count >= WANTED_REPLICAS
+    means = "any one of their machines may die" if enough else "what they hold dies with a disk"
+    yield CheckResult("ok" if enough else "note", "brokers", f"{count}: {means}")
+    if config is not None and topics:
+        found = list(_settings(bus, config, topics))
+        yield from found or [CheckResult("ok", "settings", "of all its topics")]
+
+
+def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[CheckResult]:
+    facts = bus.facts(topics)
+    wanted = {spec.name: spec for spec in topic_specs(config)}
+    for topic in facts:
+        try:
+            check_same(wanted[topic.name], topic.spec)
+        except BusError as error:  # What the run itself would refuse.
+            yield _failed("settings", error)
+    for one in (each for topic in facts for each in problems_of(topic)):
+        yield CheckResult("fail" if one.fatal else "note", "settings", f"{one.text}; {one.hint}")
+    with suppress(AccessRefused):
+        fetched = bus.ask(replica_fetch_bytes)
+        if fetched is None:
+            return  # the cluster tells an administrator only
+        small = next(filter(None, (fetch_problem(topic, fetched) for topic in facts)), None)
+        if small is not None:
+            yield CheckResult("note", "brokers", f"{small.text}; {small.hint}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from dora_pipe.audit.export import export_parquet, export_policy
 from dora_pipe.cli.damage import raise_if_damaged
 from dora_pipe.cli.export_texts import texts_of
+from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.replay_lines import rebuilder
-from dora_pipe.cli.writing import may_write_file, may_write_folder
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun

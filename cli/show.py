@@ -25,11 +25,11 @@ def tell_of_run(run: OpenRun, *, as_json: bool) -> None:
 def tell_of_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
     """Print where a step, group or trajectory came from and went."""
     from dora_pipe.audit.describe import DAMAGE, tell
-    from dora_pipe.cli.audit_index import remembered_of
+    from dora_pipe.cli.audit import remembered_ledger
     from dora_pipe.cli.show_step import is_step, print_step
     from dora_pipe.cli.show_story import print_story, text_decoder
 
-    with remembered_of(run) as known:
+    with remembered_ledger(run) as known:
         story = tell(run.bus, run.topics, run.policies, wanted, decoder=text_decoder, known=known)
     if as_json:
         emit_json(story)

@@ -10,7 +10,7 @@ from random import random
 from typing import Final
 
 from dora_pipe.cli.damage import raise_if_damaged
-from dora_pipe.cli.writing import may_write_file
+from dora_pipe.cli.options import may_write_file
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError

@@ -218,21 +218,24 @@ def _copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
     return write
 
 
-def create_topics(bus: Bus, config: Config) -> Topics:
-    """Create the run's topics where they are missing."""
+def topic_specs(config: Config) -> list[TopicSpec]:
+    """The topics of a run, as it needs them."""
     topics = Topics(config.run.name)
     many = {topics.trajectories, topics.progress}
-    bus.create(
-        [
-            TopicSpec(
-                name=name,
-                partitions=config.bus.partitions if name in many else 1,
-                record_bytes_max=config.bus.record_bytes_max,
-            )
-            for name in topics.all()
-        ]
-    )
-    return topics
+    return [
+        TopicSpec(
+            name=name,
+            partitions=config.bus.partitions if name in many else 1,
+            record_bytes_max=config.bus.record_bytes_max,
+        )
+        for name in topics.all()
+    ]
+
+
+def create_topics(bus: Bus, config: Config) -> Topics:
+    """Create the run's topics where they are missing."""
+    bus.create(topic_specs(config))
+    return Topics(config.run.name)
 
 
 def check_topics(bus: Bus, config: Config) -> None:

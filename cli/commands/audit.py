@@ -10,11 +10,17 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.defaults import CLAIM_HOURS
-from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.options import (
+    CLAIM_HOURS,
+    ArchiveOption,
+    ForceOption,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    may_write_folder,
+)
 from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
-from dora_pipe.cli.writing import ForceOption, may_write_folder
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 
@@ -63,18 +69,15 @@ def audit(
     from dora_pipe.audit.archive_verify import raise_if_damaged, verify
     from dora_pipe.audit.audit import raise_if_broken
     from dora_pipe.audit.report import plain
-    from dora_pipe.cli.audit import COLLECT_AFTER, Look
-    from dora_pipe.cli.audit_helper import help_audit
-    from dora_pipe.cli.audit_index import index_path
+    from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, help_audit
     from dora_pipe.cli.audit_tables import print_report
     from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.launch.run_dir import opened
 
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with ForkedHelpers(help_audit) as forks, opened(run, root, archive) as open_run:
-        path = index_path(open_run) if index is None else index
-        look = Look(open_run, forks, path, archive, store=store, quick=quick, fresh=fresh)
-        found = look.follow() if follow else look.once()
+        session = AuditSession(open_run, forks, index, store=store, quick=quick, fresh=fresh)
+        found = session.follow() if follow else session.once()
         sealed = open_run.directory.path if open_run.directory.is_archive else archive
     if as_json:
         emit_json(plain(found))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.options import OverrideOption, ParadigmOption
+from dora_pipe.cli.options import JsonOption, OverrideOption, ParadigmOption
 from dora_pipe.cli.output import emit_json, emit_rows, emit_table, emit_text, takes_unicode
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ResourceError, UsageError
@@ -92,11 +92,15 @@ def doctor(
         typer.Option(help="Try the log of this TOML file or run directory, with its user."),
     ] = None,
     override: OverrideOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine: versions, extras, disk, threads, and a log if one is named."""
-    from dora_pipe.cli.doctor import config_file_of, machine_findings
-    from dora_pipe.cli.doctor_log import config_findings, log_findings
+    from dora_pipe.cli.doctor import (
+        config_file_of,
+        config_findings,
+        log_findings,
+        machine_findings,
+    )
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.run_dir import RunDir
 
@@ -107,7 +111,7 @@ def doctor(
         findings += log_findings(url, wanted)
     if config and (run := RunDir(config_file_of(config).parent)).exists():
         findings += config_findings(run)
-    rows = [{"state": one.state, "what": one.what, "detail": one.detail} for one in findings]
+    rows = [one._asdict() for one in findings]
     emit_rows(("state", "what", "detail"), rows, as_json=as_json)
     if any(one.state == "fail" for one in findings):
         raise typer.Exit(1)

@@ -8,9 +8,15 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.options import (
+    ArchiveOption,
+    ForceOption,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    may_write_file,
+)
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, emit_text
-from dora_pipe.cli.writing import ForceOption, may_write_file
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import LOOPBACK

@@ -10,9 +10,8 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.defaults import PARADIGM_NAMES
 from dora_pipe.cli.lazy import SETTINGS
-from dora_pipe.cli.options import ArchiveOption, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.options import PARADIGM_NAMES, ArchiveOption, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from dora_pipe.cli.defaults import (
+from dora_pipe.cli.lazy import EXIT_INTERRUPTED
+from dora_pipe.cli.options import (
     EXAMPLES,
     SFT_BATCH,
     SFT_LEARNING_RATE,
@@ -20,10 +21,13 @@ from dora_pipe.cli.defaults import (
     SFT_STEPS,
     SFT_STEPS_OF,
     TORCH,
+    ForceOption,
+    OverrideOption,
+    ParadigmOption,
+    RunArgument,
+    RunsOption,
+    may_write_folder,
 )
-from dora_pipe.cli.lazy import EXIT_INTERRUPTED
-from dora_pipe.cli.options import OverrideOption, ParadigmOption, RunArgument, RunsOption
-from dora_pipe.cli.writing import ForceOption, may_write_folder
 from dora_pipe.core.console import RUNS, say, typed
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
 

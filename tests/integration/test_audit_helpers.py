@@ -17,10 +17,11 @@ from dora_pipe.audit.reading import ends_of
 from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli.audit_helper import Log, help_audit, starting
+from dora_pipe.cli.audit import help_audit, starting
 from dora_pipe.core.errors import BusError
 from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.log_location import LogLocation
 
 TOPICS = Topics("synthetic")
 
@@ -47,7 +48,7 @@ def forks() -> Iterator[ForkedHelpers]:
 def _helpers(
     forks: ForkedHelpers, log: Path, positions: dict[int, int], ends: dict[int, int], count: int
 ) -> Helpers:
-    start = starting(forks, Log(url=f"sqlite:{log}"))
+    start = starting(forks, LogLocation(run="synthetic", url=f"sqlite:{log}"))
     return Helpers(start, TOPICS.trajectories, positions, ends, count=count)
 
 

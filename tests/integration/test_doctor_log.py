@@ -11,9 +11,7 @@ from kafka import KafkaAdminClient
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.cli.check_result import CheckResult
-from dora_pipe.cli.doctor import _crc32c
-from dora_pipe.cli.doctor_log import log_findings
+from dora_pipe.cli.doctor import CheckResult, _crc32c, log_findings
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.schemas.topics import Topics

@@ -11,7 +11,7 @@ from typer.main import get_command
 from dora_pipe.audit.prune_claims import AGE_MIN_S
 from dora_pipe.bench.offpolicy import OBJECTIVES
 from dora_pipe.cli.app import app
-from dora_pipe.cli.defaults import CLAIM_HOURS, OBJECTIVE_NAMES, PARADIGM_NAMES
+from dora_pipe.cli.options import CLAIM_HOURS, OBJECTIVE_NAMES, PARADIGM_NAMES
 from dora_pipe.config.paradigms import PARADIGMS
 
 OWN = frozenset(
@@ -29,13 +29,11 @@ OWN = frozenset(
         ".cli.commands.observe",
         ".cli.commands.sim",
         ".cli.commands.start",
-        ".cli.defaults",
         ".cli.lazy",
         ".cli.main",
         ".cli.options",
         ".cli.output",
         ".cli.progress",
-        ".cli.writing",
         ".core",
         ".core.console",
         ".core.errors",

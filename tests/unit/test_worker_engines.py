@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.cli.defaults import EXAMPLES
+from dora_pipe.cli.options import EXAMPLES
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.core.errors import ConfigError, DoraError

@@ -11,9 +11,10 @@ from dora_pipe.audit.auditor import PIECE_RECORDS
 from dora_pipe.bench.audit import bench_audit, bench_memory
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.cli.audit_helper import Log, help_audit, starting
+from dora_pipe.cli.audit import help_audit, starting
 from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.store.log_location import LogLocation
 
 GROWTH_BYTES_MAX = 40
 """Of memory, per trajectory: what has ended lies on the disk."""
@@ -46,7 +47,7 @@ def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
             tokens=[64],
             trajectories=128,
             repeats=1,
-            starting=lambda url: starting(forks, Log(url=url)),
+            starting=lambda url: starting(forks, LogLocation(run="", url=url)),
             helpers_pid=forks.pid,
         )
     ways = {one.way: one for one in figures}

@@ -1,5 +1,57 @@
 """The log: one port, three buses (memory, SQLite, Kafka) that keep the same promises."""
 
-from dora_pipe.bus.open import open_bus
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora_pipe.bus.claim_check import ClaimBus, ClaimStore
+from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.port import Bus
+from dora_pipe.core.errors import UsageError
 
 __all__ = ["open_bus"]
+
+
+def open_bus(
+    url: str, security: KafkaSecurity | None = None, *, claims: ClaimStore | None = None
+) -> Bus:
+    """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]`` or ``archive:PATH``.
+
+    Nothing is created; an archive can only be read.
+
+    `security` is for Kafka; `claims` keeps the values that are too large for the log; without it
+    such a record is refused, and read as empty. Raises UsageError for any other address,
+    ConfigError for a missing secret, BusError when the log cannot be reached.
+    """
+    bus = _open(url, security)
+    return bus if claims is None else ClaimBus(bus, claims)
+
+
+def _open(url: str, security: KafkaSecurity | None) -> Bus:
+    kind, _, rest = url.partition(":")
+    if kind == "sqlite" and rest:
+        from dora_pipe.bus.sqlite import SqliteBus
+
+        return SqliteBus(Path(rest))
+    if kind == "kafka" and rest.strip("/"):
+        from dora_pipe.bus.kafka.bus import KafkaBus
+
+        if "@" in rest:  # it is printed and logged, so this line must not repeat it
+            raise UsageError(
+                "a log's address holds no name and no password", hint="see bus.username"
+            )
+        servers = rest.strip("/").split(",")
+        return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
+    if kind == "archive" and rest:
+        from dora_pipe.bus.archive.manifest import check_cut
+        from dora_pipe.bus.archive.reader import ArchiveBus
+
+        archive = ArchiveBus(Path(rest))
+        check_cut(archive.path, archive.manifest)
+        return archive
+    if kind == "memory":
+        raise UsageError(
+            "a log in memory cannot be opened by its address",
+            hint="it lives inside one process; use sqlite:PATH between processes",
+        )
+    raise UsageError(f"`{url}` is not a log", hint="sqlite:PATH or kafka://HOST:PORT[,HOST:PORT]")

@@ -18,15 +18,18 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, Protocol
 from uuid import uuid4
 
+from msgspec import structs
+
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writer
-from dora_pipe.bus.wrapper import BusWrapper, ReaderWrapper
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
 
@@ -43,8 +46,6 @@ that is too large there is a mistake, and refused."""
 
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
 _NAME: Final = itemgetter(0)
-
-POLL_BYTES: Final = 32 * 1024 * 1024
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class ClaimStore(Protocol):
         ...
 
 
-class ClaimFiles:
+class ClaimFiles(ClaimStore):
     """Claimed values as files of one folder, which is made with the first of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -148,7 +149,7 @@ class ClaimBus(BusWrapper):
         return ClaimWriter(self, self.inner.writer(exclusive=exclusive))
 
 
-class ClaimWriter:
+class ClaimWriter(Writer):
     """Claims what its topic refuses as too large; learns each topic's limit from one refusal."""
 
     def __init__(self, bus: ClaimBus, inner: Writer) -> None:
@@ -185,16 +186,9 @@ class ClaimWriter:
         self._bus.store.write(digest, record.value)
         size = str(len(record.value)).encode()
         claim = ((CLAIM, digest.encode()), (CLAIM_BYTES, size))
-        return Append(
-            topic=record.topic,
-            value=b"",
-            partition=record.partition,
-            key=record.key,
-            headers=(*record.headers, *claim),
-        )
+        return structs.replace(record, value=b"", headers=(*record.headers, *claim))
 
     def close(self) -> None:
-        """Let go of the writer."""
         self.inner.close()
 
 
@@ -208,7 +202,7 @@ class ClaimReader(ReaderWrapper):
         self._waiting: deque[Record] = deque()  # read, and over the caller's last bound
 
     def poll(
-        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = POLL_BYTES
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
         """Records with their values; claimed ones count with their full size."""
         self._here.check()
@@ -239,21 +233,18 @@ class ClaimReader(ReaderWrapper):
         if sha256(value).hexdigest() != digest:
             return _lost(record, "the stored value has another digest")
         kept = tuple(one for one in record.headers if one[0] not in _HEADERS)
-        return _with(record, value, kept)
+        return replace(record, value=value, headers=kept)
 
     def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
         reached = self.inner.position(tp)
         return next((one.offset for one in self._waiting if one.at == tp), reached)
 
     def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
         check_position(tp, position)
         self.inner.seek(tp, position)
         self._waiting = deque(one for one in self._waiting if one.at != tp)
 
     def close(self) -> None:
-        """Let go of the reader."""
         self._here.close()
         self.inner.close()
 
@@ -290,15 +281,4 @@ def _lost(record: Record, why: str) -> Record:
     _log.warning(
         "%s/%d@%d: claim %s: %s", record.topic, record.partition, record.offset, digest, why
     )
-    return _with(record, b"", (*record.headers, (CLAIM_LOST, why.encode())))
-
-
-def _with(record: Record, value: bytes, headers: tuple[tuple[str, bytes], ...]) -> Record:
-    return Record(
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        key=record.key,
-        value=value,
-        headers=headers,
-    )
+    return replace(record, value=b"", headers=(*record.headers, (CLAIM_LOST, why.encode())))

@@ -35,7 +35,7 @@ class Named(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class RecordFingerprint:
     """What is kept of a record to hold it against control later, when its value is gone."""
 
     sha256: str
@@ -48,28 +48,30 @@ class Mark:
     """Why there is no value."""
 
 
-def mark_of(record: Record, *, value_of: str = "") -> Mark:
-    """The mark of a record that was read."""
+def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
+    """Of a record that was read."""
     headers_of = dict(record.headers).get("trajectory", b"").decode(errors="replace")
     if lost := lost_claim(record):
-        return Mark(sha256="", headers_of=headers_of, lost=lost)
-    return Mark(sha256=sha256_hex(record.value), headers_of=headers_of, value_of=value_of)
+        return RecordFingerprint(sha256="", headers_of=headers_of, lost=lost)
+    return RecordFingerprint(
+        sha256=sha256_hex(record.value), headers_of=headers_of, value_of=value_of
+    )
 
 
-def fault_of(found: Record | Mark | None, named: Named) -> str:
+def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
     """Why a record is not what control names; empty where it is. Its content is not opened."""
     where = f"at trajectories:{named.partition}:{named.offset}"
     if found is None:
         return f"its record is not there {where}"
-    mark = found if isinstance(found, Mark) else mark_of(found)
-    if mark.lost:
-        return f"its record {where} cannot be read: {mark.lost}"
-    if mark.sha256 != named.sha256:
-        return f"the record {where} is not the one that was logged: sha256 {mark.sha256}"
-    if mark.headers_of != named.trajectory:
-        return f"the record {where} has the headers of {mark.headers_of!r}"
-    if mark.value_of not in ("", named.trajectory):
-        return f"the record {where} is {mark.value_of}"
+    seen = found if isinstance(found, RecordFingerprint) else fingerprint_of(found)
+    if seen.lost:
+        return f"its record {where} cannot be read: {seen.lost}"
+    if seen.sha256 != named.sha256:
+        return f"the record {where} is not the one that was logged: sha256 {seen.sha256}"
+    if seen.headers_of != named.trajectory:
+        return f"the record {where} has the headers of {seen.headers_of!r}"
+    if seen.value_of not in ("", named.trajectory):
+        return f"the record {where} is {seen.value_of}"
     return ""
 
 
@@ -94,8 +96,8 @@ class Damage:
     lines: list[str] = field(default_factory=list)
     """The first `LINES_MAX`, each with its trajectory and why."""
 
-    def is_sound(self, found: Record | Mark | None, named: Named) -> bool:
-        """Whether it is the record that control names; one that is not is counted and told of."""
+    def is_sound(self, found: Record | RecordFingerprint | None, named: Named) -> bool:
+        """Whether it is the record that control names; one that is not is counted and named."""
         why = fault_of(found, named)
         if why:
             self.count += 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from dora_pipe.bus.base import PositionReader
 from dora_pipe.bus.checks import (
     check_appends,
     check_exists,
@@ -26,7 +27,7 @@ from dora_pipe.bus.checks import (
     first_kept,
     record_bytes,
 )
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer, stored
 from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown
 
 
@@ -69,11 +70,9 @@ class ScriptedFaults:
     polls: Collection[int] = ()
 
     def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-        """The fault written down for this call."""
         return self.appends.get(call)
 
     def on_poll(self, call: int) -> bool:
-        """Whether this call is written down."""
         return call in self.polls
 
 
@@ -149,14 +148,14 @@ class MemoryLog:
 
     def _append(self, records: Sequence[Append], *, visible_ms: int) -> list[int]:
         """Offsets of the records; each touched partition gets a gap behind them."""
-        stored = []
+        landed: list[Record] = []
         touched = set()
         for record in records:
             at = TopicPartition(record.topic, record.partition)
             held = self._partitions[at]
             visible_ms = max(visible_ms, held.visible_ms[-1] if held.visible_ms else 0)
-            stored.append(_stored(record, held.end))
-            held.records.append(stored[-1])
+            landed.append(stored(record, held.end))
+            held.records.append(landed[-1])
             held.offsets.append(held.end)
             held.visible_ms.append(visible_ms)
             held.end += 1
@@ -165,12 +164,12 @@ class MemoryLog:
         for at in touched:
             self._partitions[at].end += self.gap_after(self._appends)
         self._appends += 1
-        if stored:
-            self.watch(stored, visible_ms)
-        return [record.offset for record in stored]
+        if landed:
+            self.watch(landed, visible_ms)
+        return [record.offset for record in landed]
 
 
-class MemoryBus:
+class MemoryBus(Bus):
     """One role's view of a `MemoryLog`, on a clock of the caller's in milliseconds.
 
     Example: ``MemoryBus(log, faults=ScriptedFaults(polls={0}), now_ms=lambda: 1_000)``
@@ -191,7 +190,6 @@ class MemoryBus:
         self.closed = False
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create the topics that do not exist."""
         self.check_open()
         for spec in topics:
             check_spec(spec)
@@ -199,20 +197,15 @@ class MemoryBus:
             self.log._create(spec)
 
     def topics(self) -> list[str]:
-        """Names of all topics, sorted."""
         self.check_open()
         return sorted(self.log._topics)
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has."""
         self.check_open()
         return check_exists(TopicPartition(topic, 0), self.log._topics).partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """The first position that was not deleted."""
-        self.check_open()
-        check_exists(tp, self.log._topics)
-        return self.log._partitions[tp].begin
+        return self._partition(tp).begin
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
         """Forget them, all at once."""
@@ -223,27 +216,19 @@ class MemoryBus:
         return False
 
     def end(self, tp: TopicPartition) -> int:
-        """The position after the last visible record."""
-        self.check_open()
-        check_exists(tp, self.log._topics)
-        return self.log._partitions[tp].visible_end(self.now_ms())
+        return self._partition(tp).visible_end(self.now_ms())
 
     def written_end(self, tp: TopicPartition) -> int:
-        """The position after the last record, visible or hidden."""
-        self.check_open()
-        check_exists(tp, self.log._topics)
-        return self.log._partitions[tp].end
+        return self._partition(tp).end
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> MemoryReader:
-        """A reader of exactly these partitions."""
         self.check_open()
         for tp, position in positions.items():
-            check_exists(tp, self.log._topics)
+            self._partition(tp)
             check_position(tp, position)
         return MemoryReader(self, positions)
 
     def writer(self, *, exclusive: str | None = None) -> MemoryWriter:
-        """A writer; with a name, the only one of that name from now on."""
         self.check_open()
         return MemoryWriter(self, exclusive)
 
@@ -251,21 +236,25 @@ class MemoryBus:
         """Close the bus with its readers and writers; the log stays."""
         self.closed = True
 
+    def _partition(self, tp: TopicPartition) -> _Partition:
+        self.check_open()
+        check_exists(tp, self.log._topics)
+        return self.log._partitions[tp]
+
     def check_open(self) -> None:
         """Raises BusError after `close`."""
         if self.closed:
             raise BusError("this bus is closed")
 
 
-class MemoryReader:
+class MemoryReader(PositionReader):
     """Reads from a `MemoryLog`; never waits."""
 
     def __init__(self, bus: MemoryBus, positions: Mapping[TopicPartition, int]) -> None:
+        super().__init__(positions, bus.check_open)
         self._bus = bus
-        self._positions = dict(positions)
         self._turn = 0
         self._held: set[TopicPartition] = set()
-        self._closed = False
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
@@ -308,38 +297,13 @@ class MemoryReader:
         self._positions[tp] = max(self._positions[tp], held.visible_end(now_ms))
         return room_bytes
 
-    def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
-        self._check_assigned(tp)
-        return self._positions[tp]
-
     def held_back(self) -> list[TopicPartition]:
         """Where the last poll met hidden records."""
         self._check_open()
         return sorted(self._held)
 
-    def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
-        self._check_assigned(tp)
-        check_position(tp, position)
-        self._positions[tp] = position
 
-    def close(self) -> None:
-        """Let go of everything."""
-        self._closed = True
-
-    def _check_assigned(self, tp: TopicPartition) -> None:
-        self._check_open()
-        if tp not in self._positions:
-            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
-
-    def _check_open(self) -> None:
-        self._bus.check_open()
-        if self._closed:
-            raise BusError("this reader is closed")
-
-
-class MemoryWriter:
+class MemoryWriter(Writer):
     """Appends to a `MemoryLog`."""
 
     def __init__(self, bus: MemoryBus, exclusive: str | None) -> None:
@@ -371,7 +335,6 @@ class MemoryWriter:
         raise OutcomeUnknown("the log did not say whether these records were appended")
 
     def close(self) -> None:
-        """Let go of everything."""
         self._closed = True
 
     def _check_writable(self) -> None:
@@ -387,14 +350,3 @@ class MemoryWriter:
         log = self._bus.log
         more_bytes = sum(map(record_bytes, records))
         return log.bytes_max is not None and log.bytes_held + more_bytes > log.bytes_max
-
-
-def _stored(record: Append, offset: int) -> Record:
-    return Record(
-        topic=record.topic,
-        partition=record.partition,
-        offset=offset,
-        key=record.key,
-        value=record.value,
-        headers=record.headers,
-    )

@@ -85,6 +85,18 @@ class Record:
         return TopicPartition(self.topic, self.partition)
 
 
+def stored(record: Append, offset: int) -> Record:
+    """An appended record as readers see it."""
+    return Record(
+        topic=record.topic,
+        partition=record.partition,
+        offset=offset,
+        key=record.key,
+        value=record.value,
+        headers=record.headers,
+    )
+
+
 class Reader(Protocol):
     """Reads given partitions from given positions, in offset order per partition."""
 

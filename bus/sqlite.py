@@ -16,11 +16,11 @@ import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from dora_pipe.bus.base import PositionReader
 from dora_pipe.bus.checks import (
     check_appends,
     check_exists,
@@ -31,7 +31,7 @@ from dora_pipe.bus.checks import (
     check_trimmed,
     is_trimmed,
 )
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite_file import SqliteFile
 from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown, TopicMissing
 
@@ -84,10 +84,10 @@ class _Topics:
 
     def base(self, topic: str, partition: int) -> int:
         """The row number of the partition's offset 0."""
-        return _base_of(self._ids[topic], partition)
+        return (self._ids[topic] << PARTITION_BITS | partition) << OFFSET_BITS
 
 
-class SqliteBus:
+class SqliteBus(Bus):
     """The log in one file. The file appears with the first `create`; until then it has no topics.
 
     Example: ``SqliteBus(Path("runs/first/log.sqlite"))``
@@ -120,21 +120,17 @@ class SqliteBus:
                 raise BusError(f"{self.path} cannot hold more than {TOPICS_MAX} topics")
 
     def topics(self) -> list[str]:
-        """Names of all topics, sorted."""
         file = self._open()
         if file is not None:
             self._topics.load(file)
         return sorted(self._topics.specs)
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has."""
         return self._find(TopicPartition(topic, 0)).partitions
 
     def begin(self, tp: TopicPartition) -> int:
         """The first position: 0, or where the first record lies that `trim` has left."""
-        self._find(tp)
-        file = self._open()
-        assert file is not None
+        file = self._file_of(tp)
         if not is_trimmed(tp.topic):
             return 0
         with file.reading():
@@ -142,19 +138,14 @@ class SqliteBus:
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
         """Delete in one short transaction; what is free then is used by the next appends."""
-        self._find(tp)
+        file = self._file_of(tp)
         check_trimmed(tp)
         check_position(tp, before)
-        file = self._open()
-        assert file is not None
         with file.writing():
             return _trim(file, self._topics.base(*tp), before)
 
     def end(self, tp: TopicPartition) -> int:
-        """The position after the last record."""
-        self._find(tp)
-        file = self._open()
-        assert file is not None
+        file = self._file_of(tp)
         with file.reading():
             return _end_of(file, self._topics.base(*tp))
 
@@ -167,8 +158,8 @@ class SqliteBus:
         for tp, position in positions.items():
             self._find(tp)
             check_position(tp, position)
-        places = [_Place(tp, self._topics.base(*tp), at) for tp, at in positions.items()]
-        return SqliteReader(self._part(patient=True), places)
+        bases = {tp: self._topics.base(*tp) for tp in positions}
+        return SqliteReader(self._part(patient=True), bases, positions)
 
     def writer(self, *, exclusive: str | None = None) -> SqliteWriter:
         """A writer, with its own connection; with a name, earlier ones of that name are fenced."""
@@ -177,7 +168,6 @@ class SqliteBus:
         return SqliteWriter(self._part(patient=False), exclusive)
 
     def close(self) -> None:
-        """Close the bus with its readers and writers."""
         self._closed = True
         for part in self._parts:
             part.close()
@@ -204,6 +194,12 @@ class SqliteBus:
             self._file = file
         return self._file
 
+    def _file_of(self, tp: TopicPartition) -> SqliteFile:
+        """The bus's own connection to the log that has this partition. Raises TopicMissing."""
+        self._find(tp)
+        assert self._file is not None
+        return self._file
+
     def _find(self, tp: TopicPartition) -> TopicSpec:
         file = self._open()
         if file is not None and tp.topic not in self._topics.specs:
@@ -211,23 +207,20 @@ class SqliteBus:
         return check_exists(tp, self._topics.specs)
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where a reader stands in one partition."""
-
-    tp: TopicPartition
-    base: int
-    position: int
-    settled: bool = False
-    """The position is the end of what was there, not only behind the last record returned."""
-
-
-class SqliteReader:
+class SqliteReader(PositionReader):
     """Reads with a connection of its own; holds no transaction between two polls."""
 
-    def __init__(self, file: SqliteFile, places: Sequence[_Place]) -> None:
+    def __init__(
+        self,
+        file: SqliteFile,
+        bases: Mapping[TopicPartition, int],
+        positions: Mapping[TopicPartition, int],
+    ) -> None:
+        super().__init__(positions, file.check_usable)
         self._file = file
-        self._places = {place.tp: place for place in places}
+        self._bases = bases
+        self._at_end: set[TopicPartition] = set()
+        """Where the position is the end of what was there, not only behind the last record."""
         self._turn = 0
         self._version = 0
         self._more = True
@@ -258,73 +251,56 @@ class SqliteReader:
         found: list[Record] = []
         room_bytes = bytes_max
         self._turn += 1
-        places = list(self._places.values())
-        turn = self._turn % max(1, len(places))  # no partition may starve the others
+        tps = list(self._bases)
+        turn = self._turn % max(1, len(tps))  # no partition may starve the others
         with self._file.reading() as connection:
-            for place in places[turn:] + places[:turn]:
-                room_bytes -= self._take(connection, place, found, records_max, room_bytes)
+            for tp in tps[turn:] + tps[:turn]:
+                room_bytes -= self._take(connection, tp, found, records_max, room_bytes)
         self._version = version
-        self._more = any(not place.settled for place in places)
+        self._more = len(self._at_end) < len(tps)
         return found
 
     def _take(
         self,
         connection: sqlite3.Connection,
-        place: _Place,
+        tp: TopicPartition,
         found: list[Record],
         records_max: int,
         room_bytes: int,
     ) -> int:
         """Move a partition's records into `found` as far as there is room; returns their bytes."""
-        limit = records_max - len(found)
-        bounds = (place.base + place.position, place.base + (1 << OFFSET_BITS), limit)
+        limit, base = records_max - len(found), self._bases[tp]
+        bounds = (base + self._positions[tp], base + (1 << OFFSET_BITS), limit)
         taken_bytes = taken = 0
-        place.settled = place.settled and limit > 0
         with closing(connection.execute(_RANGE, bounds)) as rows:
             for at, key, headers, value in rows:
+                self._at_end.discard(tp)
                 size_bytes = len(key) + len(value) + len(headers or b"")
                 if found and taken_bytes + size_bytes > room_bytes:
-                    place.settled = False
                     return taken_bytes
-                found.append(_record(place, at, key, headers, value))
+                found.append(_record(tp, at - base, key, headers, value))
                 taken_bytes += size_bytes
                 taken += 1
-                place.position = at - place.base + 1
-                place.settled = False
-        if not place.settled and taken < limit:
-            end = _end_of(self._file, place.base)
-            check_not_truncated(place.tp, place.position, end)
-            place.position, place.settled = end, True
+                self._positions[tp] = at - base + 1
+        if taken == limit:
+            self._at_end.discard(tp)
+        elif tp not in self._at_end:
+            end = _end_of(self._file, base)
+            check_not_truncated(tp, self._positions[tp], end)
+            self._positions[tp] = end
+            self._at_end.add(tp)
         return taken_bytes
 
-    def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
-        return self._place(tp).position
-
-    def held_back(self) -> list[TopicPartition]:
-        """Nothing ever is."""
-        self._file.check_usable()
-        return []
-
     def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
-        check_position(tp, position)
-        place = self._place(tp)
-        place.position, place.settled, self._more = position, False, True
+        super().seek(tp, position)
+        self._at_end.discard(tp)
+        self._more = True
 
     def close(self) -> None:
-        """Let go of the connection."""
         self._file.close()
 
-    def _place(self, tp: TopicPartition) -> _Place:
-        self._file.check_usable()
-        place = self._places.get(tp)
-        if place is None:
-            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
-        return place
 
-
-class SqliteWriter:
+class SqliteWriter(Writer):
     """Appends with a connection of its own, every call one transaction."""
 
     def __init__(self, file: SqliteFile, exclusive: str | None) -> None:
@@ -337,7 +313,6 @@ class SqliteWriter:
                 self._epoch = file.one(_FENCE, (exclusive,))
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Append all in one transaction and return their offsets."""
         self._file.check_usable()
         if self._broken:
             raise BusError("this exclusive writer does not know what it appended; open another one")
@@ -382,24 +357,20 @@ class SqliteWriter:
         return rows
 
     def close(self) -> None:
-        """Let go of the connection."""
         self._file.close()
 
 
-def _record(place: _Place, at: int, key: bytes, headers: bytes | None, value: bytes) -> Record:
+def _record(
+    tp: TopicPartition, offset: int, key: bytes, headers: bytes | None, value: bytes
+) -> Record:
     return Record(
-        topic=place.tp.topic,
-        partition=place.tp.partition,
-        offset=at - place.base,
+        topic=tp.topic,
+        partition=tp.partition,
+        offset=offset,
         key=key,
         value=value,
         headers=_decode_headers(headers) if headers else (),
     )
-
-
-def _base_of(topic_id: int, partition: int) -> int:
-    """The row number of a partition's offset 0."""
-    return (topic_id << PARTITION_BITS | partition) << OFFSET_BITS
 
 
 def _end_of(file: SqliteFile, base: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dora_pipe.audit.config_drift import config_drift
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.checks import check_same
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.cluster import (
@@ -25,7 +26,6 @@ from dora_pipe.bus.kafka.cluster import (
     replica_fetch_bytes,
 )
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.open import open_bus
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import AccessRefused, BusError, DoraError, UsageError
 from dora_pipe.launch.local_roles import VISIBLE

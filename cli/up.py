@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe import __file__ as PACKAGE
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus import open_bus
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, ResourceError, UsageError
 

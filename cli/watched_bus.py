@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.bus.wrapper import BusWrapper, ReaderWrapper
 from dora_pipe.cli.progress import Progress
 
 FAR: Final = 1000

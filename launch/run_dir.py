@@ -27,10 +27,10 @@ from pathlib import Path
 
 import msgspec
 
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.archive.manifest import CLAIMS, MANIFEST, SEGMENTS
 from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimStore
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.catalogue.reading import FILE as CATALOGUE

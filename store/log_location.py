@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError

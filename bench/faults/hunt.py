@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from dora_pipe.bench.faults.brokers import Brokers, Struck
 from dora_pipe.bench.faults.inject import Files, Hit
 from dora_pipe.bench.faults.order import BROKER, Chance, Order
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.launch import local_roles
 from dora_pipe.launch.supervisor import Supervisor

@@ -22,10 +22,10 @@ import msgspec
 
 from dora_pipe.bench.faults.inside import Inside, KafkaInside, SqliteInside
 from dora_pipe.bench.faults.order import Order, Point
+from dora_pipe.bus.base import BusWrapper
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.bus.sqlite_file import SqliteFile
-from dora_pipe.bus.wrapper import BusWrapper
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex

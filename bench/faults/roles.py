@@ -21,9 +21,9 @@ from dora_pipe import __version__
 from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector, watched
 from dora_pipe.bench.faults.judge import judge
 from dora_pipe.bench.faults.order import WORKERS
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner

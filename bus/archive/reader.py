@@ -8,15 +8,16 @@ An archive that grows is followed: a waiting poll looks for a newer manifest.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.archive.manifest import MANIFEST, SEGMENTS, Entry, Manifest, read_manifest
 from dora_pipe.bus.archive.segment import Segment, read_segment
+from dora_pipe.bus.base import PositionReader
 from dora_pipe.bus.checks import (
     OpenedHere,
     check_exists,
@@ -25,7 +26,7 @@ from dora_pipe.bus.checks import (
     record_bytes,
     topic_missing,
 )
-from dora_pipe.bus.port import Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.port import Bus, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError
 
 WAIT_S: Final = 0.2
@@ -35,7 +36,7 @@ SEGMENTS_HELD_MAX: Final = 2
 """A bus keeps so many segments in memory: readers that jump come back to the same one."""
 
 
-class ArchiveBus:
+class ArchiveBus(Bus):
     """The log in the archive at `path`.
 
     Example: ``ArchiveBus(Path("kept/demo"))``
@@ -49,7 +50,7 @@ class ArchiveBus:
         self._seen: tuple[int, ...] = ()
         self.manifest: Manifest
         self._specs: dict[str, TopicSpec]
-        self._index: dict[TopicPartition, _Index]
+        self._index: dict[TopicPartition, list[Entry]]
         self.refresh()
 
     def refresh(self) -> bool:
@@ -66,7 +67,7 @@ class ArchiveBus:
         }
         self._index = {}
         for entry in self.manifest.entries:
-            self._index.setdefault(entry.at, _Index()).add(entry)
+            self._index.setdefault(entry.at, []).append(entry)
         return True
 
     def _stamp(self) -> tuple[int, ...]:
@@ -77,29 +78,24 @@ class ArchiveBus:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Nothing can be created. Raises BusError."""
         raise self._refusal()
 
     def topics(self) -> list[str]:
-        """Names of all topics, sorted."""
         self.here.check()
         return sorted(self._specs)
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has."""
         self.here.check()
         if topic not in self._specs:
             raise topic_missing(topic)
         return self._specs[topic].partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """The first position: an archive deletes nothing."""
         self.here.check()
         check_exists(tp, self._specs)
         return 0
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Nothing can be deleted. Raises BusError."""
         raise self._refusal()
 
     def end(self, tp: TopicPartition) -> int:
@@ -109,15 +105,13 @@ class ArchiveBus:
         return self.manifest.cut[tp.topic][tp.partition]
 
     def written_end(self, tp: TopicPartition) -> int:
-        """The same: an archive holds what could be read."""
-        return self.end(tp)
+        return self.end(tp)  # an archive holds what could be read
 
     def sealed(self, tp: TopicPartition) -> int:
         """How far segments of a partition go, behind the cut too: what a pass left that died."""
-        return max((one.end for one in self.manifest.entries if one.at == tp), default=0)
+        return self._index[tp][-1].end if tp in self._index else 0
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> ArchiveReader:
-        """A reader of exactly these partitions."""
         self.here.check()
         for tp, position in positions.items():
             check_exists(tp, self._specs)
@@ -125,7 +119,6 @@ class ArchiveBus:
         return ArchiveReader(self, positions)
 
     def writer(self, *, exclusive: str | None = None) -> Writer:
-        """Nothing can be written. Raises BusError."""
         raise self._refusal()
 
     def _refusal(self) -> BusError:
@@ -136,7 +129,8 @@ class ArchiveBus:
 
     def entry_at(self, tp: TopicPartition, position: int) -> Entry:
         """The entry that covers a position before `end`."""
-        return self._index[tp].at(position)
+        entries = self._index[tp]
+        return entries[bisect_right(entries, position, key=attrgetter("start")) - 1]
 
     def segment(self, entry: Entry) -> Segment:
         """A segment, checked when it is read. Raises LogTruncated, InvariantBroken."""
@@ -149,46 +143,18 @@ class ArchiveBus:
         return held
 
     def close(self) -> None:
-        """Close the bus with its readers."""
         self.here.close()
         self._held.clear()
 
 
-class _Index:
-    """A partition's entries by position."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._entries: list[Entry] = []
-
-    def add(self, entry: Entry) -> None:
-        """The next one."""
-        self._starts.append(entry.start)
-        self._entries.append(entry)
-
-    def at(self, position: int) -> Entry:
-        """The one that covers it."""
-        return self._entries[bisect_right(self._starts, position) - 1]
-
-
-@dataclass(slots=True)
-class _Page:
-    """The batch that a reader is in: its records, and the next one."""
-
-    chain: str
-    batch: int
-    records: list[Record]
-    next: int = 0
-
-
-class ArchiveReader:
+class ArchiveReader(PositionReader):
     """Reads one partition after the other, so that each segment is opened once."""
 
     def __init__(self, bus: ArchiveBus, positions: Mapping[TopicPartition, int]) -> None:
+        super().__init__(positions, bus.here.check)
         self._bus = bus
-        self._positions = dict(positions)
-        self._pages: dict[TopicPartition, _Page] = {}
-        self._closed = False
+        self._batches: dict[TopicPartition, list[Record]] = {}
+        """Where each position lies, or did: looking records up one by one stays on the same."""
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
@@ -218,76 +184,27 @@ class ArchiveReader:
         """Move a partition's records into `found`; the bytes left, 0 when there is no more room."""
         end = self._bus.end(tp)
         while self._positions[tp] < end:
-            page = self._page(tp)
-            if page is None:
-                continue
-            for record in page.records[page.next :]:
+            for record in self._batch_at(tp):
                 size_bytes = record_bytes(record)
                 if len(found) >= records_max or (found and size_bytes > room_bytes):
                     return 0
                 found.append(record)
                 room_bytes -= size_bytes
-                page.next += 1
                 self._positions[tp] = record.offset + 1
         return room_bytes
 
-    def _page(self, tp: TopicPartition) -> _Page | None:
-        """The page with the next record; None when the position moved over a gap instead."""
-        page = self._pages.get(tp)
-        if page is not None and page.next < len(page.records):
-            return page
+    def _batch_at(self, tp: TopicPartition) -> list[Record]:
+        """The rest of a batch from the position on; none where that moved over a gap instead."""
         position = self._positions[tp]
-        entry = self._bus.entry_at(tp, position)
-        if entry.records:
-            segment = self._bus.segment(entry)
-            batch = segment.batch_from(position)
-            records = segment.records(batch)
-            first = next((i for i, one in enumerate(records) if one.offset >= position), -1)
-            if first >= 0:
-                self._pages[tp] = _Page(entry.chain, batch, records, first)
-                return self._pages[tp]
-        self._pages.pop(tp, None)
-        self._positions[tp] = min(entry.end, self._bus.end(tp))
-        return None
-
-    def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
-        self._check_assigned(tp)
-        return self._positions[tp]
-
-    def held_back(self) -> list[TopicPartition]:
-        """Nothing ever is."""
-        self._check_open()
-        return []
-
-    def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
-        self._check_assigned(tp)
-        check_position(tp, position)
-        self._positions[tp] = position
-        self._turn_to(tp, position)
-
-    def _turn_to(self, tp: TopicPartition, position: int) -> None:
-        """Stay on the page if the position lies on it: looking things up one by one does that."""
-        page = self._pages.get(tp)
-        if page is None:
-            return
-        if page.records[0].offset <= position <= page.records[-1].offset:
-            page.next = next(i for i, one in enumerate(page.records) if one.offset >= position)
-        else:
-            del self._pages[tp]
+        batch = self._batches.get(tp)
+        if not batch or not batch[0].offset <= position <= batch[-1].offset:
+            entry = self._bus.entry_at(tp, position)
+            batch = self._bus.segment(entry).batch_from(position) if entry.records else []
+            self._batches[tp] = batch
+            following = batch[0].offset if batch else entry.end
+            self._positions[tp] = min(max(position, following), self._bus.end(tp))
+        return batch[bisect_left(batch, position, key=attrgetter("offset")) :]
 
     def close(self) -> None:
-        """Let go of everything."""
-        self._closed = True
-        self._pages.clear()
-
-    def _check_assigned(self, tp: TopicPartition) -> None:
-        self._check_open()
-        if tp not in self._positions:
-            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
-
-    def _check_open(self) -> None:
-        self._bus.here.check()
-        if self._closed:
-            raise BusError("this reader is closed")
+        super().close()
+        self._batches.clear()

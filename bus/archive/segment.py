@@ -68,22 +68,7 @@ class Written:
 
 
 class _Counted:
-    """A file that counts and digests what goes into it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        """Pass on."""
-        self.digest.update(data)
-        self.bytes += len(data)
-        return self._file.write(data)
-
-
-class _Counter:
-    """A stream that only counts what passes through it."""
+    """What is written to a sink passes through, and is counted."""
 
     closed = False
 
@@ -92,10 +77,21 @@ class _Counter:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
-        """Pass on."""
         self.bytes += len(data)
         self._sink.write(data)
         return len(data)
+
+
+class _Digested(_Counted):
+    """And digested."""
+
+    def __init__(self, sink: Any) -> None:
+        super().__init__(sink)
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
 
 
 def write_segment(path: Path, records: Iterable[Record]) -> Written:
@@ -104,24 +100,22 @@ def write_segment(path: Path, records: Iterable[Record]) -> Written:
     Raises BusFull, ResourceError, and whatever `records` raises: then there is no file.
     """
     count = 0
-    with unfinished(path) as partial:
-        with partial.open("wb") as file:
-            counted = _Counted(file)
-            compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
-            sink = cast("BinaryIO", counted)
-            with compressor.stream_writer(sink, closefd=False) as compressed:
-                raw = _Counter(compressed)
-                with pa.ipc.new_stream(pa.PythonFile(raw, mode="w"), SCHEMA) as stream:
-                    for batch in _batches(records):
-                        stream.write_batch(batch)
-                        count += batch.num_rows
-        written = Written(
-            records=count,
-            bytes=raw.bytes,
-            file_bytes=counted.bytes,
-            sha256=counted.digest.hexdigest(),
-        )
-    return written
+    with unfinished(path) as partial, partial.open("wb") as file:
+        digested = _Digested(file)
+        compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+        sink = cast("BinaryIO", digested)
+        with compressor.stream_writer(sink, closefd=False) as compressed:
+            raw = _Counted(compressed)
+            with pa.ipc.new_stream(pa.PythonFile(raw, mode="w"), SCHEMA) as stream:
+                for batch in _batches(records):
+                    stream.write_batch(batch)
+                    count += batch.num_rows
+    return Written(
+        records=count,
+        bytes=raw.bytes,
+        file_bytes=digested.bytes,
+        sha256=digested.digest.hexdigest(),
+    )
 
 
 def _batches(records: Iterable[Record]) -> Iterable[pa.RecordBatch]:
@@ -166,12 +160,9 @@ class Segment:
         self._batches = batches
         self._lasts = [batch.column(0)[-1].as_py() for batch in batches]
 
-    def batch_from(self, position: int) -> int:
-        """Which batch has the first record at or after a position; their number if none has."""
-        return bisect_left(self._lasts, position)
-
-    def records(self, batch: int) -> list[Record]:
-        """The records of a batch; none behind the last one."""
+    def batch_from(self, position: int) -> list[Record]:
+        """The records of the batch with the first one at or after a position; none behind all."""
+        batch = bisect_left(self._lasts, position)
         return records_of(self._batches[batch], self.entry.at) if batch < len(self._lasts) else []
 
     def claiming(self) -> Iterator[Record]:

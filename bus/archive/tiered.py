@@ -14,9 +14,10 @@ from typing import Final
 
 from dora_pipe.bus.archive.manifest import CLAIMS
 from dora_pipe.bus.archive.reader import ArchiveBus, ArchiveReader
+from dora_pipe.bus.base import BusWrapper, PositionReader
 from dora_pipe.bus.checks import OpenedHere, check_not_truncated, check_position, is_trimmed
 from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, ClaimStore
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
 
 POLL_S: Final = 1.0
@@ -24,7 +25,7 @@ EMPTY_POLLS_MAX: Final = 30
 """Polls in a row that bring nothing before the first common record is given up."""
 
 
-class TieredBus:
+class TieredBus(BusWrapper):
     """An archive and the log that it was made of; closes both.
 
     Example: ``TieredBus(ArchiveBus(Path("kept/demo")), live)``
@@ -33,15 +34,15 @@ class TieredBus:
     def __init__(self, archive: ArchiveBus, live: Bus) -> None:
         """Raises InvariantBroken when the archive is not of this log, BusError."""
         check_same_log(archive, live)
+        super().__init__(live)
         self.archive = archive
-        self.live = live
         self.here = OpenedHere("this log")
         self._joints: dict[TopicPartition, int] = {}
 
     def joint(self, tp: TopicPartition) -> int:
         """Below it the archive is read. Raises LogTruncated when something lies in neither."""
         if tp not in self._joints:
-            begin = self.live.begin(tp)
+            begin = self.inner.begin(tp)
             cut = self.archive.end(tp) if tp.topic in self.archive.manifest.topics else 0
             if begin > cut and not is_trimmed(tp.topic):
                 raise self._gap(tp, cut, begin)
@@ -68,54 +69,24 @@ class TieredBus:
         self.archive.refresh()
         self._joints.clear()
 
-    def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create topics in the live log."""
-        self.live.create(topics)
-
-    def topics(self) -> list[str]:
-        """Names of all topics, sorted."""
-        return self.live.topics()
-
-    def partitions(self, topic: str) -> int:
-        """How many partitions a topic has."""
-        return self.live.partitions(topic)
-
     def begin(self, tp: TopicPartition) -> int:
         """The first position: where the archive begins, if the log does not."""
-        return 0 if self.joint(tp) else self.live.begin(tp)
-
-    def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Delete in the live log."""
-        return self.live.trim(tp, before)
-
-    def end(self, tp: TopicPartition) -> int:
-        """The live log's end."""
-        return self.live.end(tp)
-
-    def written_end(self, tp: TopicPartition) -> int:
-        """The live log's."""
-        return self.live.written_end(tp)
+        return 0 if self.joint(tp) else self.inner.begin(tp)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> TieredReader:
-        """A reader of exactly these partitions."""
         self.here.check()
         for tp, position in positions.items():
             check_position(tp, position)
-            check_not_truncated(tp, self.joint(tp), self.live.end(tp))
+            check_not_truncated(tp, self.joint(tp), self.inner.end(tp))
         return TieredReader(self, positions)
 
-    def writer(self, *, exclusive: str | None = None) -> Writer:
-        """A writer of the live log."""
-        return self.live.writer(exclusive=exclusive)
-
     def close(self) -> None:
-        """Close both."""
         self.here.close()
         self.archive.close()
-        self.live.close()
+        self.inner.close()
 
 
-class TieredReader:
+class TieredReader(PositionReader):
     """Reads what the archive has first, then the live log.
 
     While a partition is below its joint, only such partitions are read; the live reader is opened
@@ -123,11 +94,10 @@ class TieredReader:
     """
 
     def __init__(self, bus: TieredBus, positions: Mapping[TopicPartition, int]) -> None:
+        super().__init__(positions, bus.here.check)
         self._bus = bus
-        self._positions = dict(positions)
         self._old: ArchiveReader | None = None
         self._live: Reader | None = None
-        self._closed = False
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
@@ -160,7 +130,7 @@ class TieredReader:
 
     def _live_reader(self) -> Reader:
         if self._live is None:
-            self._live = self._bus.live.reader(self._positions)
+            self._live = self._bus.inner.reader(self._positions)
         return self._live
 
     def _fall_back(self) -> bool:
@@ -192,7 +162,6 @@ class TieredReader:
             self._old = None
 
     def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
         self._check_assigned(tp)
         return self._positions[tp] if self._live is None else self._live.position(tp)
 
@@ -202,7 +171,6 @@ class TieredReader:
         return [] if self._live is None else self._live.held_back()
 
     def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
         self._check_assigned(tp)
         check_position(tp, position)
         if self._live is not None and position >= self._bus.joint(tp):
@@ -213,25 +181,14 @@ class TieredReader:
         self._drop_old()
 
     def close(self) -> None:
-        """Let go of everything."""
-        self._closed = True
+        super().close()
         self._drop_old()
         if self._live is not None:
             self._live.close()
             self._live = None
 
-    def _check_assigned(self, tp: TopicPartition) -> None:
-        self._check_open()
-        if tp not in self._positions:
-            raise BusError(f"this reader does not read {tp.topic}/{tp.partition}")
 
-    def _check_open(self) -> None:
-        self._bus.here.check()
-        if self._closed:
-            raise BusError("this reader is closed")
-
-
-class TieredClaims:
+class TieredClaims(ClaimStore):
     """Claimed values of a log and of its archive."""
 
     def __init__(self, live: ClaimStore, archived: ClaimStore) -> None:
@@ -239,11 +196,11 @@ class TieredClaims:
         self._archived = archived
 
     def write(self, digest: str, value: bytes) -> None:
-        """See `ClaimStore`: beside the live log."""
+        """Beside the live log."""
         self._live.write(digest, value)
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """See `ClaimStore`: from wherever it is."""
+        """From wherever it is."""
         found = self._live.read(digest, size_bytes)
         return self._archived.read(digest, size_bytes) if found is None else found
 

@@ -17,6 +17,12 @@ from typing import Any, Final
 from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.net.sasl import get_sasl_mechanism
+from kafka.protocol.sasl import (
+    SaslAuthenticateRequest,
+    SaslAuthenticateResponse,
+    SaslHandshakeRequest,
+    SaslHandshakeResponse,
+)
 
 from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE, KafkaSecurity
 from dora_pipe.core.errors import (
@@ -65,13 +71,7 @@ PROBE_WAIT_S: Final = 5.0
 
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 
-CLIENT_ID: Final = b"dora-pipe"
-
 _TIMEOUT_SIGN: Final = "Unable to bootstrap"
-
-_SASL_HANDSHAKE, _SASL_AUTHENTICATE = 17, 36
-
-_ILLEGAL_SASL_STATE = 34
 
 _LOGIN_ROUNDS_MAX = 4
 
@@ -306,7 +306,7 @@ def _probe(
         try:
             if context is not None:
                 connection = context.wrap_socket(plain, server_hostname=host)
-            _log_in_if_asked(_Exchange(connection), server, security, settings)
+            _log_in_if_asked(connection, server, security, settings)
         except ssl.SSLCertVerificationError as error:
             raise untrusted(str(error), security) from error
         except (ssl.SSLError, EOFError, ConnectionError) as error:
@@ -316,13 +316,13 @@ def _probe(
 
 
 def _log_in_if_asked(
-    exchange: _Exchange, server: str, security: KafkaSecurity, settings: dict[str, object]
+    connection: socket.socket, server: str, security: KafkaSecurity, settings: dict[str, object]
 ) -> None:
     """The SASL handshake, which a listener without SASL refuses, and the login where there is one.
 
     The order matters: no password leaves before the listener said that it takes its kind.
     """
-    offered = exchange.sasl_handshake(security.mechanism if security.sasl else "PLAIN")
+    offered = _sasl_handshake(connection, security.mechanism if security.sasl else "PLAIN")
     if offered is None and security.sasl:
         raise AccessRefused(
             f"the Kafka listener at {server} asks for no password and bus.protocol is "
@@ -343,77 +343,55 @@ def _log_in_if_asked(
             f"the Kafka listener at {server} offers {', '.join(offered)}, not {security.mechanism}",
             hint="set bus.mechanism to one that it offers",
         )
-    _log_in(exchange, security, settings)
+    _log_in(connection, security, settings)
 
 
-def _log_in(exchange: _Exchange, security: KafkaSecurity, settings: dict[str, object]) -> None:
+def _log_in(
+    connection: socket.socket, security: KafkaSecurity, settings: dict[str, object]
+) -> None:
     mechanism = get_sasl_mechanism(security.mechanism)(**settings)
     try:
         for _ in range(_LOGIN_ROUNDS_MAX):
-            mechanism.receive(exchange.sasl_authenticate(mechanism.auth_bytes()))
+            token = SaslAuthenticateRequest(version=0, auth_bytes=mechanism.auth_bytes())
+            answer = _ask(connection, token, SaslAuthenticateResponse)
+            if answer.error_code:
+                break
+            mechanism.receive(answer.auth_bytes or b"")
             if mechanism.is_done():
                 break
-        if not mechanism.is_authenticated():
-            raise _Refused
-    except (_Refused, ValueError, KeyError) as error:
-        refused = kafka_errors.SaslAuthenticationFailedError(str(error))
-        raise not_known(refused, security) from None
+        taken = not answer.error_code and mechanism.is_authenticated()
+    except (ValueError, KeyError):  # the broker may say anything
+        taken = False
+    if not taken:
+        raise not_known(kafka_errors.SaslAuthenticationFailedError(), security)
 
 
-class _Refused(Exception):
-    """The broker does not take the login; its text may be anything."""
+def _sasl_handshake(connection: socket.socket, mechanism: str) -> list[str] | None:
+    """The mechanisms that a listener offers; None where it has no SASL. Raises OSError, EOFError.
+
+    Any listener of Kafka's protocol answers this.
+    """
+    request = SaslHandshakeRequest(version=1, mechanism=mechanism)
+    answer = _ask(connection, request, SaslHandshakeResponse)
+    refused = answer.error_code == kafka_errors.IllegalSaslStateError.errno
+    return None if refused else list(answer.mechanisms)
 
 
-class _Exchange:
-    """Requests and answers of Kafka's protocol, one after the other."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-
-    def sasl_handshake(self, mechanism: str) -> list[str] | None:
-        """The mechanisms that the listener offers; None where it has no SASL."""
-        answer = self._ask(_SASL_HANDSHAKE, 1, _string(mechanism.encode()))
-        code, count = struct.unpack_from(">hi", answer)
-        if code == _ILLEGAL_SASL_STATE:
-            return None
-        names, at = [], 6
-        for _ in range(max(0, count)):
-            (size,) = struct.unpack_from(">h", answer, at)
-            names.append(answer[at + 2 : at + 2 + size].decode())
-            at += 2 + size
-        return names
-
-    def sasl_authenticate(self, token: bytes) -> bytes:
-        """The broker's next token. Raises _Refused."""
-        answer = self._ask(_SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token)
-        code, size = struct.unpack_from(">hh", answer)
-        at = 4 + max(0, size)
-        if code:
-            raise _Refused
-        (size,) = struct.unpack_from(">i", answer, at)
-        return answer[at + 4 : at + 4 + max(0, size)]
-
-    def _ask(self, kind: int, version: int, body: bytes) -> bytes:
-        """Send one request and return what follows the answer's correlation id."""
-        request = struct.pack(">hhi", kind, version, kind) + _string(CLIENT_ID) + body
-        self._socket.sendall(struct.pack(">i", len(request)) + request)
-        (size,) = struct.unpack(">i", self._read(4))
+def _ask(connection: socket.socket, request: Any, kind: Any) -> Any:
+    """What a broker answers a request of Kafka's protocol. Raises OSError, EOFError."""
+    request.with_header(correlation_id=request.API_KEY, client_id="dora-pipe")
+    connection.sendall(request.encode(framed=True, header=True))
+    with connection.makefile("rb") as stream:
+        size = int.from_bytes(stream.read(4))
         if not 4 <= size <= ANSWER_BYTES_MAX:
             raise EOFError("not Kafka's protocol")
-        return self._read(size)[4:]
-
-    def _read(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            part = self._socket.recv(size - len(found))
-            if not part:
-                raise EOFError("the connection was closed")
-            found += part
-        return found
-
-
-def _string(text: bytes) -> bytes:
-    return struct.pack(">h", len(text)) + text
+        answer = stream.read(size)
+    if len(answer) < size:
+        raise EOFError("the connection was closed")
+    try:
+        return kind.decode(answer[4:], version=request.version)  # behind the correlation id
+    except (struct.error, ValueError) as error:
+        raise EOFError(f"not Kafka's protocol: {error}") from error
 
 
 def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> AccessRefused | None:
@@ -443,8 +421,8 @@ def _speaks_plain(server: str) -> bool:
     """Whether a listener answers Kafka's protocol without TLS; no password is sent."""
     try:
         with closing(socket.create_connection(split(server), PROBE_WAIT_S)) as connection:
-            _Exchange(connection).sasl_handshake("PLAIN")
-    except (OSError, EOFError, ValueError, struct.error):
+            _sasl_handshake(connection, "PLAIN")
+    except (OSError, EOFError):
         return False
     return True
 

@@ -52,16 +52,15 @@ from dora_pipe.bus.kafka.client import (
     client_settings,
     consumer_settings,
     discard,
-    keep_requests,
     ms,
     producer_settings,
     send,
     topic_settings,
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
-from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
+from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer, PatientClient
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError, Fenced, LogTruncated, OutcomeUnknown, TopicMissing
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
@@ -77,7 +76,7 @@ class _Unreachable(BusError):
     """Nothing answers; what that means is looked at before it is told."""
 
 
-class KafkaBus:
+class KafkaBus(Bus):
     """The log on the cluster behind `servers`.
 
     Example: ``KafkaBus(["127.0.0.1:9092"])``
@@ -163,7 +162,6 @@ class KafkaBus:
         return sorted(t for t in self.ask(KafkaAdminClient.list_topics) if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has."""
         return self.spec(topic).partitions
 
     def begin(self, tp: TopicPartition) -> int:
@@ -194,14 +192,12 @@ class KafkaBus:
         return int(found[at].offset)
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> KafkaReader:
-        """A reader of exactly these partitions."""
         for tp, position in positions.items():
             check_exists(tp, {tp.topic: self.spec(tp.topic)})
             check_position(tp, position)
         return self._keep(KafkaReader(self, positions))
 
     def writer(self, *, exclusive: str | None = None) -> KafkaWriter:
-        """A writer; with a name, earlier ones of that name are fenced."""
         self._here.check()
         return self._keep(KafkaWriter(self, exclusive))
 
@@ -233,7 +229,6 @@ class KafkaBus:
             return call(self._admin)
 
     def close(self) -> None:
-        """Close the bus with its readers and writers."""
         for part in self._parts:
             part.close()
         self._parts.clear()
@@ -251,7 +246,7 @@ def kafka_of(bus: Bus) -> KafkaBus | None:
     return inner
 
 
-class KafkaReader:
+class KafkaReader(Reader):
     """Reads assigned partitions, never as a member of a group; fetches ahead within bounds."""
 
     def __init__(self, bus: KafkaBus, positions: Mapping[TopicPartition, int]) -> None:
@@ -315,7 +310,6 @@ class KafkaReader:
             self._heard_s = now_s
 
     def position(self, tp: TopicPartition) -> int:
-        """The first offset not passed yet."""
         at = self._assigned(tp)
         first = self._fetched.first(tp)
         if first is not None:
@@ -329,7 +323,6 @@ class KafkaReader:
         return sorted(TopicPartition(*at) for at in self._consumer.held)
 
     def seek(self, tp: TopicPartition, position: int) -> None:
-        """Go on from `position`."""
         check_position(tp, position)
         at = self._assigned(tp)
         self._fetched.forget(tp)
@@ -337,7 +330,6 @@ class KafkaReader:
             self._consumer.seek(at, position)
 
     def close(self) -> None:
-        """Let go of the consumer."""
         if self.here.close():
             self._consumer.close(autocommit=False)
 
@@ -349,7 +341,7 @@ class KafkaReader:
         return at
 
 
-class KafkaWriter:
+class KafkaWriter(Writer):
     """Appends and waits until every in-sync replica has it."""
 
     def __init__(self, bus: KafkaBus, exclusive: str | None) -> None:
@@ -402,17 +394,18 @@ class KafkaWriter:
 
     def _open(self) -> KafkaProducer:
         with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
-            producer = (KafkaProducer if self._name else DrivenProducer)(
+            settings = {
                 **self._bus.client_settings(),
                 **producer_settings(self._name, self._bus.delivery_limit_s),
-            )
-            if self._name:
-                keep_requests(producer)
-                try:
-                    producer.init_transactions()
-                except kafka_errors.KafkaError:
-                    discard(producer)
-                    raise
+            }
+            if not self._name:
+                return DrivenProducer(**settings)
+            producer = KafkaProducer(kafka_client=PatientClient, **settings)
+            try:
+                producer.init_transactions()
+            except kafka_errors.KafkaError:
+                discard(producer)
+                raise
             return producer
 
     def _drop(self) -> None:
@@ -423,7 +416,6 @@ class KafkaWriter:
             discard(producer)
 
     def close(self) -> None:
-        """Let go of the producer."""
         if self.here.close() and self._producer is not None:
             discard(self._producer)
 

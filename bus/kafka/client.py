@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -151,26 +150,6 @@ def send(producer: KafkaProducer, record: Append) -> Any:
         headers=list(record.headers),
         partition=record.partition,
     )
-
-
-def keep_requests(producer: KafkaProducer) -> None:
-    """Let no request to a transaction's coordinator get lost when that broker cannot be reached.
-
-    The sending thread means to look for the new coordinator and to try again when it hears `False`;
-    when `await_ready` raises instead, as it does for a broker that refuses the connection, it
-    forgets the request, and its transaction waits for the whole delivery limit.
-    """
-    client = producer._sender._client
-    ready = client.await_ready
-
-    def await_ready(*arguments: Any, **named: Any) -> bool:
-        try:
-            return bool(ready(*arguments, **named))
-        except kafka_errors.KafkaError:
-            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
-            return False
-
-    client.await_ready = await_ready
 
 
 def discard(producer: KafkaProducer) -> None:

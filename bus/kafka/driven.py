@@ -40,10 +40,8 @@ from kafka.protocol.consumer import IsolationLevel
 from kafka.protocol.frame import KafkaBytes
 from kafka.record.default_records import DefaultRecordBatch
 
+from dora_pipe.bus.kafka.client import NEWS_S
 from dora_pipe.bus.port import Record
-
-AWHILE_S: Final = 0.05
-"""Between two tries to reach a broker that does not take a connection."""
 
 CLOSE_LIMIT_S: Final = 1.0
 """For another thread to leave the producer that is being closed."""
@@ -120,8 +118,29 @@ class _AtOnce:
         return iter(())
 
 
-class DrivenClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
+class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
+    """Lets no request to a broker get lost that cannot be reached, as a transaction's coordinator.
+
+    The sender means to look for the new coordinator and to try again when it hears `False`; when
+    `await_ready` raises instead, as it does for a broker that refuses the connection, it forgets
+    the request, and its transaction waits for the whole delivery limit.
+    """
+
+    refusals: type[Exception] = kafka_errors.KafkaError
+
+    def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
+        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
+        try:
+            return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
+        except self.refusals:
+            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
+            return False
+
+
+class DrivenClient(PatientClient):
     """The client's connections on such a loop; no wait goes beyond `until_s`."""
+
+    refusals = kafka_errors.KafkaConnectionError
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(net=DrivenLoop(**settings), **settings)
@@ -142,13 +161,9 @@ class DrivenClient(KafkaNetClient):  # type: ignore[misc]  # the client has no t
         """Move bytes, at most until `until_s`."""
         super().poll(timeout_ms=self._bounded_ms(timeout_ms), future=future)
 
-    def await_ready(self, node_id: Any, timeout_ms: float = 30_000) -> bool:
-        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
-        try:
-            return bool(super().await_ready(node_id, timeout_ms=self._bounded_ms(timeout_ms)))
-        except kafka_errors.KafkaConnectionError:
-            time.sleep(AWHILE_S)
-            return False
+    def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
+        """The same within `until_s`."""
+        return super().await_ready(node_id, timeout_ms=self._bounded_ms(timeout_ms))
 
     def _bounded_ms(self, timeout_ms: float | None) -> float | None:
         if self.until_s == math.inf:

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.bus.logged import Damage, Mark, mark_of
+from dora_pipe.bus.logged import Damage, RecordFingerprint, fingerprint_of
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
@@ -156,7 +156,7 @@ class Tracer:
 class _Seen:
     """A record that was read: what holds it against control, and what it says if that is known."""
 
-    mark: Mark
+    fingerprint: RecordFingerprint
     content: Content | None
 
 
@@ -178,7 +178,7 @@ class _Contents:
         found: dict[str, Content] = {}
         for logged in ended.group.results:
             seen = self._at(logged.partition, logged.offset)
-            sound = self._damage.is_sound(None if seen is None else seen.mark, logged)
+            sound = self._damage.is_sound(None if seen is None else seen.fingerprint, logged)
             if sound and seen is not None and seen.content is not None:
                 found[logged.trajectory] = seen.content
         return found
@@ -243,5 +243,5 @@ class _Contents:
     def _read(self, record: Record) -> _Seen:
         with suppress(SchemaError):  # audit says what is wrong with it
             value = self._glancer.glance(record.value)
-            return _Seen(mark_of(record, value_of=value.trajectory), content_of(value))
-        return _Seen(mark_of(record), None)
+            return _Seen(fingerprint_of(record, value_of=value.trajectory), content_of(value))
+        return _Seen(fingerprint_of(record), None)

@@ -20,10 +20,10 @@ from dora_pipe.audit.audit import audit
 from dora_pipe.audit.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.archive.tiered import tiered
 from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import replay_lines

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from kafka import KafkaAdminClient
 
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli.doctor import CheckResult, _crc32c, log_findings
 from dora_pipe.config.load import from_plain

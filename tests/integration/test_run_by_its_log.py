@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import UsageError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.schemas.control import RoleStarted, StepCommitted, WorkerJoined, decode_control
 from tests.support.kafka_broker import KafkaBroker

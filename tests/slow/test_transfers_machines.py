@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bench.moves_log import overhead_of
-from dora_pipe.bus.open import open_bus
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Append, Bus, TopicPartition
 from dora_pipe.schemas.control import (
     Command,

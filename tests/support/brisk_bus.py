@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.bus.wrapper import BusWrapper, ReaderWrapper
 
 
 @dataclass

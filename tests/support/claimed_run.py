@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimFiles
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.load import dump_toml
 from dora_pipe.config.model import Config

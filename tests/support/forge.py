@@ -44,7 +44,7 @@ def rewrite(place: Path, change: Callable[[Record], Record], topic: str) -> None
 
 
 def _records(segment: Segment) -> Iterator[Record]:
-    batch = 0
-    while found := segment.records(batch):
+    position = 0
+    while found := segment.batch_from(position):
         yield from found
-        batch += 1
+        position = found[-1].offset + 1

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.audit.reading import records_of
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.archive import manifest as manifest_file
 from dora_pipe.bus.archive.manifest import (
     MANIFEST,
@@ -33,7 +34,6 @@ from dora_pipe.bus.archive.segment import decode_segment, read_segment
 from dora_pipe.bus.archive.tiered import TieredBus
 from dora_pipe.bus.archive.writer import ArchiveWriter
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, InvariantBroken, LogTruncated, SchemaError
 from tests.support.bus_archive import archive_all, everything, partitions_of
@@ -297,7 +297,7 @@ def test_a_frame_that_unpacks_to_more_than_its_entry_says_takes_no_memory() -> N
 def test_a_segment_that_is_gone_or_other_is_named(place: Path) -> None:
     entry = next(one for one in load_manifest(place).entries if one.records)
     path = place / SEGMENTS / entry.file
-    assert read_segment(path, entry).records(0)
+    assert read_segment(path, entry).batch_from(0)
     data = path.read_bytes()
     path.write_bytes(data + b"x")
     with pytest.raises(InvariantBroken, match=r"was changed \(sha256\)"):

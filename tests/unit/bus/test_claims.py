@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import (
     CLAIM,
     CLAIM_BYTES,
@@ -20,7 +21,6 @@ from dora_pipe.bus.claim_check import (
     may_be_claimed,
 )
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.open import open_bus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusFull, RecordTooLarge

@@ -16,13 +16,14 @@ from kafka.net.selector import NetworkSelector
 from kafka.producer import kafka as kafka_producer
 from kafka.protocol.frame import KafkaBytes
 
-from dora_pipe.bus.kafka import driven
+from dora_pipe.bus.kafka.client import NEWS_S
 from dora_pipe.bus.kafka.driven import (
     RECEIVE_BYTES,
     DrivenClient,
     DrivenConsumer,
     DrivenLoop,
     DrivenProducer,
+    PatientClient,
     _receive,
 )
 
@@ -170,19 +171,27 @@ def test_no_wait_of_a_client_goes_beyond_its_limit_and_then_it_gives_up() -> Non
     client.close()
 
 
+@pytest.mark.parametrize("kind", [DrivenClient, PatientClient])
 def test_a_closed_door_is_no_error_and_is_not_tried_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[..., KafkaNetClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The sender would forget its request to a transaction's coordinator."""
     slept: list[float] = []
+    answers: list[bool] = []
 
-    def refuse(*_: object, **__: object) -> bool:
-        raise kafka_errors.KafkaConnectionError("not ready")
+    def await_ready(*_: object, **__: object) -> bool:
+        if not answers:
+            raise kafka_errors.KafkaConnectionError("not ready")
+        return answers.pop()
 
-    monkeypatch.setattr(KafkaNetClient, "await_ready", refuse)
-    client = DrivenClient(bootstrap_servers=NOBODY)
+    monkeypatch.setattr(KafkaNetClient, "await_ready", await_ready)
+    client = kind(bootstrap_servers=NOBODY)
     monkeypatch.setattr("time.sleep", slept.append)
-    assert client.await_ready("node-1") is False
-    assert slept == [driven.AWHILE_S]
+    assert client.await_ready("coordinator-1", timeout_ms=5) is False
+    assert slept == [NEWS_S]
+    answers.append(True)
+    assert client.await_ready("coordinator-1", timeout_ms=5) is True
+    assert slept == [NEWS_S], "one that is there is ready at once"
     client.close()
 
 

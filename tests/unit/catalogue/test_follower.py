@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
-from dora_pipe.bus.wrapper import BusWrapper, ReaderWrapper
 from dora_pipe.catalogue import follower as under_test
 from dora_pipe.catalogue.follower import LogFollower, LogMeter, Position, TopicCount
 from dora_pipe.core.errors import BusError, LogTruncated

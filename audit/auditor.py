@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.audit import report
-from dora_pipe.audit.check_fold import FoldCheck
-from dora_pipe.audit.check_policies import PolicyCheck
-from dora_pipe.audit.check_records import RecordCheck
+from dora_pipe.audit.audit_state import AuditState
 from dora_pipe.audit.check_steps import check_steps
 from dora_pipe.audit.entries import Logged
 from dora_pipe.audit.evidence import Place
-from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.gathering import EvidenceBuffer, OwnReader, Source
-from dora_pipe.audit.ledger import Ledger
+from dora_pipe.audit.gathering import OwnReader, Source
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
+from dora_pipe.audit.round_reader import FoldedRound, RoundReader
 from dora_pipe.bus.port import Bus
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
@@ -38,25 +34,6 @@ PIECE_ROUNDS: Final = 500
 
 VERSIONS_KEPT: Final = 8
 """The newest versions, steps and batches stay in memory, and those that open groups carry."""
-
-
-class AuditState:
-    """Everything an audit remembers of the log that it has read."""
-
-    def __init__(self, run: str, *, whole: bool = True) -> None:
-        self.findings = Findings()
-        self.ledger = Ledger(run, self.findings)
-        self.fold = FoldCheck(self.findings, plans=whole)
-        self.records = RecordCheck(self.ledger)
-        self.policies = PolicyCheck(self.ledger)
-        self.cursor = Cursor()
-        self.gathering = EvidenceBuffer()
-        self.shorter: list[str] = []
-        """Partitions that were found shorter than they had been."""
-        self.whole = whole
-        """Values were opened and plans made again."""
-        self.files = False
-        """Policy files were looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dora_pipe.audit.effective_config import EffectiveConfig
@@ -23,16 +24,17 @@ _ROUNDING: Final = 1e-9
 """C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
 
 
+@dataclass(slots=True, kw_only=True)
 class BoundLedger:
     """Training groups that were dispatched and not yet taken, and the step that comes next."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        """t: committed steps."""
-        self.training: tuple[int, int] | None = None
-        """(step, attempt) of the batch that is being trained."""
-        self._u: dict[str, GroupSpec] = {}
-        self._finished: dict[str, GroupSpec] = {}
+    version: int = 0
+    """t: committed steps."""
+    training: tuple[int, int] | None = None
+    """(step, attempt) of the batch that is being trained."""
+    u: dict[str, GroupSpec] = field(default_factory=dict)
+    finished: dict[str, GroupSpec] = field(default_factory=dict)
+    """Those of U that are."""
 
     @property
     def step(self) -> int:
@@ -42,47 +44,47 @@ class BoundLedger:
     @property
     def size(self) -> int:
         """|U|."""
-        return len(self._u)
+        return len(self.u)
 
     @property
     def deadlines(self) -> list[int]:
         """Of the groups in U."""
-        return [spec.deadline for spec in self._u.values()]
+        return [spec.deadline for spec in self.u.values()]
 
     def add(self, spec: GroupSpec) -> None:
         """A group enters U."""
-        self._u[spec.group] = spec
+        self.u[spec.group] = spec
 
     def settle(self, group: GroupEntry, outlook: Outlook) -> None:
         """A sibling of a group in U has ended."""
         spec = group.spec
-        if spec.group not in self._u:
+        if spec.group not in self.u:
             return
         if outlook == "finished":
-            self._finished[spec.group] = spec
+            self.finished[spec.group] = spec
         elif outlook != "running":
             self.remove(spec.group)
 
     def remove(self, group: str) -> None:
         """A group leaves U: taken, or ended."""
-        self._u.pop(group, None)
-        self._finished.pop(group, None)
+        self.u.pop(group, None)
+        self.finished.pop(group, None)
 
     def give_back(self, spec: GroupSpec) -> None:
         """A group of a refused batch returns, finished as it was."""
-        self._u[spec.group] = spec
-        self._finished[spec.group] = spec
+        self.u[spec.group] = spec
+        self.finished[spec.group] = spec
 
     def why_not_admit(self, deadline: int, in_force: EffectiveConfig) -> str:
         """What forbids one more group with this deadline; empty when nothing does."""
         config, per_step = in_force.config, in_force.config.groups.per_step
-        busy = len(self._u) + (per_step if self.training is not None else 0)
+        busy = len(self.u) + (per_step if self.training is not None else 0)
         limit = max(per_step, math.ceil(in_flight_batches(config.staleness) * per_step - _ROUNDING))
         if busy >= limit:
             return f"{busy} groups are in flight and the limit is {limit}"
         left = (in_force.steps - self.step) * per_step
-        if len(self._u) >= left:
-            return f"{len(self._u)} groups wait and the steps left take {left}"
+        if len(self.u) >= left:
+            return f"{len(self.u)} groups wait and the steps left take {left}"
         return why_infeasible([*self.deadlines, deadline], self.step, per_step)
 
     def why_not_take(self, step: int, groups: Sequence[str], in_force: EffectiveConfig) -> str:
@@ -94,14 +96,14 @@ class BoundLedger:
             return f"the next step is {self.version}"
         if step >= in_force.steps:
             return f"the run ends after {in_force.steps} steps"
-        ordered = sorted(self._finished.values(), key=lambda spec: (spec.deadline, spec.ordinal))
+        ordered = sorted(self.finished.values(), key=lambda spec: (spec.deadline, spec.ordinal))
         due = {spec.group for spec in ordered[:per_step]}
         if len(due) < per_step:
             return f"{len(due)} groups are finished and a batch has {per_step}"
         if set(groups) != due or len(groups) != per_step:
             strange = sorted(set(groups) ^ due)[:4]
             return f"not the {per_step} earliest deadlines: {', '.join(strange)}"
-        rest = (spec.deadline for spec in self._u.values() if spec.group not in due)
+        rest = (spec.deadline for spec in self.u.values() if spec.group not in due)
         return why_infeasible(rest, step + 1, per_step)
 
 

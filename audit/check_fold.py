@@ -20,7 +20,6 @@ import msgspec
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.fold import (
     check_digest,
     close_round,
@@ -52,33 +51,27 @@ NOTHING: Final = "nothing"
 class FoldCheck:
     """Follows the rounds for as long as they can be folded; the first that cannot ends it."""
 
-    TRANSIENT = ("_anchor", "_since")
-    """Not kept when this is frozen."""
-
-    _anchor: State | None = None
-
     def __init__(self, findings: Findings, *, plans: bool = True) -> None:
         self._findings = findings
-        self.state: State | None = State()
-        """After the last round; None once a round could not be folded."""
         self.digests = 0
         """States that were compared."""
         self.plans = 0
         """Plans that were made again, and were the same."""
         self.planner = ""
         """Who made them, as `run started` says."""
-        self._plans = plans
+        self.makes_plans = plans
         """Plans are made again."""
-        self._wrong = 0
+        self.wrong = 0
+        """Plans that differed."""
         if not plans:
             findings.notes.append("plans were not made again: --quick")
-        self.rewire()
+        self.go_on(State())
 
-    def rewire(self) -> None:
-        """Go on from the present state, also after this was frozen."""
-        if self.state is not None and not hasattr(self.state, "leaves"):
-            self.state.leaves = Leaves.of(self.state)
-        self._anchor = _copied(self.state) if self._plans and self.state else None
+    def go_on(self, state: State) -> None:
+        """Go on from a state, and keep a copy of it."""
+        self.state: State | None = state
+        """After the last round; None once a round could not be folded."""
+        self._anchor = _copied(state) if self.makes_plans else None
         self._since: list[tuple[Round, Control]] = []
         self._since_bytes = 0
 
@@ -94,7 +87,7 @@ class FoldCheck:
         records = [(fact.offset, fact.record or read_control(fact.value)) for fact in turn.facts]
         try:
             fold_records(state, round_, records)
-            if self._plans:
+            if self.makes_plans:
                 control = [(fact.offset, fact.value) for fact in turn.facts]
                 self._plan_again(state, round_, control)
             else:
@@ -109,7 +102,7 @@ class FoldCheck:
         assert self.state is not None
         self.state.chain = round_.chain
         if self._since_bytes > ANCHOR_BYTES:
-            self.rewire()
+            self.go_on(self.state)
 
     def _compared(self, digest: str | None) -> None:
         if digest is None:
@@ -123,13 +116,13 @@ class FoldCheck:
 
     def _started(self, planner: str) -> None:
         self.planner = planner
-        if planner not in PLANNERS and self._plans:
+        if planner not in PLANNERS and self.makes_plans:
             self._stop_planning()
             note = f"plans were made by {planner or 'a planner without a name'}; this is {PLANNER}"
             self._findings.notes.append(f"{note}: they were not made again")
 
     def _stop_planning(self) -> None:
-        self._plans, self._anchor, self._since = False, None, []
+        self.makes_plans, self._anchor, self._since = False, None, []
 
     def _plan_again(self, state: State, round_: Round, control: Control) -> None:
         """Whether the plan of a round is what its planner decides on the state of the log."""
@@ -149,8 +142,8 @@ class FoldCheck:
             "decisions", f"round {round_.ordinal}", message, expected=expected, found=found
         )
         self._fold_again()
-        self._wrong += 1
-        if self._wrong >= REMADE_WRONG_MAX:
+        self.wrong += 1
+        if self.wrong >= REMADE_WRONG_MAX:
             self._stop_planning()
             self._findings.notes.append("after so many plans that differ no more were made again")
 
@@ -162,8 +155,7 @@ class FoldCheck:
             fold_inputs(state, round_, control)
             fold_decisions(state, round_)
             state.chain = round_.chain
-        self.state = state
-        self.rewire()
+        self.go_on(state)
 
 
 def _copied(state: State) -> State:

@@ -32,27 +32,27 @@ class PolicyCheck:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
-        self._absent: dict[tuple[str, int], str] = {}
+        self.absent: dict[tuple[str, int], str] = {}
         """(whose file, version) of what was not there, and what is to be said of it."""
-        self._storeless = False
+        self.storeless = False
 
     def look(
         self, store: PolicyStore, versions: Iterable[VersionEntry], steps: Iterable[StepEntry]
     ) -> None:
         """Every file that these versions and steps name is there and is what the log says."""
-        look = _Look(self._ledger, store, self._absent)
+        look = _Look(self._ledger, store, self.absent)
         for version in versions:
             there = store.root.is_dir() or store.has_weights(version.digest)
-            if not there and not self._storeless:
+            if not there and not self.storeless:
                 self._findings.add("policies", store.where, "there is no policy store")
-            self._storeless = self._storeless or not there
-            if self._storeless:
+            self.storeless = self.storeless or not there
+            if self.storeless:
                 return
             look.weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
                 look.assets(self._ledger.started.assets_digest)
         for entry in steps:
-            if self._storeless:
+            if self.storeless:
                 return
             look.contributions(entry)
             if entry.fact.checkpoint is not None:
@@ -62,14 +62,14 @@ class PolicyCheck:
     def finish(self) -> None:
         """Nothing more comes."""
         self._excuse()
-        for (who, _), message in self._absent.items():
+        for (who, _), message in self.absent.items():
             self._findings.add("policies", who, message)
 
     def _excuse(self) -> None:
         """What commits have dropped may be gone; who is not there then needs no memory."""
         dropped = self._ledger.dropped
-        for who, version in [one for one in self._absent if one[1] in dropped]:
-            del self._absent[who, version]
+        for who, version in [one for one in self.absent if one[1] in dropped]:
+            del self.absent[who, version]
 
 
 class _Look:

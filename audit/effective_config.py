@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,13 +11,13 @@ from dora_pipe.config.model import LOGGED, Config, in_flight_batches
 from dora_pipe.schemas.control import Command
 
 
+@dataclass(slots=True)
 class EffectiveConfig:
     """Follows the commands of a run; a command that cannot be obeyed changes nothing."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.stop_at: int | None = None
-        """Steps after which a user's `stop` ends the run."""
+    config: Config
+    stop_at: int | None = None
+    """Steps after which a user's `stop` ends the run."""
 
     @property
     def steps(self) -> int:

@@ -90,18 +90,14 @@ class EvidenceBuffer:
     `fresh` opens a source at positions, when the first evidence is needed.
     """
 
-    TRANSIENT = ("spilled", "_source")
-    """Not kept when this is frozen."""
-
-    spilled: SpillStore | None = None
-    _source: Source | None = None
-
     def __init__(self) -> None:
+        self.spilled: SpillStore | None = None
+        self._source: Source | None = None
         self.positions: dict[int, int] = {}
         """Per partition: everything below was read."""
         self.last: dict[int, tuple[int, str]] = {}
         """Per partition: offset and sha256 of the last record that was read."""
-        self._waiting: dict[Place, Evidence] = {}
+        self.waiting: dict[Place, Evidence] = {}
         self._ends: dict[int, int] = {}
         self._reads: list[int] = []
 
@@ -142,14 +138,14 @@ class EvidenceBuffer:
 
     def take(self, place: Place) -> Evidence | None:
         """The evidence of a place, if it was read; it waits no longer."""
-        found = self._waiting.pop(place, None)
+        found = self.waiting.pop(place, None)
         if found is None and self.spilled is not None:
             found = self.spilled.take(place)
         return found
 
     def rest(self) -> Iterator[Evidence]:
         """What nobody has taken, by partition and offset."""
-        waiting = sorted(self._waiting.values(), key=lambda one: one.place)
+        waiting = sorted(self.waiting.values(), key=lambda one: one.place)
         if self.spilled is None:
             yield from waiting
             return
@@ -163,11 +159,11 @@ class EvidenceBuffer:
 
     def _keep(self, one: Evidence) -> None:
         if one.offset < self._ends[one.partition]:
-            self._waiting[one.partition, one.offset] = one
+            self.waiting[one.partition, one.offset] = one
             self.last[one.partition] = one.offset, one.sha256
 
     def _overflow(self) -> None:
-        if self.spilled is None or len(self._waiting) <= WAITING_MAX:
+        if self.spilled is None or len(self.waiting) <= WAITING_MAX:
             return
-        oldest = [self._waiting.pop(place) for place in list(self._waiting)[: WAITING_MAX // 2]]
+        oldest = [self.waiting.pop(place) for place in list(self.waiting)[: WAITING_MAX // 2]]
         self.spilled.put(oldest)

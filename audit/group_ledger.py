@@ -51,14 +51,11 @@ class GroupLedger:
     `sibling_ended` is called with a group whenever one of its siblings ended.
     """
 
-    TRANSIENT = ("_storage",)
-    """Not kept when this is frozen."""
-
-    _storage: GroupStorage | None = None
-
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self.groups: SpillDict[str, GroupEntry] = SpillDict()
+        self.groups.on_fetch = self.fetched
+        self._storage: GroupStorage | None = None
         self.open: dict[str, GroupEntry] = {}
         """Those without a fate."""
         self.workers: dict[int, WorkerEntry] = {}

@@ -17,8 +17,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dora_pipe.audit.auditor import AuditState
-from dora_pipe.audit.index_codec import fingerprint
+from dora_pipe.audit.audit_state import AuditState, fingerprint
 from dora_pipe.audit.index_file import FILE_NAME, SCHEMA, AuditIndex, Remembered
 from dora_pipe.audit.reading import records_from, records_of
 from dora_pipe.audit.round_reader import rolled

@@ -14,10 +14,16 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import zstandard
 
-from dora_pipe.audit.auditor import AuditState
+from dora_pipe.audit.audit_state import (
+    AuditState,
+    decode_group,
+    decode_state,
+    encode_group,
+    encode_state,
+    fingerprint,
+)
 from dora_pipe.audit.entries import GroupEntry, StepEntry, Taken, VersionEntry
 from dora_pipe.audit.evidence import Evidence, Place
-from dora_pipe.audit.index_codec import decode_state, encode_state, fingerprint
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
 
@@ -136,11 +142,7 @@ class AuditIndex:
         if not data:
             return None
         with suppress(SchemaError, zstandard.ZstdError):
-            books = decode_state(zstandard.decompress(data))
-            if isinstance(books, AuditState):
-                books.ledger.rewire()
-                books.fold.rewire()
-                return books
+            return decode_state(zstandard.decompress(data))
         return None
 
     def close(self) -> None:
@@ -234,8 +236,6 @@ class _Groups:
 
     def __init__(self, index: AuditIndex) -> None:
         self._index = index
-        self._decoder = msgspec.msgpack.Decoder(GroupEntry)
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def keeps(self, key: str) -> bool:
         """Whether it is an id as identity makes them."""
@@ -249,9 +249,7 @@ class _Groups:
             found = self._index.row("SELECT entry FROM groups WHERE number = ?", number)
         if found is None:
             return None
-        group = self._decoder.decode(zstandard.decompress(found[0]))
-        _bind(group)
-        return group
+        return decode_group(zstandard.decompress(found[0]))
 
     def of_version(self, version: int) -> set[str]:
         """Ids of the groups that were sampled from a version."""
@@ -261,26 +259,12 @@ class _Groups:
     def store(self, entries: Iterable[tuple[str, GroupEntry]]) -> None:
         """Many groups."""
         kept = list(entries)
-        squeezed = _squeeze(self._written(group) for _, group in kept)
+        squeezed = _squeeze(encode_group(group) for _, group in kept)
         rows = [
             (_group_number(name), group.spec.version, group.fate, group.step, entry)
             for (name, group), entry in zip(kept, squeezed, strict=True)
         ]
         self._index.write("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)", rows)
-
-    def _written(self, group: GroupEntry) -> bytes:
-        """A group with each record once: which of them are bound, their standing says."""
-        for entry in group.requests.values():
-            entry.bound = None
-        written = self._encode(group)
-        _bind(group)
-        return written
-
-
-def _bind(group: GroupEntry) -> None:
-    for logged in group.records:
-        if logged.standing == "bound":
-            group.requests[logged.fact.trajectory].bound = logged
 
 
 class _Waiting:

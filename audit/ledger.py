@@ -13,6 +13,7 @@ from collections import Counter
 
 import msgspec
 
+from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import (
     Attempted,
     Moment,
@@ -103,17 +104,12 @@ class Ledger:
         self.stopped: Moment | None = None
         self.hosting = Hosting()
         self.legality = Legality(self)
-        self.rewire()
+        self.accounts.sibling_ended = self.legality.sibling_ended
 
     @property
     def interruptible(self) -> bool:
         """Whether the run declared C1 off: trajectories may mix versions."""
         return self.config is not None and self.config.staleness.interruptible
-
-    def rewire(self) -> None:
-        """Tell parts of each other, who do not know it after they were frozen."""
-        self.accounts.sibling_ended = self.legality.sibling_ended
-        self.accounts.groups.on_fetch = self.accounts.fetched
 
     def spill(self, newest: int) -> None:
         """Let go of versions that no open group carries, of their steps and batches, and of what
@@ -220,7 +216,7 @@ class Ledger:
             return
         self._check_start(fact, self.config, at)
         self.accounts.attempts_max = self.config.groups.attempts_max
-        self.legality.start(self.config)
+        self.legality.in_force = EffectiveConfig(self.config)
 
     def _check_start(self, fact: RunStarted, config: Config, at: Moment) -> None:
         """What a run's first record says twice."""

@@ -15,7 +15,6 @@ from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
 from dora_pipe.audit.specs import check_spec
-from dora_pipe.config.model import Config
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
@@ -51,19 +50,11 @@ class Legality:
         self._ledger = ledger
         self._findings = ledger.findings
         self.bound = BoundLedger()
-        self._attempt = 1
+        self.attempt = 1
         """Of the next batch decision."""
-        self._in_force: EffectiveConfig | None = None
-        self._ordinals: Counter[Purpose] = Counter()
-
-    @property
-    def in_force(self) -> EffectiveConfig | None:
+        self.in_force: EffectiveConfig | None = None
         """The configuration as it stands after the last record; None before `run started`."""
-        return self._in_force
-
-    def start(self, config: Config) -> None:
-        """The run has started with this configuration."""
-        self._in_force = EffectiveConfig(config)
+        self.ordinals: Counter[Purpose] = Counter()
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
         """A round is written under the newest role epoch that an orchestrator announced.
@@ -81,13 +72,13 @@ class Legality:
 
     def command(self, command: Command) -> None:
         """A user's command that changes what is in force."""
-        if self._in_force is None:
+        if self.in_force is None:
             return
         bound = self.bound
-        self._in_force.command(command, step=bound.step, waiting=bound.size)
+        self.in_force.command(command, step=bound.step, waiting=bound.size)
         if self.ended_by(command):
             bound.training = None
-            self._attempt += 1
+            self.attempt += 1
 
     def ended_by(self, command: Command) -> tuple[int, int] | None:
         """The batch in training, if the command ends it: one that names another step does not."""
@@ -98,8 +89,8 @@ class Legality:
 
     def sibling_ended(self, group: GroupEntry) -> None:
         """A sibling of an open group was logged or failed for good."""
-        if self._in_force is not None:
-            self.bound.settle(group, outlook_of(group, self._in_force.config.groups))
+        if self.in_force is not None:
+            self.bound.settle(group, outlook_of(group, self.in_force.config.groups))
 
     def counts(self, fact: StepCommitted) -> bool:
         """Whether a commit counts: not if its batch had been ended before it came.
@@ -128,13 +119,13 @@ class Legality:
         for taken in fact.groups:
             bound.remove(taken.group)
         if fact.step >= bound.version:
-            bound.version, bound.training, self._attempt = fact.step + 1, None, 1
+            bound.version, bound.training, self.attempt = fact.step + 1, None, 1
 
     def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
         """The groups of a refused batch are finished again, but for the offenders."""
         offenders = {one.group for one in fact.offenders}
         self.bound.training = None
-        self._attempt = fact.attempt + 1
+        self.attempt = fact.attempt + 1
         for taken in take.groups:
             group = self._ledger.accounts.open.get(taken.group)
             if group is not None and taken.group not in offenders:
@@ -183,12 +174,12 @@ class Legality:
         return worker
 
     def _dispatch(self, decision: Dispatch, at: Moment) -> None:
-        spec, in_force = decision.spec, self._in_force
+        spec, in_force = decision.spec, self.in_force
         if in_force is None:
             self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
             return
-        check_spec(spec, self._ordinals[spec.purpose], self._ledger, in_force.config)
-        self._ordinals[spec.purpose] += 1
+        check_spec(spec, self.ordinals[spec.purpose], self._ledger, in_force.config)
+        self.ordinals[spec.purpose] += 1
         if spec.purpose == "eval":
             return
         if why := self.bound.why_not_admit(spec.deadline, in_force):
@@ -265,13 +256,13 @@ class Legality:
 
     def _take(self, decision: TakeBatch, where: str) -> None:
         who = f"step {decision.step}"
-        if self._in_force is not None:
+        if self.in_force is not None:
             names = [taken.group for taken in decision.groups]
-            if why := self.bound.why_not_take(decision.step, names, self._in_force):
+            if why := self.bound.why_not_take(decision.step, names, self.in_force):
                 self._wrong(who, f"its batch is taken in {where} against the rule: {why}")
-        if decision.attempt != self._attempt:
+        if decision.attempt != self.attempt:
             message = f"its batch is taken in {where} under a wrong attempt"
-            self._wrong(who, message, self._attempt, decision.attempt)
+            self._wrong(who, message, self.attempt, decision.attempt)
         for taken in decision.groups:
             self._taken_group(taken, who)
             self.bound.remove(taken.group)
@@ -289,10 +280,10 @@ class Legality:
 
     def _end(self, decision: End, where: str) -> None:
         group = self._ledger.accounts.groups.get(decision.group)
-        if group is None or self._in_force is None:
+        if group is None or self.in_force is None:
             return
         evaluation = group.spec.purpose == "eval"
-        outlook = outlook_of(group, self._in_force.config.groups)
+        outlook = outlook_of(group, self.in_force.config.groups)
         wrong = ""
         if decision.fate == "trained":
             wrong = "without a commit"
@@ -307,9 +298,9 @@ class Legality:
         self.bound.remove(decision.group)
 
     def _stop(self, where: str) -> None:
-        if self._in_force is not None and self.bound.version < self._in_force.steps:
+        if self.in_force is not None and self.bound.version < self.in_force.steps:
             message = f"is missing, although {where} stops the run"
-            expected = f"{self._in_force.steps} steps"
+            expected = f"{self.in_force.steps} steps"
             found = f"{self.bound.version} steps"
             missing = f"step {self.bound.version}"
             self._findings.add("steps", missing, message, expected=expected, found=found)

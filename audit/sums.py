@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.schemas.batch import staleness_of
@@ -22,24 +23,24 @@ def bucket_of(tokens: int) -> Bucket:
     return high // 2 + 1, high
 
 
+@dataclass(slots=True, kw_only=True)
 class Sums:
     """Sums over groups; what was added can be taken off again."""
 
-    def __init__(self) -> None:
-        self.groups: Counter[str] = Counter()
-        """By fate, `open` among them."""
-        self.trajectories: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()
-        """Trained groups."""
-        self.bounds: Counter[int] = Counter()
-        """Trained groups by deadline minus version."""
-        self.lengths: Counter[tuple[Bucket, str]] = Counter()
-        """Training trajectories by length and fate."""
-        self.length_tokens: Counter[Bucket] = Counter()
-        self.epochs: Counter[int] = Counter()
-        """Trajectories by the role epoch of the worker whose record counts."""
-        self.epoch_tokens: Counter[int] = Counter()
+    groups: Counter[str] = field(default_factory=Counter)
+    """By fate, `open` among them."""
+    trajectories: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Trained groups."""
+    bounds: Counter[int] = field(default_factory=Counter)
+    """Trained groups by deadline minus version."""
+    lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
+    """Training trajectories by length and fate."""
+    length_tokens: Counter[Bucket] = field(default_factory=Counter)
+    epochs: Counter[int] = field(default_factory=Counter)
+    """Trajectories by the role epoch of the worker whose record counts."""
+    epoch_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
         """Count a group; -1 takes it off."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Final
 
 from dora_pipe.bench.audit_log import LogPlan, write_log
@@ -22,7 +23,7 @@ from dora_pipe.bench.audit_records import (
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.builder import CatalogueBuilder
 from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.reading import BATCH_ROWS, FILE, read_catalogue
+from dora_pipe.catalogue.reading import BATCH_ROWS, FILE, LivingCatalogue, read_catalogue
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     LoggedEntry,
@@ -44,8 +45,12 @@ SIBLINGS: Final = 8
 PER_STEP: Final = 512
 STEP_NS: Final = 60_000_000_000
 
-LENGTHS: Final = (64_000,)
+LENGTHS: Final = (128_000,)
 """Of logs that are written."""
+
+GROWTH_FROM: Final = 0.4
+"""Of a run: before that, what comes once is still coming (code, buffers, rows that are not
+compressed yet)."""
 
 REPEATS: Final = 5
 
@@ -71,8 +76,9 @@ class CatalogueFigures:
     trajectories: int
     follow_us: float
     """CPU time per trajectory: reading, decoding, deciding what counts, inserting."""
-    grown_bytes: float
-    """By how much the process has grown, per trajectory."""
+    once_mb: float
+    each_bytes: float
+    """By how much the process has grown: once, and with every trajectory."""
     tables_bytes: float
     """Of the tables in memory, per trajectory."""
     file_bytes: float
@@ -93,8 +99,37 @@ class MemoryFigures:
     us: float
     """CPU time per trajectory: deciding what counts, inserting."""
     grown_mb: float
-    grown_bytes: float
-    """Per trajectory."""
+    once_mb: float
+    each_bytes: float
+    """As of `CatalogueFigures`."""
+
+
+class _Growth:
+    """By how much this process grows while trajectories come; measured from here on."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._began_bytes = _rss_bytes()
+        self._points: list[tuple[int, int]] = []
+
+    def note(self, trajectories: int) -> None:
+        """So many have come."""
+        self._points.append((trajectories, _rss_bytes() - self._began_bytes))
+
+    @property
+    def grown_mb(self) -> float:
+        """In all."""
+        return self._points[-1][1] / 1e6
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(MB once, bytes per trajectory): the line through the points of the later run."""
+        count = self._points[-1][0]
+        late = [one for one in self._points if one[0] >= GROWTH_FROM * count]
+        if len({trajectories for trajectories, _ in late}) < 2:
+            return self.grown_mb, 0.0  # too short a run
+        each, once = linear_regression(*zip(*late, strict=True))
+        return once / 1e6, each
 
 
 def bench_follow(folder: Path, trajectories: list[int]) -> Iterator[CatalogueFigures]:
@@ -109,11 +144,16 @@ def bench_follow(folder: Path, trajectories: list[int]) -> Iterator[CatalogueFig
 
 
 def _followed(bus: SqliteBus, topics: Topics, path: Path) -> CatalogueFigures:
-    gc.collect()
-    before, began_s = _rss_bytes(), time.process_time()
-    with closing(read_catalogue(bus, topics)) as made:
-        followed_s, grown = time.process_time() - began_s, _rss_bytes() - before
+    growth, began_s = _Growth(), time.process_time()
+    with closing(LivingCatalogue(bus, topics)) as living:
+        while living.advance():
+            growth.note(_count(living.catalogue))
+        living.refresh()
+    growth.note(_count(living.catalogue))
+    followed_s = time.process_time() - began_s
+    with closing(living.catalogue) as made:
         count, tables = _count(made), made.memory_bytes
+    once_mb, each_bytes = growth.line
     read_catalogue(bus, topics, path).close()
     began_s = time.perf_counter()
     with closing(read_catalogue(bus, topics, path)) as opened:
@@ -122,7 +162,8 @@ def _followed(bus: SqliteBus, topics: Topics, path: Path) -> CatalogueFigures:
         return CatalogueFigures(
             trajectories=count,
             follow_us=followed_s / count * 1e6,
-            grown_bytes=grown / count,
+            once_mb=once_mb,
+            each_bytes=each_bytes,
             tables_bytes=tables / count,
             file_bytes=path.stat().st_size / count,
             open_ms=open_s * 1e3,
@@ -135,22 +176,24 @@ def _followed(bus: SqliteBus, topics: Topics, path: Path) -> CatalogueFigures:
 def bench_memory(groups: int) -> MemoryFigures:
     """Play a run of so many groups to a catalogue in memory."""
     with closing(Catalogue()) as catalogue:
-        gc.collect()
-        before, began_s = _rss_bytes(), time.process_time()
+        growth, began_s = _Growth(), time.process_time()
         builder = CatalogueBuilder()
-        for _ in _played(builder, groups):
+        for played, _ in enumerate(_played(builder, groups)):
             if builder.made >= BATCH_ROWS:
                 catalogue.append(builder.drain())
+                growth.note(played * SIBLINGS)
         catalogue.append(builder.drain())
         catalogue.refresh(builder.live())
-        seconds, grown = time.process_time() - began_s, _rss_bytes() - before
-        count = _count(catalogue)
+        seconds = time.process_time() - began_s
+        growth.note(count := _count(catalogue))
+    once_mb, each_bytes = growth.line
     return MemoryFigures(
         groups=groups,
         trajectories=count,
         us=seconds / count * 1e6,
-        grown_mb=grown / 1e6,
-        grown_bytes=grown / count,
+        grown_mb=growth.grown_mb,
+        once_mb=once_mb,
+        each_bytes=each_bytes,
     )
 
 

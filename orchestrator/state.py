@@ -242,9 +242,6 @@ class Tally:
 class State:
     """Everything; see the rules at the head of this file."""
 
-    TRANSIENT = ("leaves",)
-    """Not kept by `history.freeze`."""
-
     facts: Facts | None = None
     """None before `run started`; everything else is illegal until then."""
     config: Config | None = None

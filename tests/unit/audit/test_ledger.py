@@ -13,6 +13,7 @@ import pytest
 
 from dora_pipe.audit.audit import build_ledger
 from dora_pipe.audit.check_fold import FoldCheck
+from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import ends_of, records_of
@@ -108,7 +109,7 @@ def test_late_records_of_a_fenced_worker_are_fenced() -> None:
 
 def test_command_to_fail_a_batch_ends_only_the_one_it_names() -> None:
     legality = Ledger("r", Findings()).legality
-    legality.start(make_config())
+    legality.in_force = EffectiveConfig(make_config())
 
     def training_after(**args: int) -> tuple[int, int] | None:
         legality.bound.training = (3, 1)

@@ -28,8 +28,7 @@ from dora_pipe.orchestrator.fold import (
     fold_records,
     read_control,
 )
-from dora_pipe.orchestrator.planner import decide
-from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNERS
+from dora_pipe.orchestrator.planner import PLANNER, PLANNERS, decide
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Round

@@ -19,7 +19,7 @@ from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.retention import retained
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, UsageError
-from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

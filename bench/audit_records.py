@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from dora_pipe.config.model import Config
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.control import (
     LoggedEntry,
     RoleStarted,

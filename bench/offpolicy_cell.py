@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bench.offpolicy import OBJECTIVES, Cell, Measured, StaleQueue, mean
+from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.settings import changed_settings
 from dora_pipe.core.errors import NonFinite
-from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.producers.engines.port import (
     EngineRequest,
     RequestFinished,

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config.model import Config
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.schemas.control import (
     ExclusiveRole,

@@ -11,8 +11,7 @@ from pathlib import Path
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.orchestrator.recovery import fold_log, recover
-from dora_pipe.orchestrator.snapshot_port import write
-from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, WriteSnapshot, body_of
+from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, WriteSnapshot, body_of, write
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.topics import Topics
 

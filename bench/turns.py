@@ -36,8 +36,8 @@ from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import BUS_TURN_NS, CaughtUp, Now, Published
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.memory import Tidying, settle_memory
-from dora_pipe.orchestrator.snapshot_port import SnapshotPort
+from dora_pipe.orchestrator.role import Tidying, settle_memory
+from dora_pipe.orchestrator.snapshots import SnapshotPort
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (

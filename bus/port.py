@@ -16,7 +16,7 @@ Rules every implementation keeps (one contract suite checks them):
 5. What a dead exclusive writer left half done may hold readers back: they stop before it, although
    records behind it were acknowledged. `end` is as far as readers may see, `written_end` as far as
    records go; they are equal again at the latest `HELD_LIMIT_S` later. Who reads to the end in
-   order to decide reads to a written end (`core.stable_offset`).
+   order to decide reads to a written end (`core.run_lifecycle`).
 6. Topics of `TRIMMED_TOPICS` hold what nothing else rests on; `trim` deletes their old records, and
    their readers go on at the first one that is left. No offset changes by that, nor the end. In
    every other topic a position before the first record is a LogTruncated.

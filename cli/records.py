@@ -23,10 +23,9 @@ from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.metrics import decode_metrics
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_progress, decode_trajectory
 
 POLL_S: Final = 1.0

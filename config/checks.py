@@ -21,12 +21,12 @@ from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
 
 ROUND_DECISIONS_MAX: Final = 1000
-"""A planner leaves the rest to the next round (`orchestrator.planner_cuts.DECISIONS_MAX_2`, a floor
+"""A planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX_2`, a floor
 above; that of new runs cuts at half of it); the groups of one evaluation are dispatched together
 all the same."""
 
 WEIGHT_MAX: Final = 1e6
-"""Of the objective's weights: as much as a reward may be (`schemas.finite.REWARD_MAX`)."""
+"""Of the objective's weights: as much as a reward may be (`schemas.wire.REWARD_MAX`)."""
 
 _ROUND_BYTES: Final = 4096
 """Of a round around its decisions: observations, settings, pins, digest and chain."""

@@ -24,7 +24,7 @@ from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import with_older
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.schemas.names import PATTERN, RULE
+from dora_pipe.schemas.topics import PATTERN, RULE
 
 __all__ = ["changed_keys", "dump_toml", "from_plain", "leaves", "load_config", "read_table"]
 

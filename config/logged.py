@@ -4,6 +4,8 @@ than.
 `run started` and the run's config.toml hold every key. One that lacks a key was written before
 there was such a key, and its run goes on, and is replayed, in the way that there was then. A new
 TOML file without the key gets the key's default, which may be another.
+
+Keys that may change in a run are in force as its commands left them (`logged_keys`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import LOGGED, Config
 
 OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "groups": {"failed_share_max": None},
@@ -54,3 +56,27 @@ def with_older(plain: Mapping[str, Any]) -> dict[str, Any]:
 def is_older(plain: Mapping[str, Any]) -> bool:
     """Whether these plain values lack a key of `OLDER`."""
     return with_older(plain) != dict(plain)
+
+
+LATER: Final = frozenset({"groups.failed_share_max"})
+"""Keys that older runs do not have: None, and not among their logged keys."""
+
+
+def logged_keys(config: Config) -> dict[str, Any]:
+    """The keys that may change in a run, as they are in force."""
+    found = {}
+    for key in sorted(LOGGED):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None or key not in LATER:
+            found[key] = value
+    return found
+
+
+def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
+    """The logged keys that a training step obeys, as `take batch` carries them."""
+    return {
+        key: value
+        for key, value in logged_keys(config).items()
+        if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
+    }

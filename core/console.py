@@ -1,4 +1,4 @@
-"""What a process says to people: lines, errors with a hint and logs, on stderr.
+"""What a process says to people: lines, errors with a hint and logs, on stderr; and its name.
 
 Nothing of it can steer a terminal: what a model sampled, a task said or a file holds may be an
 escape sequence, and is written as text.
@@ -100,3 +100,22 @@ def write_to(stream: TextIO, text: str) -> None:
         clear()
     stream.write(text)
     stream.flush()
+
+
+PREFIX: Final = "dora-pipe "
+
+
+def name_process(*words: str) -> None:
+    """Call this process so. Example: ``name_process("worker", "w0", "demo")`` shows
+    ``dora-pipe worker w0 demo``."""
+    from setproctitle import setproctitle
+
+    setproctitle(PREFIX + printable(" ".join(words)))
+
+
+def own_name() -> str:
+    """What this process was called without `dora-pipe`; empty where it has no name of its own."""
+    from setproctitle import getproctitle
+
+    title = getproctitle()
+    return title.removeprefix(PREFIX) if title.startswith(PREFIX) else ""

@@ -12,7 +12,9 @@ Order inside a tick:
 3. start the effects. Effects never block the loop: what is slow runs in its port's own thread or
    process, so that heartbeats go on;
 4. once per `BUS_TURN_NS`, append what was published in one durable call; acknowledgements are
-   inputs of the next tick. Statuses of exclusive roles go another way, and may be lost.
+   inputs of the next tick. Statuses of exclusive roles go another way, and may be lost: they must
+   cost the loop nothing, not a broker that is away from the metrics' partition alone, nor a write
+   lock, nor a slow disk (`BackgroundWriter`).
 """
 
 from __future__ import annotations

@@ -4,17 +4,23 @@ Statuses are the only records that come although nothing happens, so this is wha
 work grows by. A status also pays for its size: a role may say `HEARTBEAT_BYTES` per heartbeat, what
 it has not used is saved for a quiet period, and what it has overdrawn keeps its next news back.
 Nothing is kept back for longer than a quiet period, which is a quarter of a lease at most.
+
+Where a role appends what must not be lost, it waits; its statuses go by a writer of their own
+(`BackgroundWriter`), for which nobody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from dora_pipe.bus.port import Append
+from dora_pipe.bus.port import Append, Writer
 from dora_pipe.config.model import Timing
+from dora_pipe.core.effect_runner import EffectRunner, Handler
+from dora_pipe.core.errors import BusError
 from dora_pipe.core.runtime import Publish
 from dora_pipe.schemas.metrics import Cost, Metrics
 from dora_pipe.schemas.wire import encode
@@ -119,3 +125,49 @@ class StatusSchedule:
         if self._last is not None:
             soonest_ns = max(self._said_ns + after_ns, self._paid_ns or 0)
             self.due_ns = min(self.due_ns, soonest_ns)
+
+
+CLOSE_LIMIT_S: Final = 1.0
+"""For the last records of a role that ends; a broker that is away must not hold it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AppendLossy:
+    """Records that may be lost."""
+
+    records: Sequence[Append]
+
+
+class BackgroundWriter:
+    """Takes a plain writer and never waits for it. While an append is under way, others are left
+    out: what they would say is said anew soon.
+
+    Example: ``Runtime(..., status=BackgroundWriter(bus.writer()))``
+    """
+
+    def __init__(self, inner: Writer) -> None:
+        self._inner = inner
+        handler = Handler(do=self._append, failed=lambda effect, error: [error])
+        self._runner = EffectRunner("status", {_AppendLossy: handler}, asked_max=1)
+
+    def append(self, records: Sequence[Append]) -> list[int]:
+        """Returns at once and knows no offsets. Raises what the last append raised."""
+        if self._runner.working:
+            return []
+        failed = self._runner.poll()
+        self._runner.start(_AppendLossy(records))
+        for error in failed:
+            raise error
+        return []
+
+    def close(self) -> None:
+        """Wait a moment for what is under way, then let go of the writer; idempotent."""
+        self._runner.close(wait_s=CLOSE_LIMIT_S)
+        self._inner.close()
+
+    def _append(self, effect: _AppendLossy) -> Iterable[BusError]:
+        try:
+            self._inner.append(effect.records)
+        except BusError as error:  # the runtime says it once
+            return [error]
+        return ()

@@ -27,8 +27,8 @@ from typing import IO, Final, NoReturn, Self
 
 import msgspec
 
+from dora_pipe.core.console import name_process, own_name
 from dora_pipe.core.errors import ResourceError, reason
-from dora_pipe.core.process_names import name_process, own_name
 
 PR_SET_PDEATHSIG: Final = 1
 READ_BYTES: Final = 65536

@@ -25,7 +25,7 @@ from dora_pipe.config.model import LOGGED, Config
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, PolicyError, TopicMissing, UsageError
-from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.launch.preflight import (
     check_data,
     check_log,
@@ -37,7 +37,7 @@ from dora_pipe.launch.preflight import (
 from dora_pipe.launch.run_dir import RunDir, create, find_run, opened, run_dir, store_config
 from dora_pipe.launch.run_lock import refuse_running
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import Command, Lineage, RunStarted, config_digest, decode_control
 from dora_pipe.schemas.policy import Manifest

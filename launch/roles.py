@@ -18,9 +18,8 @@ from typing import Final
 from dora_pipe import __version__
 from dora_pipe.config.model import Config
 from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import complain, log_to_stderr, say
+from dora_pipe.core.console import complain, log_to_stderr, name_process, say
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
-from dora_pipe.core.process_names import name_process
 from dora_pipe.launch.local_roles import (
     ORCHESTRATOR,
     TRACES,
@@ -133,8 +132,7 @@ def orchestrator(
     directory: RunDir, config: Config, first: RunStarted, *, resumed_by: str = ""
 ) -> None:
     """Be the orchestrator until the run ends. `first` starts a run that has no record yet."""
-    from dora_pipe.orchestrator.memory import settle_memory
-    from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator
+    from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator, settle_memory
 
     settle_memory()
     stop = settle(ORCHESTRATOR, config.run.name)

@@ -14,7 +14,7 @@ from dora_pipe.config.logged import is_older
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
 from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say, typed
+from dora_pipe.core.console import name_process, say, typed
 from dora_pipe.core.errors import (
     BusError,
     ConfigError,
@@ -24,7 +24,6 @@ from dora_pipe.core.errors import (
     RunHalted,
     TaskError,
 )
-from dora_pipe.core.process_names import name_process
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.fork_server import ForkServer

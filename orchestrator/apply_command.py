@@ -21,9 +21,8 @@ import msgspec
 
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
 from dora_pipe.config.objectives import settled
-from dora_pipe.orchestrator.apply_training import fail_batch
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.state_ops import go_on_after_failures
+from dora_pipe.orchestrator.state_ops import fail_batch, go_on_after_failures
 from dora_pipe.schemas.control import Command
 
 

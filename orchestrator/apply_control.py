@@ -20,24 +20,25 @@ import msgspec
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
-from dora_pipe.orchestrator.apply_training import (
-    adopted,
-    batch_refused,
-    step_committed,
-    versions_dropped,
-)
-from dora_pipe.orchestrator.residents import VERSIONS_MAX
-from dora_pipe.orchestrator.state import Facts, Request, Result, State, Worker
+from dora_pipe.orchestrator.apply_decision import pinned
+from dora_pipe.orchestrator.hosting import VERSIONS_MAX
+from dora_pipe.orchestrator.state import Facts, Request, Result, State, Verdict, Worker
 from dora_pipe.orchestrator.state_ops import (
     close_worker,
     end_sibling,
+    end_training,
     fail_sibling,
     fault,
+    forget,
     join_worker,
+    new_version,
     note_progress,
     ready,
     release,
+    return_to_u,
+    set_ending,
 )
+from dora_pipe.schemas.batch import batch_digest, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -264,6 +265,88 @@ def _living(state: State, name: str, epoch: int) -> Worker | None:
         state.tally.fenced += 1
         return None
     return worker
+
+
+def step_committed(state: State, offset: int, record: StepCommitted) -> str:
+    """Version t becomes t + 1 and the batch is trained; legal for exactly the batch taken."""
+    training = state.training
+    why = _not_of(state, record.step, record.attempt, record.role_epoch)
+    if why or training is None:
+        return why
+    if not training.digest == record.batch_digest == _digest(record):
+        return f"the batch of step {record.step} is not the one that was taken"
+    if record.digest_before != state.policies[state.version]:
+        return f"step {record.step} began with other weights than version {state.version}"
+    if record.policy.digest != record.digest_after:
+        return f"the manifest of step {record.step} is of other weights"
+    state.training = None
+    state.attempt = 1
+    state.eval_row = 0
+    trained = [state.groups[group] for group in training.groups]
+    new_version(state, record.digest_after)
+    for group in trained:
+        staleness = staleness_of(record.step, group.spec.version)
+        state.tally.staleness[staleness] = state.tally.staleness.get(staleness, 0) + 1
+        forget(state, group)
+    fates = state.tally.fates
+    fates["trained"] = fates.get("trained", 0) + len(trained)
+    return ""
+
+
+def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
+    """The offenders will end as failed, the other groups return to U with their deadlines."""
+    training = state.training
+    why = _not_of(state, record.step, record.attempt, record.role_epoch)
+    if why or training is None:
+        return why
+    offenders = {one.group: one for one in record.offenders}
+    if not offenders:
+        return "a refusal without an offender would be taken again for ever"
+    if not offenders.keys() <= set(training.groups):
+        return "an offender is not in the batch"
+    end_training(state, training)
+    for name in training.groups:
+        group = state.groups[name]
+        if name in offenders:
+            one = offenders[name]
+            why = f"unreadable: {one.why}"
+            verdict = Verdict(fate="failed", why=why, error=why, trajectory=one.trajectory)
+            set_ending(state, group, verdict)
+        else:
+            return_to_u(state, group)
+    return ""
+
+
+def adopted(state: State, offset: int, record: WeightsAdopted) -> str:
+    """Changes nothing here: the committed weights stay what they are."""
+    if record.role_epoch != state.trainer_epoch:
+        return f"role epoch {record.role_epoch} is not the trainer's"
+    return ""
+
+
+def versions_dropped(state: State, offset: int, record: VersionsDropped) -> str:
+    """Changes nothing here; what is in use may not be dropped."""
+    used = sorted({state.version, *pinned(state)}.intersection(record.versions))
+    return f"version {used[0]} is in use" if used else ""
+
+
+def _not_of(state: State, step: int, attempt: int, role_epoch: int) -> str:
+    """Why this is not about the batch in training, told by its trainer."""
+    if role_epoch != state.trainer_epoch:
+        return f"role epoch {role_epoch} is not the trainer's, {state.trainer_epoch} is"
+    training = state.training
+    if training is None:
+        return f"no batch is in training, step {step} least of all"
+    if (step, attempt) != (training.step, training.attempt):
+        return f"(step {step}, attempt {attempt}) is not in training"
+    return ""
+
+
+def _digest(record: StepCommitted) -> str:
+    try:
+        return batch_digest(record.groups)
+    except SchemaError:
+        return ""
 
 
 _APPLY: Final[dict[type[Any], Callable[[State, int, Any], str]]] = {

@@ -2,7 +2,7 @@
 
 The planner and the fold of the log use the same functions: `apply_decision` is the only way in. It
 raises InvariantBroken for an illegal decision and changes nothing then: either the planner has a
-mistake, or the log was changed.
+mistake, or the log was changed. What a dispatch stamps on the next group is said here, too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator import residents
+from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.specs import (
-    eval_spec,
-    evaluation_due,
-    evaluation_rows,
-    pinned,
-    train_spec,
-)
 from dora_pipe.orchestrator.staleness import may_admit, surplus, take
 from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
 from dora_pipe.orchestrator.state_ops import (
@@ -39,7 +32,13 @@ from dora_pipe.orchestrator.state_ops import (
     take_group,
 )
 from dora_pipe.schemas.batch import lines_digest
-from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.identity import (
+    group_id,
+    group_seed,
+    partition_of,
+    prompt_index,
+    trajectory_id,
+)
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -102,7 +101,7 @@ def _place(state: State, decision: Place) -> None:
     resident = worker.name in state.residents
     if not worker.usable or (worker.loading and not resident):
         raise InvariantBroken(f"{worker.name} takes no requests")
-    has = residents.has(state, worker, spec.version)
+    has = hosting.has_version(state, worker, spec.version)
     if not (has if resident else state.may_run(spec, worker.target)):
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
     if not decision.siblings:
@@ -144,7 +143,7 @@ def _move(state: State, decision: Move) -> None:
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(to.name != request.worker, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
-    has = residents.has(state, to, group.spec.version)
+    has = hosting.has_version(state, to, group.spec.version)
     _require(has, f"{to.name} hosts another version (C1)")
     _require(to.room > 0, f"{to.name} is full")
     _require(to.moves and state.workers[request.worker].moves, f"{name} is where nothing moves")
@@ -171,7 +170,7 @@ def _assign(state: State, decision: Assign) -> None:
     _require(worker.target != decision.version, f"{worker.name} has that version")
     digest = state.policies.get(decision.version)
     _require(digest == decision.digest, f"version {decision.version} is not that policy")
-    why = residents.why_not(state, worker, decision.version, decision.drop)
+    why = hosting.assign_error(state, worker, decision.version, decision.drop)
     _require(not why, why)
     assign(state, worker, decision.version, decision.digest, decision.drop)
 
@@ -298,3 +297,72 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     StopRun: _stop_run,
     Halt: _halt,
 }
+
+
+EVALUATION_DEADLINE = -1
+"""Evaluation groups are outside U and have no deadline."""
+
+
+def pinned(state: State) -> tuple[int, ...]:
+    """Versions that must stay in the store: open groups carry them, or workers have them."""
+    workers = state.workers.values()
+    held = {one.target for one in workers} | {one.hosted for one in workers}
+    held.update(version for one in state.residents.values() for version in one.held)
+    return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
+
+
+def train_spec(state: State) -> GroupSpec:
+    """The next training group: newest version, next prompt in the order of the run's seed."""
+    assert state.facts is not None and state.config is not None
+    ordinal, facts = state.ordinal, state.facts
+    data_epoch, index = prompt_index(facts.seed, ordinal, facts.dataset_rows)
+    return GroupSpec(
+        group=group_id("train", ordinal),
+        ordinal=ordinal,
+        purpose="train",
+        version=state.version,
+        digest=state.policies[state.version],
+        deadline=state.standing().deadline,
+        partition=partition_of(ordinal, state.config.bus.partitions),
+        dataset_digest=facts.dataset_digest,
+        index=index,
+        data_epoch=data_epoch,
+        seed=group_seed(facts.seed, "train", ordinal),
+        size=state.config.groups.size,
+    )
+
+
+def eval_spec(state: State) -> GroupSpec:
+    """The next row of the evaluation of the newest version; seeds depend on the row alone."""
+    assert state.facts is not None and state.config is not None
+    ordinal, row = state.eval_ordinal, state.eval_row
+    return GroupSpec(
+        group=group_id("eval", ordinal),
+        ordinal=ordinal,
+        purpose="eval",
+        version=state.version,
+        digest=state.policies[state.version],
+        deadline=EVALUATION_DEADLINE,
+        partition=partition_of(ordinal, state.config.bus.partitions),
+        dataset_digest=state.facts.eval_digest,
+        index=row,
+        data_epoch=0,
+        seed=group_seed(state.facts.seed, "eval", row),
+        size=state.config.evaluation.siblings,
+    )
+
+
+def evaluation_rows(state: State) -> int:
+    """Groups of one evaluation."""
+    assert state.facts is not None and state.config is not None
+    return min(state.config.evaluation.prompts, state.facts.eval_rows)
+
+
+def evaluation_due(state: State) -> bool:
+    """Whether the newest version is to be evaluated and has not been dispatched for it in full."""
+    assert state.config is not None
+    if state.version <= state.evaluated or state.stop_now or not evaluation_rows(state):
+        return False
+    every = state.config.evaluation.every
+    periodic = every > 0 and state.version % every == 0
+    return periodic or state.version in (0, state.steps)

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal
 from zlib import crc32
 
-from dora_pipe.orchestrator.settings import logged_keys
+from dora_pipe.config.logged import logged_keys
 from dora_pipe.schemas.batch import batch_lines
 from dora_pipe.schemas.wire import canonical
 

@@ -5,7 +5,7 @@ Rules:
 1. A round is applied as a whole: first the control records with an offset below its `control_next`,
    then its observations, then its decisions, then its own figures (ordinal, time, position).
 2. The chain covers the bytes of every control record, read or not, and every byte of the round.
-3. Total where the world speaks: no control record stops a fold (`rules_control`). Strict where the
+3. Total where the world speaks: no control record stops a fold (`apply_control`). Strict where the
    orchestrator speaks: a round that cannot follow the one before, an illegal decision, a wrong
    chain or state digest is InvariantBroken, naming the round.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner_cuts import is_cut
+from dora_pipe.orchestrator.planner import is_cut
 from dora_pipe.orchestrator.state import State, is_comparable
 from dora_pipe.orchestrator.state_ops import note_progress, press
 from dora_pipe.schemas.control import AnyControl

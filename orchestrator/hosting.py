@@ -12,6 +12,16 @@ and emptiest first, is a *victim*: it gets nothing new, so that it runs empty an
 This ends: admission stands still, so open requests only become fewer, and a version is only ever
 disturbed for an older one. It also works with a single worker.
 
+Some workers host several versions at once (`State.residents`: their engines have adapters of one
+base). Such a worker takes the newest version as soon as it is there, whatever runs on it; what runs
+keeps its own version. `target` is the version that it was assigned last, and it has every version
+that it has reported ready and was not told to drop. An older version that nobody has any more is
+assigned to it like the newest. A version is *needed* on it while one of its open requests carries
+it, or while requests of it are queued: they may be placed there. Assigned another version, it drops
+what no open group carries, and, if that is not enough, the oldest that are not needed. One that
+needs all it has room for takes nothing new. That ends: what it needs are requests, and while nobody
+hosts the newest version, or a version has no host, nothing is admitted.
+
 Warning: a plan must leave nothing to plan (`plan(apply(plan)) == ()`). The orders below are chosen
 so that placing requests does not change them: what is fullest only gets fuller, what is emptiest
 and spared stays emptiest.
@@ -21,10 +31,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
 
-from dora_pipe.orchestrator import residents
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.schemas.identity import group_of
+
+if TYPE_CHECKING:
+    from dora_pipe.orchestrator.state import State, Worker
 
 Assignment = tuple[Worker, int, str]
 """(worker, version, reason)."""
@@ -34,7 +47,7 @@ def orphans(state: State) -> list[int]:
     """Versions with queued requests and no worker, oldest first."""
     found = state.index.orphans(state.queues)
     if found and state.residents:
-        return [version for version in found if not residents.holders(state, version)]
+        return [version for version in found if not holders(state, version)]
     return found
 
 
@@ -73,7 +86,7 @@ def orphan_assignment(state: State) -> Assignment | None:
         return None
     needed = _needed(state)
     for version in waiting:
-        shared = residents.for_orphan(state, version)
+        shared = resident_for_orphan(state, version)
         if shared is not None:
             count = len(state.queues[version])
             return shared, version, f"{count} queued requests of version {version} have no host"
@@ -105,7 +118,7 @@ def newest_assignments(state: State, admissible: int) -> list[Assignment]:
 def _beside(state: State) -> list[Assignment]:
     """Workers that host several versions take the newest at once."""
     found: list[Assignment] = []
-    for worker in residents.for_newest(state):
+    for worker in residents_for_newest(state):
         count = len(worker.requests)
         reason = f"version {state.version} is there, {count} requests of {worker.name} keep theirs"
         found.append((worker, state.version, reason))
@@ -188,7 +201,7 @@ def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
 
 def _places_of_older(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
     """Where some workers host several versions: first on those, then where it is packed."""
-    yield from spread(residents.open_holders(state, version), all_open=True)
+    yield from spread(open_holders(state, version), all_open=True)
     single = (one for one in kept(state, version) if one.name not in state.residents)
     yield from pack(state, [one for one in single if one.name not in spared])
 
@@ -270,3 +283,91 @@ def _needed_of(state: State, version: int) -> list[str]:
 def _reluctance(worker: Worker, needed: set[str], newest: int) -> tuple[bool, bool, int, str]:
     """Sorts who shall be assigned first: who is not needed, hosts nothing, then by name."""
     return worker.name in needed, worker.target == newest, worker.target, worker.name
+
+
+VERSIONS_MAX: Final = 1024
+"""A worker that claims to host more versions at once is not believed."""
+
+
+def has_version(state: State, worker: Worker, version: int) -> bool:
+    """Whether a worker can sample under a version now."""
+    residence = state.residents.get(worker.name)
+    if residence is None:
+        return worker.target == worker.hosted == version
+    return version in residence.held
+
+
+def holders(state: State, version: int) -> list[Worker]:
+    """The usable workers that have a version beside others, by name."""
+    return [
+        worker
+        for name in sorted(state.residents)
+        if version in state.residents[name].held and (worker := state.workers[name]).usable
+    ]
+
+
+def open_holders(state: State, version: int) -> list[Worker]:
+    """Those of `holders` on which a request may be placed, also while they load another version."""
+    return [one for one in holders(state, version) if not one.pressed and one.room > 0]
+
+
+def needed_versions(state: State, worker: Worker) -> set[int]:
+    """The versions that a worker must not drop."""
+    held = state.residents[worker.name].held
+    running = {state.groups[group_of(one)].spec.version for one in worker.requests}
+    return running | (state.queues.keys() & set(held))
+
+
+def versions_to_drop(state: State, worker: Worker, version: int) -> tuple[int, ...] | None:
+    """What a worker lets go of when it is assigned a version; None if it has no room for it."""
+    residence = state.residents[worker.name]
+    used = needed_versions(state, worker) | {version}
+    found = [one for one in residence.held if one not in state.pins and one not in used]
+    others = [one for one in residence.held if one not in used and one not in found]
+    over = len({*residence.held, version}) - len(found) - residence.most
+    if over > len(others):
+        return None
+    return tuple(sorted(found + others[: max(0, over)]))
+
+
+def assign_error(state: State, worker: Worker, version: int, drop: tuple[int, ...]) -> str:
+    """Why a worker must not be assigned this version and drop those; empty if it may."""
+    residence = state.residents.get(worker.name)
+    if residence is None:
+        return f"{worker.name} has one version and drops {drop}" if drop else ""
+    rest = {*residence.held, version}.difference(drop)
+    if set(drop) - set(residence.held) or version not in rest:
+        return f"{worker.name} does not have what it is to drop"
+    if needed_versions(state, worker).intersection(drop):
+        return f"{worker.name} has requests of what it is to drop"
+    return f"{worker.name} has no room for version {version}" if len(rest) > residence.most else ""
+
+
+def resident_for_orphan(state: State, version: int) -> Worker | None:
+    """The emptiest worker that has room for an older version that nobody has."""
+    found = [
+        worker
+        for worker in (state.workers[name] for name in sorted(state.residents))
+        if _may_change(worker) and versions_to_drop(state, worker, version) is not None
+    ]
+    return min(found, key=lambda one: (one.load - one.slots, one.name), default=None)
+
+
+def residents_for_newest(state: State) -> list[Worker]:
+    """The workers that take the newest version now: all that have not, if they have room."""
+    found: list[Worker] = []
+    if not state.residents:
+        return found
+    for version in sorted(state.index.hosts):
+        if version == state.version:
+            continue
+        workers = state.index.hosts[version].workers
+        for name in sorted(workers.keys() & state.residents.keys()):
+            worker = workers[name]
+            if _may_change(worker) and versions_to_drop(state, worker, state.version) is not None:
+                found.append(worker)
+    return found
+
+
+def _may_change(worker: Worker) -> bool:
+    return worker.usable and worker.settled

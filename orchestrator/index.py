@@ -1,4 +1,5 @@
-"""Keeps what would have to be looked for among all workers and groups; it decides nothing.
+"""Keeps what would have to be looked for among all workers, groups and requests; it decides nothing
+but the order in which queued requests are placed, oldest deadline first.
 
 Everything here follows from `State.workers` and `State.groups` and is no part of the state's
 digest: whoever changes a worker calls `touch`, a group that begins or ends to generate is told, and
@@ -19,6 +20,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import Worker
     from dora_pipe.schemas.rounds import GroupSpec
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
+from dora_pipe.schemas.rounds import GroupSpec
 
 STALE_MIN: Final = 64
 """A heap may hold so many entries that are out of date, whatever its size."""
@@ -183,3 +189,42 @@ def _keep(where: dict[str, Worker], worker: Worker, belongs: bool) -> None:
         where[worker.name] = worker
     else:
         where.pop(worker.name, None)
+
+
+RANK: dict[Purpose, int] = {"train": 0, "eval": 1}
+"""Queued requests of training groups go before those of evaluation groups of the same version."""
+
+
+class QueueKey(NamedTuple):
+    """Place of a request in the queue of its version: what sorts first is placed first."""
+
+    rank: int
+    deadline: int
+    ordinal: int
+    sibling: int
+
+    @property
+    def trajectory(self) -> str:
+        """Id of the request."""
+        purpose: Purpose = "train" if self.rank == RANK["train"] else "eval"
+        return trajectory_id(group_id(purpose, self.ordinal), self.sibling)
+
+
+def queue_key(group: GroupSpec, sibling: int) -> QueueKey:
+    """Where a request of this group queues: oldest deadline first, then ordinal, sibling."""
+    return QueueKey(RANK[group.purpose], group.deadline, group.ordinal, sibling)
+
+
+def push(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
+    """Into the queue of a version, at its place."""
+    insort(queues.setdefault(version, []), key)
+
+
+def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
+    """Out of the queue of a version; it must be there."""
+    queue = queues[version]
+    place = bisect_left(queue, key)
+    assert queue[place] == key, "the request is not queued"
+    del queue[place]
+    if not queue:
+        del queues[version]

@@ -1,17 +1,21 @@
 """The orchestrator without IO: facts and time go in, rounds come out.
 
-One reaction: apply what was read, observe what time and metrics say, plan (`pace` says when that is
+One reaction: apply what was read, observe what time and metrics say, plan (`Pace` says when that is
 left to the next one), and write one round with all of it. A round is written when control advanced
 or something was observed or decided; reading metrics alone writes none.
 
 Nothing is observed or planned before everything that was in the log at the start has been read: a
 restarted orchestrator must not decide on half of what happened.
+
+Two things that a round may have to do cost much and can wait for a turn that follows at once
+(`Pace`): its plan, and to free what a commit has done with. A round whose plan is put off says
+`planned: false`; the state keeps its trigger, and the next round plans.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -31,9 +35,7 @@ from dora_pipe.orchestrator.fold import (
     rounds_to_digest,
 )
 from dora_pipe.orchestrator.leases import Incarnation, Leases, Living
-from dora_pipe.orchestrator.pace import Pace
-from dora_pipe.orchestrator.planner import decide
-from dora_pipe.orchestrator.planner_cuts import is_cut
+from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
@@ -48,7 +50,6 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics, merged
-from dora_pipe.schemas.names import worker_name_error
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     AnyObservation,
@@ -60,7 +61,7 @@ from dora_pipe.schemas.rounds import (
     fold_bytes,
     seal,
 )
-from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.topics import Topics, worker_name_error
 
 LOG = logging.getLogger(__name__)
 
@@ -395,3 +396,40 @@ class OrchestratorMachine:
 
     def _living(self) -> list[Incarnation]:
         return [(worker.name, worker.epoch) for worker in self.state.workers.values()]
+
+
+FOLDED_BYTES_MAX: Final = 256 * 1024
+"""A round that folds more than this plans nothing: some thousand trajectories of a commit."""
+
+UNSETTLED_MAX: Final = 1000
+"""Nor does one whose digest has to hash more leaves and buckets than this."""
+
+FREED: Final = 64
+"""Groups that a turn frees, with their trajectories: half a millisecond."""
+
+
+class Pace:
+    """What was put off, and for how long."""
+
+    def __init__(self) -> None:
+        self._put_off = False
+        self._spent: list[Any] = []
+
+    def begin(self) -> None:
+        """A turn begins."""
+        del self._spent[-FREED:]
+
+    def committing(self, state: State, record: StepCommitted) -> None:
+        """A commit is about to be folded: its groups leave the state, but not all at once."""
+        if state.training is not None:
+            names: Iterable[str] = state.training.groups
+            self._spent += [state.groups[name] for name in names]
+        self._spent += record.groups
+
+    def puts_off(self, state: State, folded: Sequence[bytes]) -> bool:
+        """Whether this round, that folds so much, plans nothing; never two in a row."""
+        heavy = sum(map(len, folded)) > FOLDED_BYTES_MAX
+        digests = rounds_to_digest(state.rounds) == 0
+        digests = digests and state.leaves.unsettled > UNSETTLED_MAX
+        self._put_off = (heavy or digests) and not self._put_off
+        return self._put_off

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora_pipe.orchestrator import hosting, residents
+from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import Request, State, Worker
 
@@ -192,7 +192,7 @@ def _hosts(state: State, version: int) -> list[Worker]:
     hosts = state.index.hosts.get(version)
     alone = hosts.workers.values() if hosts is not None else ()
     single = [one for one in alone if one.name not in state.residents]
-    return single + residents.holders(state, version)
+    return single + hosting.holders(state, version)
 
 
 def _fellows(state: State, worker: Worker) -> _FreeSlots:

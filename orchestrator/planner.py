@@ -8,28 +8,36 @@ the planner has no idea of its own of what a decision does. `decide` changes the
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
-log can make every plan again: `audit` does.
+log can make every plan again: `audit` does. Where a plan is cut, to go on in the next round,
+decides what it contains and whether the fold takes its trigger for answered: so a run that another
+planner began goes on under that one's bound.
 """
 
 from __future__ import annotations
 
 import copy
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from dora_pipe.orchestrator import hosting, residents
-from dora_pipe.orchestrator import state_ops as transitions
-from dora_pipe.orchestrator.apply_decision import apply_decision, dispatch, may_cancel, take_batch
+from dora_pipe.config.logged import settings_in_force
+from dora_pipe.orchestrator import hosting, state_ops
+from dora_pipe.orchestrator.apply_decision import (
+    apply_decision,
+    dispatch,
+    eval_spec,
+    evaluation_due,
+    may_cancel,
+    pinned,
+    take_batch,
+    train_spec,
+)
 from dora_pipe.orchestrator.moving import moves
-from dora_pipe.orchestrator.planner_cuts import size_max, size_of
-from dora_pipe.orchestrator.settings import settings_in_force
-from dora_pipe.orchestrator.specs import eval_spec, evaluation_due, pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, surplus, take
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.names import worker_name_error
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -45,6 +53,25 @@ from dora_pipe.schemas.rounds import (
     StopRun,
     TakeBatch,
 )
+from dora_pipe.schemas.topics import worker_name_error
+
+PLANNER: Final = "consolidate-3"
+"""Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
+
+PLANNER_2: Final = "consolidate-2"
+"""Decides the same and cuts its plans at `DECISIONS_MAX_2`, a batch counting as one decision."""
+
+PLANNERS: Final = frozenset({PLANNER, PLANNER_2})
+"""Those whose plans can be made again; a run that one of them began goes on under it."""
+
+DECISIONS_MAX: Final = 500
+"""A plan of this size (`size_of`) stops and goes on in the next round: no round takes too long.
+
+What belongs together is not cut: a group's cancels and end, an admitted group's placements, the
+groups of a batch and those of one evaluation may lead beyond it.
+"""
+
+DECISIONS_MAX_2: Final = 1000
 
 
 @dataclass(slots=True)
@@ -113,7 +140,7 @@ class Draft:
             sibling=request.sibling, attempt=attempt, resume=request.resume, kv=request.kv
         )
         placing.siblings.append(one)
-        transitions.place(state, trajectory, attempt, worker)
+        state_ops.place(state, trajectory, attempt, worker)
         self._size += 1
 
     def decisions(self) -> list[AnyDecision]:
@@ -170,7 +197,7 @@ def _end_groups(draft: Draft) -> None:
 
 def _halt(draft: Draft) -> None:
     """Nothing is trained, and nothing will be: say so instead of going on for ever."""
-    if not draft.full and (halt := transitions.halt_now(draft.state)) is not None:
+    if not draft.full and (halt := state_ops.halt_now(draft.state)) is not None:
         draft.add(halt)
 
 
@@ -285,7 +312,7 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
             epoch=worker.epoch,
             version=version,
             digest=state.policies[version],
-            drop=(residents.drops(state, worker, version) or ()) if resident else (),
+            drop=(hosting.versions_to_drop(state, worker, version) or ()) if resident else (),
             reason=reason,
         )
     )
@@ -322,7 +349,7 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
     if worker is None or worker.epoch != epoch or not worker.usable or worker.pressed:
         return None
     version = state.groups[request.group].spec.version
-    return worker if residents.has(state, worker, version) else None
+    return worker if hosting.has_version(state, worker, version) else None
 
 
 def _move(draft: Draft) -> None:
@@ -388,3 +415,27 @@ _STAGES: Final = (
     _stop,
 )
 """In this order; each sees what the ones before it did."""
+
+
+def size_of(decisions: Sequence[AnyDecision], planner: str = PLANNER) -> int:
+    """What a plan costs to make and to write, in decisions about one request: a placement counts
+    once for each of its requests, a batch once for each of its groups."""
+    size = 0
+    for one in decisions:
+        if isinstance(one, Place):
+            size += len(one.siblings)
+        elif isinstance(one, TakeBatch) and planner == PLANNER:
+            size += len(one.groups)
+        else:
+            size += 1
+    return size
+
+
+def size_max(planner: str) -> int:
+    """Where a planner cuts its plans."""
+    return DECISIONS_MAX if planner == PLANNER else DECISIONS_MAX_2
+
+
+def is_cut(decisions: Sequence[AnyDecision], planner: str) -> bool:
+    """Whether a plan may go on in the next round."""
+    return len(decisions) > 0 and size_of(decisions, planner) >= size_max(planner)

@@ -1,7 +1,13 @@
-"""Starts the orchestrator on a bus: fence the predecessor, fold the log, take a role epoch, run."""
+"""Starts the orchestrator on a bus: fence the predecessor, fold the log, take a role epoch, run.
+
+It looks for garbage where its loop waits, and never in a turn. What it holds has no cycles; those
+that come, of errors above all, are few. But to look for them takes as long as a turn, of which it
+may be the longest part.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +15,16 @@ from typing import Final
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
 from dora_pipe.config.model import Timing
-from dora_pipe.core.background_writer import BackgroundWriter
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import RunHalted, UsageError
+from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Meter, Port, Runtime
-from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.core.status_schedule import BackgroundWriter
 from dora_pipe.orchestrator.machine import OrchestratorMachine
-from dora_pipe.orchestrator.memory import Tidying
 from dora_pipe.orchestrator.recovery import recover
-from dora_pipe.orchestrator.snapshot_port import SnapshotPort
-from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY
+from dora_pipe.orchestrator.snapshots import SNAPSHOT_EVERY, SnapshotPort
 from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.trim_port import TrimPort
+from dora_pipe.orchestrator.trimming import TrimPort
 from dora_pipe.schemas.control import Command, Control, RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
@@ -77,7 +81,7 @@ def run_orchestrator(
     `timing` is this process's own (leases, heartbeats). In the folder `snapshots` the state is
     kept now and then, so that the next start folds only what came after. The order of starting
     matters: only what is read after the predecessor was fenced, and once nothing is held back any
-    more (`core.stable_offset`), is the whole log. A halted run goes on for `resumed_by`, a user.
+    more (`core.run_lifecycle`), is the whole log. A halted run goes on for `resumed_by`, a user.
 
     Raises RunHalted, Fenced when a successor took over, UsageError when there is no run to
     orchestrate, InvariantBroken and LogTruncated when the log was changed, BusError.
@@ -186,3 +190,32 @@ def _role_started(clock: Clock, instance: Instance, role_epoch: int) -> Control:
         pid=instance.pid,
         package=instance.package,
     )
+
+
+GARBAGE_MAX: Final = 100_000
+"""New objects, less those that have gone, after which a turn looks for cycles after all: some turns
+without a wait in between."""
+
+FULL_EVERY: Final = 600
+"""Waits from one look at everything to the next: a minute."""
+
+
+def settle_memory() -> None:
+    """What a process has when it becomes the orchestrator, modules above all, is for ever: the
+    garbage collector looks at it once more and never again. To look at it takes longer than a
+    round. What comes is looked at by `Tidying`."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_MAX, *gc.get_threshold()[1:])
+
+
+class Tidying:
+    """Looks for garbage whenever it is called: at what is new, and now and then at everything."""
+
+    def __init__(self) -> None:
+        self._waits = 0
+
+    def __call__(self) -> None:
+        """The loop waits."""
+        self._waits += 1
+        gc.collect(1 if self._waits % FULL_EVERY else 2)

@@ -4,14 +4,16 @@ doubtful.
 A snapshot is a disposable cache. It is used only if everything about it fits: the run, the code
 that folds, its own bytes, the digest of the state, and the round in the log that it was taken
 after, chain included. Any doubt is one line of talk, and the log is folded from an older one or
-from the start: a snapshot can make a restart shorter, never another one.
+from the start: a snapshot can make a restart shorter, never another one. A thread
+of its own writes it, so that a slow disk costs snapshots, not rounds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from hashlib import sha256
@@ -24,9 +26,10 @@ import zstandard
 
 import dora_pipe.orchestrator
 import dora_pipe.schemas
+from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, unanswered
 from dora_pipe.core.errors import DoraError
 from dora_pipe.orchestrator.digest import TABLES, Kind, Leaves
-from dora_pipe.orchestrator.queues import push, queue_key
+from dora_pipe.orchestrator.index import push, queue_key
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY, decode_round
 from dora_pipe.schemas.wire import sha256_hex
@@ -267,3 +270,63 @@ def _unpacked(packed: bytes, size: int) -> bytes:
     """At most one byte more than declared, whatever the frame says of itself."""
     stream: Any = zstandard.ZstdDecompressor().stream_reader(packed)
     return bytes(stream.read(size + 1))
+
+
+LOG = logging.getLogger(__name__)
+
+CLOSE_S: Final = 5.0
+"""Closing waits this long for a snapshot under way."""
+
+WAITING_MAX: Final = 1
+"""Beside the one that is being written."""
+
+TEMPORARY: Final = ".tmp"
+
+
+class SnapshotPort:
+    """A `core.runtime.Port`. While one snapshot is being written, others are passed by."""
+
+    effects: tuple[type, ...] = (WriteSnapshot,)
+    busy = False
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder = folder
+        self._run = run
+        handlers: Handlers = {WriteSnapshot: Handler(do=self._write, failed=_left_out)}
+        self._runner = EffectRunner("snapshots", handlers, asked_max=WAITING_MAX)
+
+    def start(self, effect: WriteSnapshot) -> None:
+        """Hand it to the thread, if that has nothing to do."""
+        self._runner.start(effect)
+
+    def poll(self) -> list[Any]:
+        """Nobody waits for a snapshot."""
+        return self._runner.poll()
+
+    def close(self) -> None:
+        """Wait a little for what is under way; idempotent."""
+        self._runner.close(wait_s=CLOSE_S)
+
+    def _write(self, effect: WriteSnapshot) -> Iterator[Any]:
+        write(self._folder, self._run, effect)
+        yield from ()
+
+
+def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Any]:
+    LOG.warning("no snapshot at decisions offset %d", effect.offset)
+    return unanswered(effect, error)
+
+
+def write(folder: Path, run: str, effect: WriteSnapshot) -> Path:
+    """Write a snapshot, all or nothing, and remove the oldest. Raises OSError."""
+    name, content = file_bytes(effect.body, run=run, offset=effect.offset, digest=effect.digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial, final = folder / f"{name}{TEMPORARY}", folder / name
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(final)
+    for old in snapshots_in(folder)[SNAPSHOTS_KEPT:]:
+        old.unlink(missing_ok=True)
+    return final

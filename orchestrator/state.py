@@ -2,7 +2,7 @@
 
 Rules:
 
-1. State changes only in `orchestrator.rules_*` and `orchestrator.transitions`, driven by `fold`.
+1. State changes only in `apply_control`, `apply_decision` and `state_ops`, driven by `fold`.
    The planner applies its decisions through the same functions.
 2. States compare by digest; `orchestrator.digest` says what it covers.
 3. Whoever changes a worker, or what it has, calls `State.touch` (or, where rare, `mark`); whoever
@@ -27,9 +27,7 @@ from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.orchestrator.digest import STATE_FORM, Leaves
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
-from dora_pipe.orchestrator.index import Index
-from dora_pipe.orchestrator.queues import QueueKey
-from dora_pipe.orchestrator.residents import Residence
+from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
@@ -193,6 +191,16 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     def settled(self) -> bool:
         """Whether nothing is under way that it waits for: no load, nobody who arrives."""
         return self.target == self.hosted and not self.arriving
+
+
+@dataclass(slots=True, kw_only=True)
+class Residence:
+    """Of one worker that hosts several versions at once."""
+
+    most: int
+    """How many; at least 2."""
+    held: list[int] = field(default_factory=list)
+    """Those that it has, sorted."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,18 +1,28 @@
 """The few moves that records and decisions are made of; each keeps the indexes of State in step.
 
 They check nothing: whoever calls them has made sure that the move is legal. What they change they
-touch in the leaves, be it only that it is gone.
+touch in the leaves, be it only that it is gone. `verdict_of` alone decides: what a
+group has come to, from its siblings' results.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Final
 
+from dora_pipe.config.model import Groups
 from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
-from dora_pipe.orchestrator.group_outcome import COMPLETE, verdict_of
-from dora_pipe.orchestrator.queues import pull, push, queue_key
-from dora_pipe.orchestrator.residents import Residence
-from dora_pipe.orchestrator.state import Group, Request, Result, State, Verdict, Worker
+from dora_pipe.orchestrator.index import pull, push, queue_key
+from dora_pipe.orchestrator.state import (
+    Group,
+    Request,
+    Residence,
+    Result,
+    State,
+    Training,
+    Verdict,
+    Worker,
+)
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
@@ -240,6 +250,19 @@ def return_to_u(state: State, group: Group) -> None:
     insort(state.finished, group.key)
 
 
+def fail_batch(state: State, training: Training) -> None:
+    """The step cannot be trained (a loss that is not finite): its groups end as failed."""
+    end_training(state, training)
+    for name in training.groups:
+        set_ending(state, state.groups[name], Verdict(fate="failed", why="non-finite"))
+
+
+def end_training(state: State, training: Training) -> None:
+    """The batch in training comes to nothing; the step is tried again with another one."""
+    state.training = None
+    state.attempt = training.attempt + 1
+
+
 def forget(state: State, group: Group) -> None:
     """A group has ended: it leaves the state, and so does its policy if nothing else needs it."""
     spec = group.spec
@@ -346,3 +369,39 @@ def _count(state: State, deadline: int, by: int) -> None:
         state.deadlines[deadline] = count
     else:
         del state.deadlines[deadline]
+
+
+COMPLETE: Final = Verdict(fate="trained", why="complete")
+"""All siblings ended and enough are valid: the group waits for its batch. Not a fate yet."""
+
+
+def verdict_of(group: Group, rules: Groups) -> Verdict | None:
+    """`COMPLETE`, the fate that is now certain, or None while siblings still matter.
+
+    A group that can no longer reach `min_valid_siblings` fails at once: its other siblings are
+    not waited for, whatever their length. Nothing else ends a group before its last sibling.
+    """
+    size = group.spec.size
+    if group.spec.purpose == "eval":
+        return _evaluated(group) if group.ended == size else None
+    needed = min(rules.min_valid_siblings, size)
+    if size - (group.ended - group.valid) < needed:
+        return Verdict(
+            fate="failed", why=f"{group.ended - group.valid} of {size} siblings are not valid"
+        )
+    if group.ended < size:
+        return None
+    if rules.filter_zero_advantage and _all_equal(group):
+        return Verdict(fate="filtered", why="all valid rewards are equal: no advantage")
+    return COMPLETE
+
+
+def _evaluated(group: Group) -> Verdict:
+    rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
+    mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no valid reward"
+    return Verdict(fate="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
+
+
+def _all_equal(group: Group) -> bool:
+    rewards = {one.reward for one in group.results if one is not None and one.reward is not None}
+    return len(rewards) <= 1

@@ -1,4 +1,4 @@
-"""A trajectory: its fields, and what must hold between them.
+"""A trajectory and the progress record of a running one: fields, and what must hold between them.
 
 The bytes are made in `trajectory_codec`, the headers in `headers`. `Trajectory` is what the worker
 knows when it publishes and what a reader gets back; both ends check it.
@@ -336,3 +336,25 @@ def turns_of(
             found.append((segment.kind, list(ids)))
         last = (segment.kind, segment.turn)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Sampled tokens [start, start + len(token_ids)) of one request, counted after its prompt."""
+
+    trajectory: str
+    attempt: int
+    version: int
+    digest: str
+    worker: str
+    epoch: int
+    start: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    sampler_logprobs: Sequence[float]
+    prefills: tuple[int, ...]
+    """Sequence lengths at which the KV cache was filled by prefill so far."""
+    previous: int
+    """Offset of the record before this one in the same partition; -1 for the first."""
+    started_ns: int
+    """When the request's first token was sampled: wall clock."""

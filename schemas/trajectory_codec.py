@@ -19,11 +19,11 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
 from dora_pipe.schemas.arrow_frame import Layout
 from dora_pipe.schemas.headers import describe, header_pairs, headers_of, matches, parse_headers
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.trajectory import (
     Arrays,
     Headers,
     Meta,
+    Progress,
     Segment,
     Trajectory,
     check_arrays,

@@ -25,12 +25,12 @@ from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
 from dora_pipe.orchestrator import fold, hosting, machine, staleness
 from dora_pipe.orchestrator import state_ops as transitions
-from dora_pipe.orchestrator.group_outcome import COMPLETE, verdict_of
+from dora_pipe.orchestrator.apply_decision import pinned, train_spec
+from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
-from dora_pipe.orchestrator.queues import queue_key
-from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.orchestrator.state_ops import COMPLETE, verdict_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob

@@ -16,11 +16,10 @@ from typing import Protocol
 
 import msgspec
 
+from dora_pipe.config.logged import settings_in_force
 from dora_pipe.orchestrator import hosting
-from dora_pipe.orchestrator.apply_decision import apply_decision
+from dora_pipe.orchestrator.apply_decision import apply_decision, pinned, train_spec
 from dora_pipe.orchestrator.planner import decide
-from dora_pipe.orchestrator.settings import settings_in_force
-from dora_pipe.orchestrator.specs import pinned, train_spec
 from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, take
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.state_ops import admit

@@ -14,8 +14,8 @@ from dora_pipe.bus.port import Append, TopicPartition, Writer
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Machine, Runtime
-from dora_pipe.core.stable_offset import await_stable_offset
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.worker.machine import WorkerMachine

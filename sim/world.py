@@ -33,7 +33,7 @@ from dora_pipe.bus.port import Record, TopicSpec
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.core.runtime import Runtime
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.control import RunStarted, config_digest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, sha256_hex

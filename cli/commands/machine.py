@@ -48,7 +48,7 @@ def up(
         silent_of,
     )
     from dora_pipe.core.clock import SystemClock
-    from dora_pipe.schemas.names import RULE, is_name
+    from dora_pipe.schemas.topics import RULE, is_name
 
     if run and not is_name(run):
         raise UsageError(f"--run {run!r} is no name of a run", hint=RULE)

@@ -203,7 +203,7 @@ def worker(
     from dora_pipe.launch.run import load_wanted
     from dora_pipe.launch.run_dir import run_dir
     from dora_pipe.producers.engines.registry import check_engines, need_engines
-    from dora_pipe.schemas.names import check_worker_name
+    from dora_pipe.schemas.topics import check_worker_name
 
     check_worker_name(name)
     roles.talk(name)

@@ -37,14 +37,12 @@ from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, Handlers
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.background_writer import BackgroundWriter
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.core.retry import retry_bus
-from dora_pipe.core.run_lifecycle import wait_for_run
+from dora_pipe.core.run_lifecycle import await_stable_offset, wait_for_run
 from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.core.stable_offset import await_stable_offset
-from dora_pipe.core.status_schedule import quiet_ns
+from dora_pipe.core.status_schedule import BackgroundWriter, quiet_ns
 from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics

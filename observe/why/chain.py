@@ -13,9 +13,9 @@ from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, Heard
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.text import counted, duration
 from dora_pipe.observe.why.log import Picture
+from dora_pipe.orchestrator.hosting import holders
+from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import may_still_admit
-from dora_pipe.orchestrator.queues import queue_key
-from dora_pipe.orchestrator.residents import holders
 from dora_pipe.orchestrator.state import Group, Request, Worker
 from dora_pipe.orchestrator.waits import blockers, waits
 from dora_pipe.schemas.identity import trajectory_id

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora_pipe.config import model
-from dora_pipe.core.process_names import own_name
+from dora_pipe.core.console import own_name
 from dora_pipe.producers.tasks.calls import UP, End, Setup, Up, pack, unpack
 
 READ_BYTES: Final = 1 << 16

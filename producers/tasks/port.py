@@ -34,7 +34,7 @@ class Reward:
     """
 
     value: float
-    """Within `dora_pipe.schemas.finite.REWARD_MAX`: 1e6, positive or negative."""
+    """Within `dora_pipe.schemas.wire.REWARD_MAX`: 1e6, positive or negative."""
     raw: float | None = None
     """Before shaping, where the task shapes."""
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import (
     MESSAGE_CHARACTERS_MAX,
     ConfigError,
@@ -31,7 +32,6 @@ from dora_pipe.core.errors import (
     printable,
 )
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.core.process_names import name_process
 from dora_pipe.producers.tasks.calls import (
     DOWN,
     Answer,
@@ -56,7 +56,7 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Row, Split, Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
-from dora_pipe.schemas.finite import REWARD_MAX
+from dora_pipe.schemas.wire import REWARD_MAX
 
 READ_BYTES = 1 << 18
 TRACEBACKS_MAX = 20

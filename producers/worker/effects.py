@@ -40,8 +40,7 @@ from dora_pipe.producers.tasks.port import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory
 
 # Tasks
 

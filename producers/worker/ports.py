@@ -63,7 +63,7 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import (
     decode_progress,
     encode_progress,

@@ -21,10 +21,9 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import Purpose, trajectory_seed
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Meta, Sampler, Times, Trajectory
+from dora_pipe.schemas.trajectory import Meta, Progress, Sampler, Times, Trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 ANY_VERSION: Final = -2

@@ -57,8 +57,7 @@ from dora_pipe.producers.worker.ports import (
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
-from dora_pipe.schemas.names import NO_WORKER_NAME, RULE, check_worker_name
-from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
 from dora_pipe.store.store import PolicyStore, assets_digest

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Segment, SegmentKind, turns_of
+from dora_pipe.schemas.trajectory import Progress, Segment, SegmentKind, turns_of
 
 
 class TokenSequence:

@@ -27,10 +27,8 @@ from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.core.runtime import Meter
-from dora_pipe.orchestrator.snapshot_port import SnapshotPort
-from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot
-from dora_pipe.orchestrator.trim_port import TrimPort
-from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics
+from dora_pipe.orchestrator.snapshots import Body, SnapshotPort, WriteSnapshot
+from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimPort
 from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.tasks.calls import EnvObserved, Forget, PromptCall, PromptReady, TaskFailed
 from dora_pipe.producers.worker.effects import (

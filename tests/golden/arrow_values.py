@@ -8,8 +8,15 @@ from dataclasses import replace
 import msgspec
 
 from dora_pipe.schemas.dead_letter import DeadLetter
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Headers, Meta, Sampler, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import (
+    Headers,
+    Meta,
+    Progress,
+    Sampler,
+    Segment,
+    Times,
+    Trajectory,
+)
 from tests.golden.values import AT_NS, DATA_DIGEST, DIGEST, GROUP, OTHER_DIGEST, SHA256
 
 

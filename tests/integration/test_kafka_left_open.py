@@ -23,11 +23,11 @@ from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
 from dora_pipe.bus.kafka.client import bounded
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec, Writer
 from dora_pipe.consumers.trainer.role import run_trainer
-from dora_pipe.core.background_writer import BackgroundWriter
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Meter, Now, Outputs, Publish, Runtime
-from dora_pipe.core.stable_offset import await_stable_offset
+from dora_pipe.core.status_schedule import BackgroundWriter
 from dora_pipe.orchestrator.role import Instance, run_orchestrator
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 
-from dora_pipe.core.process_names import name_process, own_name
+from dora_pipe.core.console import name_process, own_name
 from dora_pipe.launch.fork_server import Ended, ForkedHelpers, ForkServer
 from dora_pipe.launch.roles import settle
 

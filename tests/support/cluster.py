@@ -31,7 +31,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.core.runtime import Meter, Runtime, StopAsked
 from dora_pipe.core.status_schedule import quiet_ns
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import capabilities

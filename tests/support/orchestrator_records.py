@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config.model import Config
-from dora_pipe.orchestrator.planner_cuts import PLANNER
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,

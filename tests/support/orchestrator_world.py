@@ -27,8 +27,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
-from dora_pipe.orchestrator.snapshot_port import write
-from dora_pipe.orchestrator.snapshots import WriteSnapshot
+from dora_pipe.orchestrator.snapshots import WriteSnapshot, write
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import decode_round

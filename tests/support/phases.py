@@ -26,8 +26,8 @@ from dora_pipe.producers.worker.requests import VALUE_BYTES_MAX, Requests
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.trajectory import Progress
 from tests.support.worker import digest_of, setup_of, spec_of
 
 NOW = Now(mono_ns=5, wall_ns=10**18)

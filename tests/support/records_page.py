@@ -29,7 +29,6 @@ from dora_pipe.schemas import (
     identity,
     metrics,
     policy,
-    progress,
     rounds,
     topics,
     trajectory,
@@ -47,7 +46,7 @@ from tests.support.records_words import (
 
 TEXTS = Path(__file__).parent / "records_texts"
 
-MODULES = (control, rounds, metrics, policy, trajectory, progress)
+MODULES = (control, rounds, metrics, policy, trajectory)
 
 WORDS: dict[str, Any] = {
     "ExclusiveRole": control.ExclusiveRole,
@@ -144,7 +143,7 @@ def _arrow_topics() -> list[str]:
         "### The object in `meta_json`\n",
         *_fields("Meta", trajectory),
         "## progress\n",
-        *_columns(trajectory_codec.PROGRESS.schema, "Progress", progress),
+        *_columns(trajectory_codec.PROGRESS.schema, "Progress", trajectory),
     ]
 
 

@@ -27,8 +27,8 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Train,
 )
 from dora_pipe.consumers.learners.deepspeed.package import prepare
+from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import DoraError
-from dora_pipe.core.process_names import name_process
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 

@@ -15,8 +15,8 @@ import pytest
 from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
-from dora_pipe.orchestrator import planner_cuts
-from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNER_2
+from dora_pipe.orchestrator import planner
+from dora_pipe.orchestrator.planner import PLANNER, PLANNER_2
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -154,7 +154,7 @@ def test_plans_of_the_planner_before_are_cut_where_it_cut_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run has no plan of 500: with its own bound at 5 it would be cut, and is not."""
-    monkeypatch.setattr(planner_cuts, "DECISIONS_MAX", 5)
+    monkeypatch.setattr(planner, "DECISIONS_MAX", 5)
     fold, findings = check(planned_by(PLANNER_2))
     assert findings.violations == [] and findings.notes == []
     assert fold.plans == sum(one.round.planned for one in turns() if one.round is not None)

@@ -30,9 +30,9 @@ from dora_pipe.bench.faults.order import (
 )
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import RoleStarted
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import encode_progress
 from dora_pipe.schemas.wire import encode
 

@@ -18,7 +18,7 @@ from dora_pipe.config.load import (
 )
 from dora_pipe.config.model import FROZEN, LOGGED, Config, in_flight_batches
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.schemas.names import RULE
+from dora_pipe.schemas.topics import RULE
 
 SMALL = """
 [run]

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from dora_pipe.config.load import dump_toml, from_plain, leaves, load_config
+from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Objective
 from dora_pipe.config.objectives import CONDITIONAL, KEYS, Kind, settled, uses
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.orchestrator.apply_command import with_settings
-from dora_pipe.orchestrator.settings import settings_in_force
 
 PLAIN: dict[str, Any] = {
     "run": {"name": "r", "steps": 4},

@@ -13,7 +13,7 @@ from dora_pipe.config.checks import ROUND_DECISIONS_MAX, round_bytes
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.orchestrator.planner_cuts import PLANNERS, size_max
+from dora_pipe.orchestrator.planner import PLANNERS, size_max
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import World

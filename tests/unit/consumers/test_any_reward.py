@@ -16,7 +16,7 @@ from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.consumers.objectives.table import terms_of
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.producers.tasks.server import NoAnswer, scored
-from dora_pipe.schemas.finite import REWARD_MAX
+from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.objectives import KINDS, chosen, random_inputs
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from dora_pipe.bus.port import Append
-from dora_pipe.core.background_writer import BackgroundWriter
 from dora_pipe.core.errors import BusFull
+from dora_pipe.core.status_schedule import BackgroundWriter
 
 WAIT_S = 30.0
 
@@ -86,7 +86,7 @@ def test_an_error_of_ours_ends_the_role_and_not_only_the_thread() -> None:
 def test_a_process_does_not_wait_for_an_append_that_hangs() -> None:
     code = """
 import time
-from dora_pipe.core.background_writer import BackgroundWriter
+from dora_pipe.core.status_schedule import BackgroundWriter
 
 class Hangs:
     def append(self, records):

@@ -10,8 +10,8 @@ from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaul
 from dora_pipe.bus.port import HELD_LIMIT_S, Append, TopicPartition, TopicSpec
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.run_lifecycle import LOOK_S, await_stable_offset
 from dora_pipe.core.runtime import Meter
-from dora_pipe.core.stable_offset import LOOK_S, await_stable_offset
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.topics import Topics

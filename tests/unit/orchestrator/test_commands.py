@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import LOGGED
 from dora_pipe.config.objectives import KEYS
-from dora_pipe.orchestrator.settings import settings_in_force
 from dora_pipe.schemas.rounds import Dispatch, Drain, End, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged

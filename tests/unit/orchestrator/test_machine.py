@@ -9,7 +9,8 @@ import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.runtime import CaughtUp, Now, Outputs, StopAsked
-from dora_pipe.orchestrator import pace, planner_cuts
+from dora_pipe.orchestrator import machine as machine_module
+from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
@@ -196,7 +197,7 @@ def test_many_control_records_are_spread_over_several_rounds() -> None:
 
 
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_cuts, "DECISIONS_MAX", 6)
+    monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
     bench = Bench(groups__per_step=8)
     bench.serving(slots=16)
     placed = len(placed_by(bench.rounds[-1].decisions))
@@ -210,7 +211,7 @@ def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch
 def test_round_that_folds_much_leaves_its_plan_to_the_turn_that_follows_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "FOLDED_BYTES_MAX", 10)
+    monkeypatch.setattr(machine_module, "FOLDED_BYTES_MAX", 10)
     bench = Bench()
     assert (bench.rounds[-1].planned, bench.rounds[-1].decisions) == (False, ())
     joined = bench.fact(records.joined("w0"))
@@ -223,7 +224,7 @@ def test_round_that_folds_much_leaves_its_plan_to_the_turn_that_follows_at_once(
 def test_digest_that_has_much_to_hash_is_not_made_in_a_round_that_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "UNSETTLED_MAX", 0)
+    monkeypatch.setattr(machine_module, "UNSETTLED_MAX", 0)
     bench = Bench()
     while len(bench.rounds) < STATE_DIGEST_EVERY - 1:
         bench.react(bench.fact(records.command("resume")))

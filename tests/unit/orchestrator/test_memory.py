@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from dora_pipe.orchestrator.memory import FULL_EVERY, GARBAGE_MAX, Tidying, settle_memory
+from dora_pipe.orchestrator.role import FULL_EVERY, GARBAGE_MAX, Tidying, settle_memory
 
 
 def test_everything_is_looked_at_now_and_then_and_what_is_new_each_time(

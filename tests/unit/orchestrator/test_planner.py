@@ -10,8 +10,16 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.fold import apply_decision
-from dora_pipe.orchestrator.planner import decide, may_still_admit, plan
-from dora_pipe.orchestrator.planner_cuts import PLANNER, PLANNER_2, is_cut, size_max, size_of
+from dora_pipe.orchestrator.planner import (
+    PLANNER,
+    PLANNER_2,
+    decide,
+    is_cut,
+    may_still_admit,
+    plan,
+    size_max,
+    size_of,
+)
 from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
 from dora_pipe.schemas.rounds import (
     AnyDecision,

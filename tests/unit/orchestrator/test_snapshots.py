@@ -14,16 +14,17 @@ from dora_pipe.orchestrator import role, snapshots
 from dora_pipe.orchestrator.fold import close_round, fold_inputs, fold_round
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.recovery import read_rounds, recover
-from dora_pipe.orchestrator.snapshot_port import SnapshotPort, write
 from dora_pipe.orchestrator.snapshots import (
     SNAPSHOT_EVERY,
     SNAPSHOTS_KEPT,
     Body,
+    SnapshotPort,
     WriteSnapshot,
     body_of,
     candidates,
     snapshots_in,
     state_of,
+    write,
 )
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
@@ -243,7 +244,7 @@ def test_slow_disk_leaves_snapshots_out_and_no_round_waits(
         written.append(effect.offset)
         return folder
 
-    monkeypatch.setattr("dora_pipe.orchestrator.snapshot_port.write", slow)
+    monkeypatch.setattr("dora_pipe.orchestrator.snapshots.write", slow)
     port = SnapshotPort(tmp_path, "r")
     port.start(WriteSnapshot(offset=1, digest="", body=Body(head=b"")))
     assert begun.wait(30)

@@ -15,7 +15,7 @@ import pytest
 
 from dora_pipe.config.model import LOGGED, Config
 from dora_pipe.orchestrator.digest import STATE_FORM, digest_of
-from dora_pipe.orchestrator.queues import QueueKey, pull, push, queue_key
+from dora_pipe.orchestrator.index import QueueKey, pull, push, queue_key
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.wire import sha256_hex

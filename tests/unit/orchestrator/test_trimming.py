@@ -17,16 +17,18 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import AccessRefused
 from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.orchestrator import trim_port
+from dora_pipe.orchestrator import trimming
 from dora_pipe.orchestrator.role import Instance, start_machine
-from dora_pipe.orchestrator.trim_port import GRAIN, TrimPort, cut_of
 from dora_pipe.orchestrator.trimming import (
     AGAIN_NS,
+    GRAIN,
     GUARD_NS_MIN,
     TRIM_EVERY_NS,
     MetricsTrimmed,
     TrimMetrics,
+    TrimPort,
     TrimSchedule,
+    cut_of,
 )
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus
 from dora_pipe.schemas.topics import Topics
@@ -131,7 +133,7 @@ def test_a_trim_deletes_what_is_old_and_says_when_more_is_left(
     with closing(open_bus()) as bus:
         offsets, end = fill(bus, 9000), bus.end(AT)
         pieces = isinstance(bus, SqliteBus)
-    monkeypatch.setattr(trim_port, "PIECES_MAX", 3)
+    monkeypatch.setattr(trimming, "PIECES_MAX", 3)
     pauses: list[float] = []
     port = TrimPort(open_bus, sleep=pauses.append, in_thread=False)
     effect = TrimMetrics(before_ns=7000 * EACH_NS, limits={AT: end})

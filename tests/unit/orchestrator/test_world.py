@@ -21,8 +21,8 @@ from dora_pipe.orchestrator.apply_control import apply_control
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_decision, apply_observation
 from dora_pipe.orchestrator.hosting import orphans
+from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.planner import decide, plan
-from dora_pipe.orchestrator.queues import queue_key
 from dora_pipe.orchestrator.recovery import read_rounds, recover
 from dora_pipe.orchestrator.staleness import feasible
 from dora_pipe.orchestrator.state import State

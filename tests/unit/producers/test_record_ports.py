@@ -21,7 +21,7 @@ from dora_pipe.producers.worker.effects import (
 )
 from dora_pipe.producers.worker.ports import CodecPort, ProgressPort
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.progress import Progress
+from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress
 from tests.support.batches import make_trajectory
 from tests.support.worker import VirtualClock

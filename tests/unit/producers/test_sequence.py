@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import check
+from dora_pipe.schemas.trajectory import Progress, check
 from tests.support.batches import make_trajectory
 
 Turn = tuple[int, int | None]

@@ -12,8 +12,7 @@ from dora_pipe.producers.worker.request import ANY_VERSION, Hosted, Phase, pin_o
 from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerLeft, WorkerReady
 from dora_pipe.schemas.identity import Purpose
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Segment, mixing_error
+from dora_pipe.schemas.trajectory import Progress, Segment, mixing_error
 from dora_pipe.schemas.trajectory_codec import decode_progress
 from tests.support.worker import TOPICS, Worker, World, digest_of
 

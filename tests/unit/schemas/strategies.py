@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from dora_pipe.schemas import control, metrics, policy, rounds
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.identity import Purpose, group_id, trajectory_id
-from dora_pipe.schemas.progress import Progress
-from dora_pipe.schemas.trajectory import Meta, Sampler, Segment, SegmentKind, Times, Trajectory
+from dora_pipe.schemas.trajectory import (
+    Meta,
+    Progress,
+    Sampler,
+    Segment,
+    SegmentKind,
+    Times,
+    Trajectory,
+)
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 WHOLE = st.integers(0, 2**62)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.headers import header_pairs, parse_headers
-from dora_pipe.schemas.names import (
+from dora_pipe.schemas.topics import (
     NAME_CHARACTERS_MAX,
     ROLES,
     check_run_name,

@@ -18,9 +18,8 @@ from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.dead_letter import DeadLetter, decode_dead_letter, encode_dead_letter
 from dora_pipe.schemas.headers import header_pairs, matches, parse_headers
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
-from dora_pipe.schemas.progress import Progress
 from dora_pipe.schemas.rounds import Round, decode_round
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Progress, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
     decode_progress,
     decode_trajectory,

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from dora_pipe.core.errors import ConfigError, SchemaError
 from dora_pipe.schemas import control, metrics, rounds
-from dora_pipe.schemas.finite import float_fields, refuse_non_finite
 from dora_pipe.schemas.policy import Tensor, weights_digest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import canonical, decode_tagged, encode, kebab
+from dora_pipe.schemas.wire import (
+    canonical,
+    decode_tagged,
+    encode,
+    float_fields,
+    kebab,
+    refuse_non_finite,
+)
 from tests.golden.values import CONTROL, METRICS, ROUND, TENSORS
 from tests.unit.schemas import strategies
 

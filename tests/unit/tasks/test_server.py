@@ -31,7 +31,7 @@ from dora_pipe.producers.tasks.port import (
     Split,
     Task,
 )
-from dora_pipe.schemas.finite import REWARD_MAX
+from dora_pipe.schemas.wire import REWARD_MAX
 
 
 class World(Environment):

@@ -50,7 +50,7 @@ def _figure(model: Path, rows: int, count: int) -> EngineFigure:
     from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
     requests, warm_up = demo_requests(count), demo_requests(WARM_UP_REQUESTS, seed=0)
-    engine = VllmEngine.open(model, slots=rows, context_tokens=CONTEXT_TOKENS, threads=1)
+    engine = VllmEngine(model, slots=rows, context_tokens=CONTEXT_TOKENS, threads=1)
     generate, close = _generate(model, rows)
     own, theirs, tokens = [Spent() for _ in range(TURNS)], [Spent() for _ in range(TURNS)], 0
     run_requests(engine, warm_up, rows)

@@ -59,7 +59,7 @@ class VllmHosts(_OnFiles):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what vLLM imports
-            return VllmEngine.open(
+            return VllmEngine(
                 self._model,
                 slots=rows,
                 context_tokens=CONTEXT_TOKENS,
@@ -101,7 +101,7 @@ class ServerHosts(_OnFiles):
                 **sizes,
             )
         server = self._servers[kind]
-        engine = VllmServerEngine.open(
+        engine = VllmServerEngine(
             self._model, slots=rows, context_tokens=CONTEXT_TOKENS, address=server.address, **sizes
         )
         self._of[id(engine)] = server

@@ -88,7 +88,7 @@ def open_engine(engine: str, model: str, directory: Path, context_tokens: int) -
         from dora_pipe.producers.engines.vllm.core import VllmSettings
         from dora_pipe.producers.engines.vllm.engine import VllmEngine
 
-        return VllmEngine.open(
+        return VllmEngine(
             directory,
             slots=SLOTS,
             context_tokens=context_tokens,

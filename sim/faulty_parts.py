@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -119,13 +118,12 @@ class _FaultyHandover(MemoryHandover):
 
 class _FaultyEngine(SimulatedEngine):
     def __init__(self, parts: FaultyParts, site: Site, plan: WorkerPlan) -> None:
-        now_ns: Callable[[], int] = site.clock.wall_ns
         super().__init__(
             slots=plan.slots,
             context_tokens=plan.context_tokens,
             versions_resident=plan.versions,
             lengths=parts.lengths,
-            now_ns=now_ns,
+            clock=site.clock,
         )
         self._storm = parts.injector
 

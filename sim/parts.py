@@ -242,7 +242,7 @@ class PlainParts:
             context_tokens=plan.context_tokens,
             versions_resident=plan.versions,
             lengths=self.lengths,
-            now_ns=site.clock.wall_ns,
+            clock=site.clock,
         )
 
     def tasks(self, site: Site) -> SimTasks:

@@ -7,10 +7,13 @@ Nothing of an engine is imported here: `open` does that, in the worker's process
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.core.errors import ConfigError
@@ -22,7 +25,7 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     Engine,
 )
-from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.tasks.imports import load_attribute, nearest
 
 ROLE: Final = "dora_pipe.producers.worker.role"
@@ -139,19 +142,22 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
     return engine_kind(config.workers.engine).open(assets, config, decode)
 
 
+def _sizes(config: Config, decode: Decode) -> dict[str, Any]:
+    """What every built-in engine is opened with."""
+    return {
+        "slots": config.workers.slots,
+        "context_tokens": config.workers.context_tokens,
+        "threads": config.workers.threads,
+        "decode": decode,
+        "lora_rank": config.lora.rank,
+        "versions_resident": versions_resident(config),
+    }
+
+
 def _open_torch(assets: Path, config: Config, decode: Decode) -> Engine:
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
-    workers = config.workers
-    return TorchEngine.open(
-        assets,
-        slots=workers.slots,
-        context_tokens=workers.context_tokens,
-        threads=workers.threads,
-        decode=decode,
-        lora_rank=config.lora.rank,
-        versions_resident=versions_resident(config),
-    )
+    return TorchEngine.open(assets, **_sizes(config, decode))
 
 
 def _check_torch_model(directory: Path, config: Config) -> None:
@@ -160,10 +166,36 @@ def _check_torch_model(directory: Path, config: Config) -> None:
     read_causal_lm(directory, context_tokens=config.workers.context_tokens)
 
 
-def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
-    from dora_pipe.producers.engines.vllm.open import open_vllm
+def _vllm_settings(config: Config) -> dict[str, Any]:
+    from dora_pipe.producers.engines.vllm.core import VllmSettings
 
-    return open_vllm(assets, config, decode)
+    keys = msgspec.structs.asdict(config.workers.vllm)
+    del keys["addresses"]
+    return {"settings": VllmSettings(**keys)}
+
+
+def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
+    from dora_pipe.producers.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(assets, **_sizes(config, decode), **_vllm_settings(config))
+
+
+def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
+    """Raises ConfigError for a server's address without a key."""
+    from dora_pipe.producers.engines.vllm.http import Address
+    from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
+    from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+
+    addresses, key = config.workers.vllm.addresses, os.environ.get(KEY_VARIABLE, "")
+    if addresses and not key:
+        raise ConfigError(
+            f"no key for vLLM's server at {addresses[0]}",
+            hint=f"set {KEY_VARIABLE} as the server has it",
+        )
+    address = Address.of(addresses[0], key) if addresses else None
+    return VllmServerEngine(
+        assets, **_sizes(config, decode), **_vllm_settings(config), address=address
+    )
 
 
 BUILT_IN: Final[Mapping[str, EngineKind]] = {
@@ -184,7 +216,7 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         lora_rank_max=VLLM_RANK_MAX,
     ),
     "vllm-server": EngineKind(
-        open=_open_vllm,
+        open=_open_vllm_server,
         packages=("vllm", "torch", "transformers", "safetensors", "h11"),
         hint=VLLM_HINT,
         # Who has a server does without torch.

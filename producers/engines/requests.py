@@ -1,13 +1,41 @@
-"""Decides whether an engine can take a request; the same rule for every engine, without torch."""
+"""What engines say alike of a request: whether it can be taken, when its text ends it, what is held
+back of it. Without torch.
+
+Stop strings are looked for in a short window of tokens: decoding everything after every token would
+be quadratic, and decoding a token alone would be wrong, as a character may be spread over several
+tokens, and some tokenizers treat the first token of a text differently. What the window shows
+beyond the text that was known before is new (the method of text-generation servers, which call it
+incremental detokenization).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sized
-from typing import Protocol
+import math
+from collections.abc import Callable, Container, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from dora_pipe.config.rollout_sections import TEMPERATURE_MAX, TEMPERATURE_MIN
-from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
-from dora_pipe.producers.engines.stops import Decode, StopText
+from dora_pipe.producers.engines.port import (
+    EngineEvent,
+    EngineRequest,
+    Kv,
+    RequestFinished,
+    SamplingParams,
+    StopReason,
+    TokensSampled,
+)
+
+Decode = Callable[[Sequence[int]], str]
+"""Text of tokens; an incomplete character decodes to U+FFFD."""
+
+WINDOW_TOKENS: Final = 6
+"""Tokens of known text that give the new ones their context."""
+
+WINDOW_TOKENS_MAX: Final = 32
+"""A window whose last character is still incomplete after so many tokens is taken as it is."""
+
+_INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Running(Container[str], Sized, Protocol):
@@ -36,26 +64,30 @@ def check_request(
     _check_params(name, request.params)
 
 
-def kv_mismatch(request: EngineRequest, kv: Kv, *, layout: str, weights: str) -> str | None:
-    """Why a KV cache does not belong under this request here; what the arrays are is
-    `kv_array_mismatch`'s."""
+def kv_mismatch(
+    request: EngineRequest,
+    kv: Kv,
+    *,
+    layout: str,
+    weights: str,
+    array: str,
+    dtype: str,
+    shape: tuple[int, ...],
+) -> str | None:
+    """Why a KV cache, which shall be one array of this name, does not belong under this request
+    here; None if it does."""
     if kv.weights != weights:
         return "other weights"
     if kv.layout != layout:
         return "another layout"
     if kv.tokens != len(request.token_ids) - 1 or kv.tokens < 1:
         return "another number of tokens"
-    return None
-
-
-def kv_array_mismatch(kv: Kv, name: str, *, dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Why the one array of a KV cache is not such a one."""
-    if set(kv.arrays) != {name}:
+    if set(kv.arrays) != {array}:
         return "other arrays"
-    array = kv.arrays[name]
-    if array.dtype.str != dtype:
+    found = kv.arrays[array]
+    if found.dtype.str != dtype:
         return "another type"
-    return None if array.shape == shape else "another shape"
+    return None if found.shape == shape else "another shape"
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:
@@ -83,3 +115,115 @@ def _check_params(name: str, params: SamplingParams) -> None:
         raise ValueError(f"{name}: min_p {params.min_p} is not in [0, 1]")
     if "" in params.stop:
         raise ValueError(f"{name}: an empty stop string would end every request at once")
+
+
+class StopText:
+    """The end of a request's text, as far as its stop strings need it.
+
+    Example: ``StopText(decode, ("</s>",), sampled=[5, 9]).feed(11)`` is True as soon as the text
+    of all tokens contains ``</s>`` and a part of it is new.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str], sampled: Sequence[int]) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._keep = max(map(len, self._stops)) - 1
+        """Characters of known text that a stop string may begin with."""
+        self._tail = self._end_of(decode(sampled)) if sampled else ""
+        self._restart_window(list(sampled))
+
+    def feed(self, token: int) -> bool:
+        """Take the next token; whether a stop string ends in what it adds."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        new = text[len(self._known) :]
+        if self._ends_in(new):
+            return True
+        if not new.endswith(_INCOMPLETE) or len(self._window) >= WINDOW_TOKENS_MAX:
+            self._tail = self._end_of(self._tail + new)
+            self._restart_window(self._window)
+        return False
+
+    def _ends_in(self, new: str) -> bool:
+        # A match within the known text was found when it was new, or belongs to an earlier turn.
+        text, known = self._tail + new, len(self._tail)
+        return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)
+
+    def _end_of(self, text: str) -> str:
+        return text.rstrip(_INCOMPLETE)[-self._keep :] if self._keep else ""
+
+    def _restart_window(self, tokens: list[int]) -> None:
+        self._window = tokens[-WINDOW_TOKENS:]
+        known = self._decode(self._window) if self._window else ""
+        self._known = known.rstrip(_INCOMPLETE)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningRequest:
+    """A request in its slot, and what was sampled for it there."""
+
+    request: EngineRequest
+    stops: StopText | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    sent: int = 0
+    """Tokens that went out in events."""
+    first_ns: int = 0
+    """Wall clock of the first token."""
+
+    @property
+    def sequence(self) -> list[int]:
+        """What it came with, and what was sampled."""
+        return [*self.request.token_ids, *self.tokens]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.request.token_ids) + len(self.tokens)
+
+    def take(
+        self, tokens: list[int], logprobs: list[float], sampler_logprobs: list[float]
+    ) -> StopReason | None:
+        """New tokens; why the request ends by them, as far as that is decided here.
+
+        What follows a stop string, or a log-prob that is not finite with its token, is dropped.
+        """
+        for token, logprob, sampler_logprob in zip(tokens, logprobs, sampler_logprobs, strict=True):
+            if not math.isfinite(logprob):
+                return "error"
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.sampler_logprobs.append(sampler_logprob)
+            if self.stops is not None and self.stops.feed(token):
+                return "stop"
+        return None
+
+    def emit(self) -> TokensSampled | None:
+        """What is held back, if anything is."""
+        start, self.sent = self.sent, len(self.tokens)
+        if start == self.sent:
+            return None
+        return TokensSampled(
+            request=self.request.request,
+            token_ids=self.tokens[start:],
+            logprobs=self.logprobs[start:],
+            sampler_logprobs=self.sampler_logprobs[start:],
+            first_token_ns=self.first_ns,
+        )
+
+    def events(self, reason: StopReason | None, said: str = "") -> list[EngineEvent]:
+        """What goes out after a step: tokens if enough are held back, all and its end where there
+        is a `reason`; `said` is what is known of an error."""
+        every = self.request.emit_every
+        if reason is None and not 0 < every <= len(self.tokens) - self.sent:
+            return []
+        sampled = self.emit()
+        events: list[EngineEvent] = [] if sampled is None else [sampled]
+        if reason is None:
+            return events
+        if reason == "error" and not said:
+            said = f"the log-prob of token {self.length} is not finite"
+            said += ", or the engine ended the request with it"
+        last = RequestFinished(request=self.request.request, reason=reason, error=said or None)
+        return [*events, last]

@@ -6,7 +6,7 @@ number of rows. Only rows that emit or end are looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from dora_pipe.producers.engines.port import (
     StopReason,
     TokensSampled,
 )
-from dora_pipe.producers.engines.stops import StopText
+from dora_pipe.producers.engines.requests import StopText
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -93,9 +93,21 @@ class SlotTable:
         self.cached[slot] = 0
         return self._names[slot]
 
-    def pending(self, slot: int) -> TokensSampled | None:
-        """What was sampled and not yet emitted; it counts as emitted from now on."""
-        return self._emit(slot) if self._count[slot] > self._sent[slot] else None
+    def emit(self, slot: int) -> TokensSampled | None:
+        """What was sampled and not yet emitted, if anything was."""
+        start, end = int(self._sent[slot]), int(self._count[slot])
+        if start == end:
+            return None
+        self._sent[slot] = end
+        if self._emit_every[slot]:
+            self._emit_at[slot] = end + self._emit_every[slot]
+        return TokensSampled(
+            request=self._names[slot],
+            token_ids=self._tokens[slot, start:end].tolist(),
+            logprobs=self._logprobs[slot, start:end].tolist(),
+            sampler_logprobs=self._sampler_logprobs[slot, start:end].tolist(),
+            first_token_ns=int(self._first_ns[slot]),
+        )
 
     def prefill_again(self, slot: int) -> None:
         """Make the whole sequence of a slot its prompt, with nothing of it in the cache."""
@@ -103,10 +115,6 @@ class SlotTable:
         given = self.prompts[slot][: self.length[slot] - count]
         self.prompts[slot] = np.concatenate([given, self._tokens[slot, :count]])
         self.cached[slot] = 0
-
-    def by_arrival(self, slots: Iterable[int]) -> list[int]:
-        """These slots in the order in which their requests came."""
-        return sorted(slots, key=lambda slot: int(self._arrivals[slot]))
 
     def take(
         self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
@@ -146,30 +154,18 @@ class SlotTable:
     def _taken(self, reasons: dict[int, StopReason | None]) -> tuple[list[EngineEvent], list[int]]:
         """Events of the slots that emit or end, and those that end."""
         events: list[EngineEvent] = []
-        for slot in self.by_arrival(reasons):
+        for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
             reason, error = reasons[slot], None
             if reason == "error":
                 error = f"the logits of token {self.length[slot] - 1} are not finite"
                 self._count[slot] -= 1
-            if self._count[slot] > self._sent[slot]:
-                events.append(self._emit(slot))
+            sampled = self.emit(slot)
+            if sampled is not None:
+                events.append(sampled)
             if reason is not None:
                 name = self._names[slot]
                 events.append(RequestFinished(request=name, reason=reason, error=error))
         return events, [slot for slot, reason in reasons.items() if reason is not None]
-
-    def _emit(self, slot: int) -> TokensSampled:
-        start, end = int(self._sent[slot]), int(self._count[slot])
-        self._sent[slot] = end
-        if self._emit_every[slot]:
-            self._emit_at[slot] = end + self._emit_every[slot]
-        return TokensSampled(
-            request=self._names[slot],
-            token_ids=self._tokens[slot, start:end].tolist(),
-            logprobs=self._logprobs[slot, start:end].tolist(),
-            sampler_logprobs=self._sampler_logprobs[slot, start:end].tolist(),
-            first_token_ns=int(self._first_ns[slot]),
-        )
 
     def _text_stops(self, order: Integers, tokens: Integers) -> Flags:
         """Whether the text of each row now contains a stop string."""

@@ -41,7 +41,7 @@ from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
-from dora_pipe.producers.engines.stops import Decode
+from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.tasks.calls import Facts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data

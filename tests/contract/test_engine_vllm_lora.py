@@ -192,10 +192,10 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
 def test_adapter_that_vllm_refuses_is_one_line_and_changes_nothing(
     lora: Lora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dora_pipe.producers.engines.vllm import adapters as vllm_adapters
+    from dora_pipe.producers.engines.vllm import lora as vllm_lora
 
     engine = lora.hosting(1, most=1)
-    monkeypatch.setattr(vllm_adapters, "write_peft", lambda folder, adapter: None)
+    monkeypatch.setattr(vllm_lora, "write_peft", lambda folder, adapter: None)
     with pytest.raises(PolicyError, match="vLLM cannot load this adapter"):
         lora.load(engine, 2)
     one = under(1)
@@ -206,7 +206,7 @@ def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> 
     engine = lora.hosting(0, 1)
     engine.add(under(1))
     (row,) = engine._rows.values()
-    row.adapter = engine._residents.of(under(0)).number
+    row.adapter = engine._versions.of(under(0)).number
     with pytest.raises(InvariantBroken, match="asked for was"):
         while engine.active:
             engine.step()

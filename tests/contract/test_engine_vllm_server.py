@@ -96,9 +96,7 @@ def test_no_door_for_adapters_opens_without_the_key(vllm: Subject, path: str) ->
 def test_server_without_adapters_is_refused_by_a_worker_that_hosts_some(vllm: Subject) -> None:
     server, model = running_server()
     with pytest.raises(ConfigError, match="hosts no adapters") as raised:
-        VllmServerEngine.open(
-            model, slots=2, context_tokens=64, address=server.address, lora_rank=4
-        )
+        VllmServerEngine(model, slots=2, context_tokens=64, address=server.address, lora_rank=4)
     assert raised.value.hint is not None and "--lora-rank 4" in raised.value.hint
 
 

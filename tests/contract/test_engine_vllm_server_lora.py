@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.vllm.adapters import FOLDER_PREFIX
-from dora_pipe.producers.engines.vllm.remote import Remote
+from dora_pipe.producers.engines.vllm.client import VllmServerClient
+from dora_pipe.producers.engines.vllm.lora import FOLDER_PREFIX
 from dora_pipe.store.adapters import read_adapter, write_peft
 from tests.contract.test_engine_vllm_lora import (
     Lora,
@@ -49,7 +49,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
 
 def adapters() -> list[str]:
     """The names that the server's front end knows."""
-    return sorted(Remote(running_server(RANK)[0].address, None).adapters())
+    return sorted(VllmServerClient(running_server(RANK)[0].address, None).adapters())
 
 
 def test_prompts_that_a_server_caches_under_one_version_are_not_used_by_another(

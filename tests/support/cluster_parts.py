@@ -80,7 +80,7 @@ class SimulatedParts:
             context_tokens=workers.context_tokens,
             versions_resident=self.versions,
             lengths=self.lengths,
-            now_ns=clock.wall_ns,
+            clock=clock,
         )
 
     def texts(self, assets: Path) -> Texts:

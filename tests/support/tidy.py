@@ -30,7 +30,7 @@ _PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "Proces
 _HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
 HEAVY_HOMES = re.compile(
     r"producers/engines/torch/(?!causal_lm)\w+\.py$"
-    r"|producers/engines/vllm/(connector|engine|extension|kv|preload|scheduler|weights)\.py$"
+    r"|producers/engines/vllm/(engine|extension|kv|plugins|preload|weights)\.py$"
     r"|(consumers/learners|cli)/(\w+/)*\w*(torch|deepspeed|sft)\w*(/|\.py$)"
 )
 """Files that may import torch and its like when they are imported themselves."""

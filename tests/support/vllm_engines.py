@@ -40,7 +40,7 @@ def open_vllm(model_dir: Path, settings: VllmSettings = SETTINGS, **options: Any
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return VllmEngine.open(model_dir, threads=1, settings=settings, **options)
+        return VllmEngine(model_dir, threads=1, settings=settings, **options)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def open_shared(
 ) -> VllmServerEngine:
     """An engine of that server, without weights."""
     server, model = running_server()
-    return VllmServerEngine.open(
+    return VllmServerEngine(
         model, slots=slots, context_tokens=context_tokens, address=server.address, decode=decode
     )
 
@@ -80,7 +80,7 @@ def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
             engine.close()
         del opened[:]
         opened.append(
-            VllmServerEngine.open(
+            VllmServerEngine(
                 model,
                 slots=slots,
                 context_tokens=CONTEXT_TOKENS,

@@ -202,7 +202,7 @@ class World:
             context_tokens=setup.context_tokens,
             versions_resident=setup.versions_resident,
             lengths=self.lengths,
-            now_ns=self.clock.wall_ns,
+            clock=self.clock,
         )
 
     def digest(self, version: int) -> str:

@@ -18,6 +18,7 @@ from dora_pipe.launch import local_roles
 from dora_pipe.launch.examples import example_config
 from dora_pipe.producers.engines.port import LORA
 from dora_pipe.producers.engines.registry import (
+    BUILT_IN,
     EngineKind,
     check_engines,
     engine_kind,
@@ -25,7 +26,6 @@ from dora_pipe.producers.engines.registry import (
     open_engine,
 )
 from dora_pipe.producers.engines.simulated import SimulatedEngine
-from dora_pipe.producers.engines.vllm.open import open_vllm
 from tests.support.fake_vllm_server import FakeVllm
 
 OWN = EngineKind(
@@ -77,7 +77,7 @@ def test_address_without_a_key_is_one_line_with_a_hint(
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     config = _config(engine="vllm-server", vllm={"addresses": ["http://127.0.0.1:9"]})
     with pytest.raises(ConfigError, match="no key for vLLM's server") as raised:
-        open_vllm(tmp_path, config, lambda tokens: "")
+        BUILT_IN["vllm-server"].open(tmp_path, config, lambda tokens: "")
     assert raised.value.hint is not None and "VLLM_API_KEY" in raised.value.hint
 
 
@@ -88,7 +88,7 @@ def test_worker_opens_the_server_at_its_address(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
     config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
-    engine = open_vllm(tmp_path, config, lambda tokens: "")
+    engine = BUILT_IN["vllm-server"].open(tmp_path, config, lambda tokens: "")
     assert (engine.name, engine.slots, engine.context_tokens) == ("vllm-server", 4, 512)
     engine.close()
     server.close()
@@ -102,7 +102,7 @@ def test_server_of_a_lora_run_hosts_as_many_versions_as_a_worker_may(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
     config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
-    engine = open_vllm(
+    engine = BUILT_IN["vllm-server"].open(
         tmp_path, msgspec.structs.replace(config, lora=Lora(rank=8)), lambda tokens: ""
     )
     assert (engine.versions_resident, LORA in engine.declares) == (4, True)

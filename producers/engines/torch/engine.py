@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import PolicyError, ResourceError
+from dora_pipe.producers.engines.base import EngineBase, check_sizes
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
@@ -32,27 +33,21 @@ from dora_pipe.producers.engines.port import (
     PREFILL_EXACT,
     EngineEvent,
     EngineRequest,
-    Exported,
     Kv,
-    WeightsLoaded,
+    TokensSampled,
 )
-from dora_pipe.producers.engines.requests import (
-    check_request,
-    kv_array_mismatch,
-    kv_mismatch,
-    stop_text,
-)
+from dora_pipe.producers.engines.requests import Decode, stop_text
 from dora_pipe.producers.engines.slots import Integers, SlotTable
-from dora_pipe.producers.engines.stops import Decode
 from dora_pipe.producers.engines.torch import probe as torch_probe
 from dora_pipe.producers.engines.torch.attention import Piece, Run, StepAttention, split_pieces
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, read_causal_lm
 from dora_pipe.producers.engines.torch.kv import KvCache
-from dora_pipe.producers.engines.torch.lora import Residents, is_invariant
+from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
 from dora_pipe.producers.engines.torch.model import ROWS_MIN, Weights, forward, fuse, rotations
 from dora_pipe.producers.engines.torch.sampling import Sampler
 from dora_pipe.producers.engines.torch.weights import (
     check_tensors,
+    other_digest,
     random_tensors,
     read_tensors,
     weight_files,
@@ -65,7 +60,7 @@ KV_ARRAY = "kv"
 """The one array of an exported cache: [layers, 2, kv_heads, tokens, head_dim], keys first."""
 
 
-class TorchEngine:
+class TorchEngine(EngineBase[int]):
     """See the module, and `open`.
 
     Example::
@@ -79,6 +74,7 @@ class TorchEngine:
     name = "torch"
     device = "cpu"
     dtype = "float32"
+    _versions: AdapterVersions
 
     def __init__(
         self,
@@ -94,25 +90,27 @@ class TorchEngine:
         lora_rank: int = 0,
         versions_resident: int = 1,
     ) -> None:
-        self.version = str(torch.__version__)
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            versions=AdapterVersions(
+                model, slots=slots, rank=lora_rank, most=versions_resident, base=digest
+            ),
+            decode=decode,
+            clock=clock,
+        )
         self.declares = declares
-        self.slots = slots
-        self.context_tokens = context_tokens
-        self.versions_resident = versions_resident
+        self.version = str(torch.__version__)
         self._model = model
         self._weights = weights
-        self._residents = Residents(
-            model, slots=slots, rank=lora_rank, most=versions_resident, base=digest
-        )
-        self._layout = _layout(model)
-        self._decode = decode
-        self._clock = clock or SystemClock()
+        self._vocabulary = model.vocabulary
+        # Turned keys, the halves of each head interleaved.
+        self._layout = f"torch-1 {model.family} {model.layers}x{model.kv_heads}x{model.head_dim}"
         self._kv = KvCache(model, slots=slots, context_tokens=context_tokens)
         self._turns = rotations(model, context_tokens)[:, None]
         self._sampler = Sampler(slots=slots)
         self._table = SlotTable(slots=slots, context_tokens=context_tokens)
         self._free = list(range(slots - 1, -1, -1))
-        self._slot_of: dict[str, int] = {}
         self._waiting: deque[int] = deque()
         """Slots whose prompt is not complete in the cache, in the order they came."""
         self._changed = False
@@ -137,8 +135,7 @@ class TorchEngine:
         Sets the number of torch's threads in this process. Raises PolicyError for a model that
         the engine does not take, ConfigError for sizes that cannot be, ResourceError.
         """
-        if min(slots, context_tokens, threads) < 1:
-            raise ConfigError("an engine needs at least one slot, one token and one thread")
+        check_sizes(slots, context_tokens, threads)
         torch.set_num_threads(threads)
         model = read_causal_lm(model_dir, context_tokens=context_tokens)
         files = weight_files(model_dir)
@@ -161,110 +158,22 @@ class TorchEngine:
                 hint="fewer slots, or a shorter context",
             ) from error
 
-    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        """See the port."""
-        whole = self._residents.is_whole(weights, digest)
-        if self._slot_of and (whole or self.versions_resident == 1):
-            raise ValueError(f"{self.active} rows are active; weights change between requests")
-        if not whole:
-            started_ns = self._clock.now_ns()
-            self._residents.take(weights, version=version, digest=digest)
-            load_ms = (self._clock.now_ns() - started_ns) / 1e6
-            return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
-        return self._load(weights, version=version, digest=digest)
-
-    def drop(self, version: int) -> None:
-        """See the port."""
-        self._residents.drop(version)
-
-    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
-        """See the port; the next steps prefill all rows again, as many tokens each as ever."""
-        if INTERRUPTIBLE not in self.declares:
-            raise ValueError("versions of a LoRA policy live beside each other")
-        loaded = self._load(weights, version=version, digest=digest)
-        slots = self._table.by_arrival(self._slot_of.values())
-        pending = [self._table.pending(slot) for slot in slots]
-        self._waiting.clear()
-        for slot in slots:
-            self._kv.release(slot)
-            self._table.prefill_again(slot)
-            self._waiting.append(slot)
-        self._changed = True
-        return [*(one for one in pending if one is not None), loaded]
-
-    def _load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        started_ns = self._clock.now_ns()
-        fresh, found = _read_weights(self._model, [weights], weights)
-        if found != digest:
-            raise PolicyError(
-                f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version"
-                f" {version}"
-            )
-        self._weights = fresh
-        self._residents.settle(version, digest)
-        load_ms = (self._clock.now_ns() - started_ns) / 1e6
-        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
-
     def add(self, request: EngineRequest) -> None:
         """See the port."""
-        check_request(
-            request, running=self._slot_of, slots=self.slots, context_tokens=self.context_tokens
-        )
-        if self._weights is None:
-            raise ValueError(f"{request.request}: no weights are loaded")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._model.vocabulary:
-            raise ValueError(
-                f"{request.request}: token ids beyond a vocabulary of {self._model.vocabulary}"
-            )
-        version = self._residents.version_of(request)
-        misfit = self.kv_error(request)
-        if misfit is not None:
-            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+        self._check(request)
         stops, kv = stop_text(request, self._decode), request.kv
         slot = self._free.pop()
-        self._slot_of[request.request] = slot
-        self._residents.seat(slot, version)
+        self._rows[request.request] = slot
+        self._versions.assign(slot, request)
         self._table.enter(slot, request, stops, cached=kv.tokens if kv else 0)
         if kv is not None:
             self._kv.adopt(slot, torch.from_numpy(kv.arrays[KV_ARRAY]))
         self._sampler.set(slot, request.params, request.seed)
         self._waiting.append(slot)
 
-    def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port."""
-        kv = request.kv
-        if kv is None or not self._residents.knows(request):
-            return None
-        weights = self._residents.digest_of(self._residents.version_of(request))
-        misfit = kv_mismatch(request, kv, layout=self._layout, weights=weights)
-        if misfit is not None:
-            return misfit
-        model = self._model
-        shape = (model.layers, 2, model.kv_heads, kv.tokens, model.head_dim)
-        return kv_array_mismatch(kv, KV_ARRAY, dtype="<f4", shape=shape)
-
-    def export(self, request: str) -> Exported | None:
-        """See the port. Its cache is complete as soon as its prompt is."""
-        slot = self._slot_of.get(request)
-        if slot is None:
-            return None
-        pending, tokens, kv = self._table.pending(slot), int(self._table.length[slot]) - 1, None
-        if tokens and self._table.cached[slot] == tokens:
-            array = self._kv.copied(slot, tokens).numpy()
-            digest = self._residents.digest_in(slot)
-            kv = Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
-        self._leave(slot)
-        return Exported(sampled=pending, kv=kv)
-
-    def cancel(self, request: str) -> None:
-        """See the port."""
-        slot = self._slot_of.get(request)
-        if slot is not None:
-            self._leave(slot)
-
     def step(self) -> list[EngineEvent]:
         """See the port; a prompt beyond PREFILL_TOKENS_MAX is prefilled over several steps."""
-        if not self._slot_of:
+        if not self._rows:
             return []
         runs = self._arrange()
         order = self._kv.order
@@ -276,39 +185,62 @@ class TorchEngine:
             drawn = self._sampler.draw(logits[: len(order)], order, positions + 1)
         events, ended = self._table.take(order, drawn, self._clock.wall_ns)
         for slot in ended:
-            self._leave(slot)
+            self._let_go(slot)
         return events
-
-    @property
-    def kv_tokens(self) -> int:
-        """See the port."""
-        return self.slots * self.context_tokens
-
-    @property
-    def active(self) -> int:
-        """See the port."""
-        return len(self._slot_of)
 
     @property
     def kv_used_tokens(self) -> int:
         """See the port."""
-        return int(self._table.cached[list(self._slot_of.values())].sum())
+        return int(self._table.cached[list(self._rows.values())].sum())
 
     def close(self) -> None:
         """Let go of the memory; the engine cannot be used any more."""
-        for request in list(self._slot_of):
-            self.cancel(request)
+        super().close()
         self._weights = None
         del self._kv
 
-    def _leave(self, slot: int) -> None:
-        """Free the slot."""
+    def _has_weights(self) -> bool:
+        return self._weights is not None
+
+    def _read(self, weights: Path, version: int, digest: str) -> Weights:
+        fresh, found = _read_weights(self._model, [weights], weights)
+        if found != digest:
+            raise PolicyError(other_digest(weights, found, version, digest))
+        return fresh
+
+    def _replace(self, held: Weights, version: int, digest: str) -> None:
+        self._weights = held
+
+    def _interrupt(self, slot: int) -> None:
         if slot in self._waiting:
             self._waiting.remove(slot)
         self._kv.release(slot)
-        del self._slot_of[self._table.leave(slot)]
+        self._table.prefill_again(slot)
+        self._waiting.append(slot)
+        self._changed = True
+
+    def _emit(self, slot: int) -> TokensSampled | None:
+        return self._table.emit(slot)
+
+    def _let_go(self, slot: int) -> None:
+        if slot in self._waiting:
+            self._waiting.remove(slot)
+        self._kv.release(slot)
+        del self._rows[self._table.leave(slot)]
         self._free.append(slot)
         self._changed = True
+
+    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
+        model = self._model
+        return KV_ARRAY, "<f4", (model.layers, 2, model.kv_heads, tokens, model.head_dim)
+
+    def _kv_of(self, slot: int) -> Kv | None:
+        """Complete as soon as its prompt is."""
+        tokens = int(self._table.length[slot]) - 1
+        if not tokens or self._table.cached[slot] != tokens:
+            return None
+        array, digest = self._kv.copied(slot, tokens).numpy(), self._versions.digest_in(slot)
+        return Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
 
     def _arrange(self) -> list[Run]:
         """Let rows move and enter; the prompt tokens to prefill in this step."""
@@ -349,13 +281,8 @@ class TorchEngine:
             self._turns[torch.from_numpy(np.concatenate([*places, padding]))],
             StepAttention(self._kv, positions, runs),
             len(order),
-            self._residents.rows_of(np.concatenate(slots)),
+            self._versions.rows_of(np.concatenate(slots)),
         )
-
-
-def _layout(model: CausalLM) -> str:
-    """Names how this engine arranges keys: turned, the halves of each head interleaved."""
-    return f"torch-1 {model.family} {model.layers}x{model.kv_heads}x{model.head_dim}"
 
 
 def _read_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:

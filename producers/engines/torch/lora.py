@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.producers.engines.base import ResidentVersions, Version
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.producers.engines.torch.model import ROWS_MIN, interleaved
-from dora_pipe.store.adapters import Adapter, base_of, read_adapter_on
+from dora_pipe.store.adapters import Adapter, read_adapter_on
 
 FUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -58,10 +59,9 @@ LayerPairs = Mapping[str, Pair]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class AdapterVersion(Version):
     """A resident version."""
 
-    digest: str
     layers: tuple[LayerPairs, ...] = ()
     """Per decoder layer; empty for the base itself."""
 
@@ -83,78 +83,29 @@ class Rows:
         y.index_add_(0, self.places, made[: len(self.places)])
 
 
-class Residents:
-    """Which policy versions an engine has: one, or with a `rank` several adapters on one base.
-
-    Example: ``residents.take(path, version=7, digest=digest)`` after `settle`.
-    """
+class AdapterVersions(ResidentVersions[AdapterVersion]):
+    """The versions of an engine, and which of them each slot is under."""
 
     def __init__(self, model: CausalLM, *, slots: int, rank: int, most: int, base: str) -> None:
-        self.most = most
-        self.base = base
-        """Weights digest of the base, or of the one version; empty before there is one."""
+        super().__init__(AdapterVersion, most=most, adapters=rank > 0, base=base)
         self._model = model
         self._rank = rank
-        self._latest = -1
-        self._versions: dict[int, Version] = {}
         self._under = np.full(slots, -1, np.int64)  # version of each slot
 
-    def is_whole(self, weights: Path, digest: str) -> bool:
-        """Whether a file replaces the weights; else it is one more version on them."""
-        return not self._rank or (base_of(weights) is None and digest != self.base)
-
-    def settle(self, version: int, digest: str) -> None:
-        """The engine has these weights now; whatever stood on others is gone."""
-        self.base = digest
-        self._versions.clear()
-        if self._rank:
-            self._enter(version, Version(digest=digest))
-
-    def take(self, path: Path, *, version: int, digest: str) -> None:
-        """Make an adapter resident, or the base itself as a version.
-
-        Raises PolicyError for one that does not belong here, ValueError when there is no room.
-        """
-        if digest == self.base:
-            self._enter(version, Version(digest=digest))
-            return
-        adapter = read_adapter_on(path, digest=digest, base=self.base, rank=self._rank)
-        self._enter(version, Version(digest=digest, layers=fused(self._model, adapter, path)))
-
-    def drop(self, version: int) -> None:
-        """Forget a version; the base stays."""
-        self._versions.pop(version, None)
-
-    def knows(self, request: EngineRequest) -> bool:
-        """Whether what a request shall run under is here."""
-        return not self._rank or self._wanted(request) in self._versions
-
-    def version_of(self, request: EngineRequest) -> int:
-        """Which version a request runs under; -1 where there is but one.
-
-        Raises ValueError for one that is not resident.
-        """
-        if not self.knows(request):
-            raise ValueError(f"{request.request}: version {request.version} is not resident")
-        return self._wanted(request) if self._rank else -1
-
-    def seat(self, slot: int, version: int) -> None:
-        """What is in a slot runs under this version."""
-        self._under[slot] = version
-
-    def digest_of(self, version: int) -> str:
-        """Weights digest of what runs under a version."""
-        return self._versions[version].digest if version >= 0 else self.base
+    def assign(self, slot: int, request: EngineRequest) -> None:
+        """A request is in a slot."""
+        self._under[slot] = self.number_of(request)
 
     def digest_in(self, slot: int) -> str:
         """Weights digest of what is in a slot."""
-        return self.digest_of(int(self._under[slot]))
+        under = int(self._under[slot])
+        return self._versions[under].digest if self.adapters else self.base
 
     def rows_of(self, slots: Integers) -> list[Rows]:
         """The rows that meet adapters, by version; `slots` is the slot of every token row."""
         under = self._under[slots]
         found = []
-        for version in np.unique(under).tolist() if self._rank else ():
+        for version in np.unique(under).tolist() if self.adapters else ():
             layers = self._versions[version].layers
             if not layers:
                 continue
@@ -169,16 +120,11 @@ class Residents:
             )
         return found
 
-    def _wanted(self, request: EngineRequest) -> int:
-        return self._latest if request.version < 0 else request.version
-
-    def _enter(self, version: int, what: Version) -> None:
-        if self.most == 1:
-            self._versions.clear()
-        if version not in self._versions and len(self._versions) >= self.most:
-            raise ValueError(f"{self.most} versions are resident; drop one first")
-        self._versions[version] = what
-        self._latest = version
+    def _made(self, path: Path, version: int, digest: str) -> AdapterVersion:
+        if digest == self.base:
+            return AdapterVersion(digest=digest)
+        adapter = read_adapter_on(path, digest=digest, base=self.base, rank=self._rank)
+        return AdapterVersion(digest=digest, layers=fused(self._model, adapter, path))
 
 
 def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, ...]:

@@ -61,6 +61,11 @@ def read_tensors(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], str]:
     return tensors, weights_digest(described)
 
 
+def other_digest(weights: Path, found: str, version: int | str, digest: str) -> str:
+    """What is said of a file that holds other weights than a version's."""
+    return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
+
+
 def check_tensors(model: CausalLM, tensors: dict[str, torch.Tensor], where: Path) -> None:
     """Raise PolicyError unless these are exactly the tensors of the model.
 

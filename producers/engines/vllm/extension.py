@@ -18,11 +18,11 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from dora_pipe.config.training_sections import LINEAR_LAYERS
 from dora_pipe.core.errors import PolicyError, ResourceError, reason
-from dora_pipe.producers.engines.torch.weights import check_fit, read_tensors
-from dora_pipe.producers.engines.vllm import adapters as vllm_adapters
+from dora_pipe.producers.engines.torch.weights import check_fit, other_digest, read_tensors
 from dora_pipe.producers.engines.vllm import core as vllm_core
+from dora_pipe.producers.engines.vllm import lora as vllm_lora
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
-from dora_pipe.producers.engines.vllm.scheduler import ClearingScheduler
+from dora_pipe.producers.engines.vllm.plugins import ClearingScheduler
 from dora_pipe.producers.engines.vllm.wire import BOTH, NO_TOKEN, SAMPLED_FROM
 
 vllm_weights.register()
@@ -110,7 +110,7 @@ class Extension:
         try:
             tensors, found = read_tensors([weights])
             if found != digest:
-                return {"error": vllm_weights.other_digest(weights, found, version, digest)}
+                return {"error": other_digest(weights, found, version, digest)}
             check_fit(*_expected(self.vllm_config.model_config.model), tensors, weights)
         except PolicyError as error:
             return {"error": error.message}
@@ -124,7 +124,7 @@ class Extension:
         self.dora_forget()
         shapes, _ = _expected(self.vllm_config.model_config.model)
         try:
-            self.dora_folder = vllm_adapters.written(
+            self.dora_folder = vllm_lora.written(
                 Path(path), digest=digest, base=base, rank=int(rank), shapes=shapes
             )
         except PolicyError as error:

@@ -1,6 +1,6 @@
 """HTTP to a vLLM server, over h11 and sockets that never block a step; decides nothing.
 
-An exchange is one request on a connection of its own. It is read when somebody asks, in their
+An stream is one request on a connection of its own. It is read when somebody asks, in their
 thread: what nobody has read waits in the socket, whose buffer is the bound.
 """
 
@@ -69,7 +69,7 @@ class Address:
         return f"http://{host}:{self.port}"
 
 
-class Exchange:
+class HttpStream:
     """A request that was sent, and its answer as far as it was read.
 
     `status` is 0 until the answer has begun; `ended` says that it is complete. Every method raises
@@ -193,16 +193,16 @@ def call(
     timeout_s: float = CALL_S,
 ) -> Any:
     """The JSON of an answer; None for an empty one. Raises ResourceError for any but a 200."""
-    exchange = Exchange(address, method, path, body)
+    stream = HttpStream(address, method, path, body)
     try:
-        answer = exchange.wait(timeout_s)
+        answer = stream.wait(timeout_s)
     finally:
-        exchange.close()
-    if exchange.status != 200:
+        stream.close()
+    if stream.status != 200:
         raise ResourceError(
             f"vLLM's server at {address} answered {path.partition('?')[0]} with"
-            f" {exchange.status}: {quoted(answer)}",
-            hint="is it another program, or of another key?" if exchange.status == 401 else None,
+            f" {stream.status}: {quoted(answer)}",
+            hint="is it another program, or of another key?" if stream.status == 401 else None,
         )
     try:
         return msgspec.json.decode(answer) if answer else None

@@ -18,13 +18,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from dora_pipe.producers.engines.port import Array, EngineRequest, Kv
-from dora_pipe.producers.engines.requests import kv_array_mismatch, kv_mismatch
+from dora_pipe.producers.engines.port import Array, Kv
 
 KV_ARRAY: Final = "kv"
 """The one array of an exported cache: [layers, 2, tokens, kv_heads, head_dim], keys first."""
 
-CONNECTOR: Final = "dora_pipe.producers.engines.vllm.connector"
+CONNECTOR: Final = "dora_pipe.producers.engines.vllm.plugins"
 
 _DIGIT: Final = 128
 """Numbers below this are exact in every type of a KV cache."""
@@ -64,13 +63,12 @@ class Caches:
             sizes = f"{len(layers)}x{heads}x{width}"
             self.layout = f"vllm-{version} {kind} {sizes} {dtype.removeprefix('torch.')}"
 
-    def error(self, request: EngineRequest, kv: Kv, weights: str) -> str | None:
-        """Why the cache of a request cannot be taken; None if it can."""
-        misfit = kv_mismatch(request, kv, layout=self.layout, weights=weights)
-        if misfit is not None or self._places is None:
-            return misfit or "another layout"
-        shape = (len(self._layers), 2, kv.tokens, *self._places.shape[2:])
-        return kv_array_mismatch(kv, KV_ARRAY, dtype=_STORED[self._dtype], shape=shape)
+    def array_of(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
+        """Name, type and shape of the one array of a cache; of no meaning without a `layout`."""
+        if self._places is None:
+            return KV_ARRAY, "", ()
+        shape = (len(self._layers), 2, tokens, *self._places.shape[2:])
+        return KV_ARRAY, _STORED[self._dtype], shape
 
     def offer(self, stay: str, kv: Kv) -> None:
         """A stay that vLLM gets next begins with this cache."""

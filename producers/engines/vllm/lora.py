@@ -1,39 +1,53 @@
-"""The versions of a LoRA policy in vLLM; decides which are resident, wherever vLLM runs.
+"""The versions of a LoRA policy in vLLM: which are resident, wherever vLLM runs, which adapter it
+gets to see, and how it reads that.
 
 Every version has an adapter of vLLM's own, also those whose weights are the base alone: theirs is
 of zeros. For on a CPU, vLLM 0.32 computes the rows of a mixed batch that have none with the adapter
 in its last place (vllm-project/vllm#48421).
 
-How an adapter gets into vLLM is a Host's: of this process (`adapters`), or of a server
-(`remote`). It imports no vLLM.
+An adapter is read from the store and compared with its digest, its base, its rank and the model's
+shapes, and written as the directory that vLLM reads. It is loaded at once, and the directory is
+removed: vLLM keeps what it has read, so nothing is left behind by a process that is killed, and
+nothing can be read again that was changed in between. vLLM caches prompts apart by name and
+directory of an adapter. The process that has vLLM does this, a `LocalHost` here, or the worker of a
+vLLM server (`client`, `extension`). Nothing here imports vLLM before it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Protocol
+
+import numpy as np
 
 from dora_pipe.config.training_sections import LINEAR_LAYERS
 from dora_pipe.core.errors import ConfigError, PolicyError
-from dora_pipe.producers.engines.port import EngineRequest
-from dora_pipe.store.adapters import base_of
+from dora_pipe.producers.engines.base import ResidentVersions, Version
+from dora_pipe.producers.engines.vllm.core import REFUSALS, is_of_here
+from dora_pipe.store.adapters import Adapter, read_adapter_on, write_peft
+
+FOLDER_PREFIX: Final = "dora-pipe-adapter-"
+"""Of the directories that vLLM reads."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the model's tensors, by name."""
 
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM makes room; an adapter of a rank between has zeros beside it."""
 
-CLEARING_SCHEDULER: Final = "dora_pipe.producers.engines.vllm.scheduler.ClearingScheduler"
+CLEARING_SCHEDULER: Final = "dora_pipe.producers.engines.vllm.plugins.ClearingScheduler"
 """Named and not imported: vLLM imports it in the process of its engine core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class LoraVersion(Version):
     """A resident version. It has no adapter where versions are whole weights, and while an engine
     warms up."""
 
-    digest: str
     number: int = 0
     """vLLM's id of the adapter; 0 without one. Ids are used once."""
     name: str = ""
@@ -45,21 +59,17 @@ class Version:
 class Host(Protocol):
     """Where vLLM has its adapters."""
 
-    def put(self, path: Path, name: str, *, digest: str, base: str) -> Version:
+    def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
         """Read, compare and load the adapter in a file, on the weights of digest `base`; one of
         zeros where `digest` is the base's. Raises PolicyError for one that does not belong here."""
 
-    def remove(self, version: Version) -> None:
+    def remove(self, version: LoraVersion) -> None:
         """Forget an adapter that no row runs under."""
 
 
 def refused(said: str) -> PolicyError:
     """What vLLM says of an adapter that it does not take."""
     return PolicyError(f"vLLM cannot load this adapter: {' '.join(said.split())}")
-
-
-_ALONE: Final = Version(digest="")
-"""What requests run under while the engine warms up."""
 
 
 def arguments(rank: int, most: int, *, device: str) -> dict[str, Any]:
@@ -91,67 +101,19 @@ def check_kernels(rank: int, device: str, dtype: str) -> None:
         )
 
 
-class Residents:
-    """Which policy versions vLLM has: one, or with a `host` several adapters on one base.
-
-    Example: ``residents.take(path, version=7, digest=digest)`` after `settle`.
-    """
+class LoraVersions(ResidentVersions[LoraVersion]):
+    """Which policy versions vLLM has: one, or with a `host` several adapters on one base."""
 
     def __init__(self, host: Host | None = None, *, most: int = 1) -> None:
-        self._host, self.most = host, most
-        self._base = ""
-        self._latest = -1
-        self._versions: dict[int, Version] = {}
-
-    @property
-    def adapters(self) -> bool:
-        """Whether versions are adapters."""
-        return self._host is not None
-
-    def is_whole(self, weights: Path, digest: str) -> bool:
-        """Whether a file replaces the weights; else it is one more version on them."""
-        return not self.adapters or (base_of(weights) is None and digest != self._base)
-
-    def replaces(self, version: int, digest: str) -> bool:
-        """Whether a load takes a version away that rows may run under."""
-        held = self._versions.get(version)
-        return self.most == 1 or (held is not None and held.digest != digest)
+        super().__init__(LoraVersion, most=most, adapters=host is not None)
+        self._host = host
 
     @contextmanager
     def without(self) -> Iterator[None]:
         """While this lasts, requests of the latest version run under no adapter; nobody runs."""
-        self._versions[-1] = _ALONE
+        self._versions[-1] = LoraVersion(digest="")
         yield
         del self._versions[-1]
-
-    def rest_on(self, digest: str) -> None:
-        """The engine has these weights now; whatever stood on others is gone."""
-        for version in list(self._versions):
-            self.drop(version)
-        self._base = digest
-
-    def settle(self, path: Path, *, version: int, digest: str) -> None:
-        """The same, and they are a version."""
-        self.rest_on(digest)
-        if self.adapters:
-            self.take(path, version=version, digest=digest)
-
-    def take(self, path: Path, *, version: int, digest: str) -> None:
-        """Make an adapter resident, or the base itself as a version.
-
-        Raises PolicyError for one that does not belong here, ValueError when there is no room.
-        """
-        assert self._host is not None
-        held = self._versions.get(version)
-        if held is None and len(self._versions) >= self.most > 1:
-            raise ValueError(f"{self.most} versions are resident; drop one first")
-        if held is None or held.digest != digest:
-            name = f"{version}:{digest[:16]}"
-            made = self._host.put(path, name, digest=digest, base=self._base)
-            for other in list(self._versions) if self.most == 1 else [version]:
-                self.drop(other)
-            self._versions[version] = made
-        self._latest = version
 
     def drop(self, version: int) -> None:
         """Forget a version; the base stays."""
@@ -159,17 +121,79 @@ class Residents:
         if gone is not None and gone.number and self._host is not None:
             self._host.remove(gone)
 
-    def knows(self, request: EngineRequest) -> bool:
-        """Whether what a request shall run under is here."""
-        return not self.adapters or self._wanted(request) in self._versions
+    def _made(self, path: Path, version: int, digest: str) -> LoraVersion:
+        assert self._host is not None
+        return self._host.put(path, f"{version}:{digest[:16]}", digest=digest, base=self.base)
 
-    def of(self, request: EngineRequest) -> Version:
-        """What a request runs under. Raises ValueError for a version that is not resident."""
-        if not self.adapters:
-            return Version(digest=self._base)
-        if not self.knows(request):
-            raise ValueError(f"{request.request}: version {self._wanted(request)} is not resident")
-        return self._versions[self._wanted(request)]
 
-    def _wanted(self, request: EngineRequest) -> int:
-        return self._latest if request.version < 0 else request.version
+def written(
+    path: Path, *, digest: str, base: str, rank: int, shapes: Shapes
+) -> TemporaryDirectory[str]:
+    """The adapter in a file as vLLM reads it; one of zeros where `digest` is the base's.
+
+    Raises PolicyError for one that vLLM must not be given.
+    """
+    if digest == base:
+        adapter = _zeros(base, rank, shapes)
+    else:
+        adapter = read_adapter_on(path, digest=digest, base=base, rank=rank)
+        _check_layers(path, adapter, shapes)
+    folder = TemporaryDirectory(prefix=FOLDER_PREFIX)
+    try:
+        write_peft(Path(folder.name), adapter)
+    except OSError:
+        folder.cleanup()
+        raise
+    return folder
+
+
+class LocalHost:
+    """The adapters of vLLM in this process."""
+
+    def __init__(self, core: Any, shapes: Shapes, *, rank: int) -> None:
+        self._core, self._shapes, self._rank = core, shapes, rank
+        self._loads = 0
+
+    def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
+        """See Host."""
+        from vllm.exceptions import LoRAAdapterNotFoundError
+        from vllm.lora.request import LoRARequest
+
+        self._loads += 1
+        number = self._loads
+        with written(
+            path, digest=digest, base=base, rank=self._rank, shapes=self._shapes
+        ) as folder:
+            wanted = LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
+            try:
+                self._core.add_lora(wanted)
+            except (*REFUSALS, LoRAAdapterNotFoundError) as error:
+                if is_of_here(error):
+                    raise
+                raise refused(str(error) or type(error).__name__) from error
+        return LoraVersion(digest=digest, number=number, name=name, adapter=wanted)
+
+    def remove(self, version: LoraVersion) -> None:
+        """See Host."""
+        self._core.remove_lora(version.number)
+
+
+def _zeros(base: str, rank: int, shapes: Shapes) -> Adapter:
+    """What leaves the base as it is: one layer's is enough, vLLM has zeros for the others."""
+    ends = tuple(f".{layer}.weight" for layer in LINEAR_LAYERS)
+    name = next((one for one in shapes if one.endswith(ends)), None)
+    if name is None:
+        raise PolicyError("the model has no linear layer to adapt")
+    out, in_ = shapes[name]
+    pair = np.zeros((rank, in_), np.float32), np.zeros((out, rank), np.float32)
+    return Adapter(base=base, scale=1.0, pairs={name.removesuffix(".weight"): pair})
+
+
+def _check_layers(path: Path, adapter: Adapter, shapes: Shapes) -> None:
+    """Raise PolicyError for an adapter of other layers: vLLM leaves out what it has none for."""
+    for layer, (a, b) in adapter.pairs.items():
+        shape = shapes.get(f"{layer}.weight", ())
+        if layer.rpartition(".")[2] not in LINEAR_LAYERS or len(shape) != 2:
+            raise PolicyError(f"{path}: the engine has no linear layer {layer!r} to adapt")
+        if (b.shape[0], a.shape[1]) != shape:
+            raise PolicyError(f"{path}: the adapter of {layer} is of another model")

@@ -13,7 +13,7 @@ and the server goes on (/resume). The last chunk of every stream names the label
 tokens: another one than that of the loaded weights is an InvariantBroken.
 
 Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
-(`lora`, `remote_host`); a stream names the one of its version, and every token comes with
+(`lora`, `client`); a stream names the one of its version, and every token comes with
 the adapter that it was computed under: another one is an InvariantBroken, too.
 
 Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
@@ -29,21 +29,25 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import ConfigError, InvariantBroken, ResourceError
-from dora_pipe.producers.engines.port import EngineEvent, StopReason, WeightsLoaded
-from dora_pipe.producers.engines.stops import Decode
-from dora_pipe.producers.engines.vllm import wire as wire
+from dora_pipe.core.errors import InvariantBroken, ResourceError
+from dora_pipe.producers.engines.base import check_sizes
+from dora_pipe.producers.engines.port import EngineEvent, EngineRequest, StopReason
+from dora_pipe.producers.engines.requests import Decode
+from dora_pipe.producers.engines.vllm import wire
+from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmRequest
+from dora_pipe.producers.engines.vllm.client import (
+    SHARED,
+    RemoteHost,
+    VllmServerClient,
+    check_room,
+)
 from dora_pipe.producers.engines.vllm.core import VllmSettings
-from dora_pipe.producers.engines.vllm.http import Address, Exchange, quoted
-from dora_pipe.producers.engines.vllm.lora import Residents
+from dora_pipe.producers.engines.vllm.http import Address, HttpStream, quoted
+from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.producers.engines.vllm.process import ServerProcess
-from dora_pipe.producers.engines.vllm.remote import Remote
-from dora_pipe.producers.engines.vllm.remote_host import SHARED, RemoteHost, check_room
-from dora_pipe.producers.engines.vllm.rows import REASONS, Row
-from dora_pipe.producers.engines.vllm.stays import Stays
 
 STEP_WAIT_MS: Final = 1_000
 """A step waits so long for rows without a token; then it goes on with the others, and does not wait
@@ -60,8 +64,8 @@ SILENCE_MS: Final = 30_000
 class Stream:
     """A row's time in the server, from its request to the last chunk of its answer."""
 
-    row: Row
-    exchange: Exchange
+    row: VllmRequest
+    http: HttpStream
     tokens: deque[wire.Token] = field(default_factory=deque)
     """Received and not taken by a step; at most what its request may sample."""
     finish: str = ""
@@ -79,12 +83,12 @@ class Stream:
         return bool(self.tokens or self.finish)
 
 
-class VllmServerEngine(Stays):
-    """See the module, and `open`.
+class VllmServerEngine(VllmEngineBase):
+    """See the module. It has random weights: `load` some.
 
     Example::
 
-        engine = VllmServerEngine.open(Path("model"), slots=64, context_tokens=1024, threads=1)
+        engine = VllmServerEngine(Path("model"), slots=64, context_tokens=1024)
         engine.load(Path("weights.safetensors"), version=3, digest=digest)
     """
 
@@ -92,45 +96,6 @@ class VllmServerEngine(Stays):
 
     def __init__(
         self,
-        server: Remote,
-        *,
-        slots: int,
-        context_tokens: int,
-        decode: Decode | None = None,
-        clock: Clock | None = None,
-        lora_rank: int = 0,
-        versions_resident: int = 1,
-    ) -> None:
-        self._server = server
-        facts = server.open()
-        if slots > facts.slots or context_tokens > facts.context_tokens:
-            raise ConfigError(
-                f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
-                f" tokens, the worker wants {slots} and {context_tokens}",
-                hint="fewer workers.slots or workers.context_tokens, or start it with more",
-            )
-        check_room(facts, lora_rank, versions_resident)
-        self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
-        self.kv_tokens = min(facts.kv_tokens, slots * context_tokens)
-        self._selector = selectors.DefaultSelector()
-        self._streams: dict[str, Stream] = {}
-        """By request, those of the rows."""
-        self._prefix = uuid.uuid4().hex[:12]
-        self._heard_ns = 0
-        self._host = RemoteHost(server, rank=lora_rank) if lora_rank else None
-        super().__init__(
-            slots=slots,
-            context_tokens=context_tokens,
-            vocabulary=facts.vocabulary,
-            decode=decode,
-            clock=clock,
-            residents=Residents(self._host, most=versions_resident),
-        )
-        self._warm_up(server.label())
-
-    @classmethod
-    def open(
-        cls,
         model_dir: Path,
         *,
         slots: int,
@@ -139,20 +104,19 @@ class VllmServerEngine(Stays):
         settings: VllmSettings | None = None,
         address: Address | None = None,
         decode: Decode | None = None,
+        clock: Clock | None = None,
         lora_rank: int = 0,
         versions_resident: int = 1,
-    ) -> VllmServerEngine:
-        """An engine of a server that runs at `address`, or of one that is started for it.
+    ) -> None:
+        """Of a server that runs at `address`, or of one that is started for it.
 
         With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
-        that rank on one base. It has random weights: `load` some.
+        that rank on one base.
 
         Raises ConfigError for sizes that cannot be, or that the server has not, PolicyError for a
         model that vLLM does not take, ResourceError for a server that does not come.
         """
-        if min(slots, context_tokens, threads) < 1:
-            raise ConfigError("an engine needs at least one slot, one token and one thread")
-        adapters: dict[str, Any] = {"lora_rank": lora_rank, "versions_resident": versions_resident}
+        check_sizes(slots, context_tokens, threads)
         process = None
         if address is None:
             process = ServerProcess.start(
@@ -161,30 +125,42 @@ class VllmServerEngine(Stays):
                 slots=slots,
                 context_tokens=context_tokens,
                 threads=threads,
-                **adapters,
+                lora_rank=lora_rank,
+                versions_resident=versions_resident,
             )
             address = process.address
-        server = Remote(address, process)
+        self._server = VllmServerClient(address, process)
+        self._selector = selectors.DefaultSelector()
+        self._streams: dict[str, Stream] = {}
+        """By request, those of the rows."""
+        self._prefix = uuid.uuid4().hex[:12]
+        self._heard_ns = 0
         with ExitStack() as undo:
-            undo.callback(server.close, [])
-            engine = cls(
-                server, slots=slots, context_tokens=context_tokens, decode=decode, **adapters
+            undo.callback(self._server.close, [])
+            facts = self._server.open()
+            check_room(facts, slots, context_tokens, lora_rank, versions_resident)
+            self._facts = facts
+            self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
+            self._host = RemoteHost(self._server, rank=lora_rank) if lora_rank else None
+            super().__init__(
+                slots=slots,
+                context_tokens=context_tokens,
+                vocabulary=facts.vocabulary,
+                decode=decode,
+                clock=clock,
+                versions=LoraVersions(self._host, most=versions_resident),
             )
+            self._warm_up(self._server.label())
             undo.pop_all()
-        return engine
 
-    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
-        """See the port; the server gets every running request again, as a prompt."""
-        self._check_interruptible()
-        self._server.read(weights, version=version, digest=digest)
-        pending = self._pending()
-        for stream in self._streams.values():
-            self._close(stream.exchange)
-        self._streams.clear()
-        loaded = self._load(version, digest)
-        for row in self._rows.values():
-            self._give(row)
-        return [*pending, loaded]
+    @property
+    def kv_tokens(self) -> int:
+        """See the port."""
+        return min(self._facts.kv_tokens, self.slots * self.context_tokens)
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port; a server takes none."""
+        return None if request.kv is None else "another layout"
 
     def step(self) -> list[EngineEvent]:
         """See the port; a row that waits for the server has its token in a later one."""
@@ -200,12 +176,10 @@ class VllmServerEngine(Stays):
                 continue
             stream.late = False
             reason = self._advance(stream)
+            events += stream.row.events(reason, stream.trouble)
             if reason is not None:
                 stay = self._leave(stream.row)
                 running += [] if stream.finish else [stay]
-                events += stream.row.end(reason, stream.trouble)
-            elif stream.row.due():
-                events.append(stream.row.emit())
         self._server.abort(running)
         return events
 
@@ -227,7 +201,7 @@ class VllmServerEngine(Stays):
                 left_ns = 0
             found = self._selector.select(left_ns / 1e9)
             for key, _ in found:
-                self._read(key.data)
+                self._receive(key.data)
             missing = [one for one in missing if not one.ready]
             if not found or not left_ns:
                 break
@@ -237,18 +211,18 @@ class VllmServerEngine(Stays):
             self._server.well("it is silent")
             self._heard_ns = self._clock.now_ns()
 
-    def _read(self, stream: Stream) -> None:
+    def _receive(self, stream: Stream) -> None:
         """Take what has come for a row."""
         self._heard_ns = self._clock.now_ns()
         try:
-            stream.exchange.read()
+            stream.http.read()
         except ResourceError as error:
             raise self._server.gone(error) from None
-        if stream.exchange.status not in (0, 200):
-            if stream.exchange.ended:
-                self._refused(stream, quoted(stream.exchange.wait()))
+        if stream.http.status not in (0, 200):
+            if stream.http.ended:
+                self._refused(stream, quoted(stream.http.wait()))
             return
-        for data in stream.exchange.events():
+        for data in stream.http.events():
             stream.heard = True
             chunk = wire.read_chunk(data)
             if chunk.error is not None:
@@ -260,20 +234,17 @@ class VllmServerEngine(Stays):
                 if choice.finish_reason is not None:
                     stream.finish = choice.finish_reason
                     self._check_weights(stream, choice.weight_versions or ())
-        if stream.exchange.ended and not stream.finish:
+        if stream.http.ended and not stream.finish:
             self._trouble(stream, "the stream ended without a reason")
         if stream.finish:
-            self._close(stream.exchange)
+            self._close(stream.http)
 
     def _advance(self, stream: Stream) -> StopReason | None:
         """Take a row's next token; why the row ends with it."""
-        row, reason = stream.row, None
+        reason = None
         if stream.tokens:
             one = stream.tokens.popleft()
-            if not row.tokens:
-                row.first_ns = self._clock.wall_ns()
-            reason = row.take([one.token], [one.logprob], [one.sampler_logprob])
-            row.cached = len(row.request.token_ids) + len(row.tokens) - 1
+            reason = self._take(stream.row, [one.token], [one.logprob], [one.sampler_logprob])
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
         return reason
@@ -299,22 +270,22 @@ class VllmServerEngine(Stays):
 
     def _refused(self, stream: Stream, said: str) -> None:
         """The server does not take a request. Raises InvariantBroken where it lacks its adapter."""
-        if stream.exchange.status == NOT_FOUND and stream.row.adapter:
+        if stream.http.status == NOT_FOUND and stream.row.adapter:
             raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
-        self._trouble(stream, f"{stream.exchange.status}: {said}")
+        self._trouble(stream, f"{stream.http.status}: {said}")
 
     def _trouble(self, stream: Stream, said: str) -> None:
         """A request that the server refuses ends with an error, if the server itself is well."""
         self._server.well(said)
         stream.finish, stream.trouble = "error", said
 
-    def _give(self, row: Row) -> None:
+    def _go_on(self, row: VllmRequest) -> None:
         """Begin a stream."""
         if not self._rows:
             self._heard_ns = self._clock.now_ns()
         self._stays += 1
         row.stay, row.cached = f"{self._prefix}-{self._stays}", 0
-        version = self._residents.of(row.request)
+        version = self._versions.of(row.request)
         row.adapter = version.number
         body = wire.generate_body(
             row.stay,
@@ -325,14 +296,19 @@ class VllmServerEngine(Stays):
             label=self._label,
             adapter=version.name,
         )
-        stream = Stream(row=row, exchange=self._server.generate(body))
+        stream = Stream(row=row, http=self._server.generate(body))
         self._streams[row.request.request] = stream
-        self._selector.register(stream.exchange, selectors.EVENT_READ, stream)
+        self._selector.register(stream.http, selectors.EVENT_READ, stream)
 
-    def _let_go(self, row: Row) -> None:
+    def _interrupt(self, row: VllmRequest) -> None:
+        stream = self._streams.pop(row.request.request, None)
+        if stream is not None:
+            self._close(stream.http)
+
+    def _let_go(self, row: VllmRequest) -> None:
         self._server.abort([self._leave(row)])
 
-    def _leave(self, row: Row) -> str:
+    def _leave(self, row: VllmRequest) -> str:
         """Free the row's slot; the id of its stay."""
         stream = self._streams.pop(row.request.request, None)
         if stream is not None:  # None: the server was gone when the row was given again
@@ -342,29 +318,19 @@ class VllmServerEngine(Stays):
 
     def _part(self, stream: Stream) -> None:
         """Take no more of a stream."""
-        if self._host is not None and not stream.heard and stream.exchange.fileno() >= 0:
-            self._selector.unregister(stream.exchange)
-            self._host.keep(stream.row, stream.exchange)
+        if self._host is not None and not stream.heard and stream.http.fileno() >= 0:
+            self._selector.unregister(stream.http)
+            self._host.keep(stream.row.stay, stream.row.adapter, stream.http)
         else:
-            self._close(stream.exchange)
+            self._close(stream.http)
 
-    def _close(self, exchange: Exchange) -> None:
-        if exchange.fileno() >= 0:
-            self._selector.unregister(exchange)
-            exchange.close()
+    def _close(self, http: HttpStream) -> None:
+        if http.fileno() >= 0:
+            self._selector.unregister(http)
+            http.close()
 
-    def _replace(self, weights: Path, version: int, digest: str) -> WeightsLoaded:
+    def _read(self, weights: Path, version: int, digest: str) -> None:
         self._server.read(weights, version=version, digest=digest)
-        loaded = self._load(version, digest)
-        self._residents.settle(weights, version=version, digest=digest)
-        return loaded
 
-    def _load(self, version: int, digest: str) -> WeightsLoaded:
-        """Replace the weights by those that were read; nothing runs meanwhile."""
-        started_ns = self._clock.now_ns()
-        label = f"{version}:{digest[:16]}"
-        self._label = ""  # what breaks in there leaves an engine that takes no request
+    def _transfer(self, held: None, digest: str, label: str) -> None:
         self._server.replace(digest, label)
-        self._label = label
-        load_ms = (self._clock.now_ns() - started_ns) / 1e6
-        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)

@@ -172,11 +172,6 @@ def transfer(core: Any, tensors: Mapping[str, torch.Tensor], label: str) -> None
     assert core.reset_prefix_cache(), "requests are running while weights change"
 
 
-def other_digest(weights: Path, found: str, version: str, digest: str) -> str:
-    """What is said of a file that holds other weights than a version's."""
-    return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
-
-
 def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Name and shape of every tensor of the model's weights files, and who is tied to whom.
 

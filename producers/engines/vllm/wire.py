@@ -46,7 +46,7 @@ SEED_MASK: Final = (1 << 63) - 1
 """vLLM takes seeds as signed 64-bit numbers."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class OtherLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """A log-prob beside that of the sampled token."""
 
     token_id: int
@@ -60,7 +60,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     """Of a server with adapters: vLLM's id of the one that the token was computed under. Ranks of
     tokens are asked for by nobody, and a stream has no other place for it."""
-    top_logprobs: tuple[Place, ...] = ()
+    top_logprobs: tuple[OtherLogprob, ...] = ()
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     error: Trouble | None = None
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a server says of itself; see the extension's `dora_open`."""
 
     version: str

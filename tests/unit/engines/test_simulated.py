@@ -18,6 +18,7 @@ from dora_pipe.producers.engines.simulated import (
     mix64,
 )
 from tests.support.engine_contract import request, run
+from tests.support.worker import VirtualClock
 
 
 def test_mix_is_the_finaliser_of_splitmix64() -> None:
@@ -53,7 +54,7 @@ def test_the_second_turn_has_a_length_of_its_own() -> None:
 
 
 def test_policies_are_told_apart_by_their_tokens(tmp_path: Path) -> None:
-    engine = SimulatedEngine(slots=1, context_tokens=64)
+    engine = SimulatedEngine(slots=1, context_tokens=64, clock=VirtualClock())
     drawn = []
     for version, digest in enumerate(("a" * 64, "b" * 64, "a" * 64)):
         loaded = engine.load(tmp_path / "none", version=version, digest=digest)
@@ -70,10 +71,11 @@ def test_what_is_no_policy_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_wall_clock_is_the_simulators() -> None:
-    engine = SimulatedEngine(slots=1, context_tokens=64, now_ns=lambda: 1234)
+    clock = VirtualClock(1234)
+    engine = SimulatedEngine(slots=1, context_tokens=64, clock=clock)
     engine.add(request("r", [5], max_tokens=1))
     tokens, finished = engine.step()
-    assert getattr(tokens, "first_token_ns", None) == 1234
+    assert getattr(tokens, "first_token_ns", None) == clock.wall_ns()
     assert finished.__class__.__name__ == "RequestFinished"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.engines.stops import WINDOW_TOKENS_MAX, StopText
+from dora_pipe.producers.engines.requests import WINDOW_TOKENS_MAX, StopText
 
 
 def bytes_decode(tokens: Sequence[int]) -> str:

@@ -14,11 +14,11 @@ import pytest
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import EngineRequest, SamplingParams
-from dora_pipe.producers.engines.vllm.adapters import LocalHost
 from dora_pipe.producers.engines.vllm.lora import (
     CLEARING_SCHEDULER,
     RANKS,
-    Residents,
+    LocalHost,
+    LoraVersions,
     arguments,
 )
 from dora_pipe.store.adapters import CONFIG, WEIGHTS, adapter_sources
@@ -98,8 +98,8 @@ def files(tmp_path: Path) -> Files:
     return Files(folder=tmp_path, base=(tmp_path / "base", manifest.digest))
 
 
-def residents(core: Core, files: Files, *, most: int = 3) -> Residents:
-    found = Residents(LocalHost(core, SHAPES, rank=RANK), most=most)
+def residents(core: Core, files: Files, *, most: int = 3) -> LoraVersions:
+    found = LoraVersions(LocalHost(core, SHAPES, rank=RANK), most=most)
     found.settle(files.base[0], version=0, digest=files.base[1])
     return found
 
@@ -184,8 +184,8 @@ def test_other_model_or_digest_is_refused(files: Files) -> None:
     path, digest = files.adapter(1)
     with pytest.raises(PolicyError, match="weights digest"):
         held.take(path, version=1, digest="ab" * 32)
-    other = Residents(LocalHost(core, {f"{LAYER}.weight": (9, 6)}, rank=RANK), most=3)
-    other.rest_on(files.base[1])
+    other = LoraVersions(LocalHost(core, {f"{LAYER}.weight": (9, 6)}, rank=RANK), most=3)
+    other.base = files.base[1]
     with pytest.raises(PolicyError, match="of another model"):
         other.take(path, version=1, digest=digest)
 
@@ -216,7 +216,7 @@ def test_vllm_makes_room_for_the_next_rank_that_it_knows() -> None:
 
 
 def test_without_a_rank_every_request_runs_under_the_one_version(files: Files) -> None:
-    held = Residents()
+    held = LoraVersions()
     assert held.is_whole(*files.adapter(1))
     held.settle(files.base[0], version=7, digest=files.base[1])
     assert (held.of(request(7)).number, held.of(request(-1)).adapter) == (0, None)

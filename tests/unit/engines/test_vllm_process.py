@@ -58,7 +58,7 @@ def test_killed_server_is_named_by_what_ended_it(server: ServerProcess) -> None:
 
 
 def test_engine_tells_how_its_server_ended(tmp_path: Path) -> None:
-    engine = VllmServerEngine.open(tmp_path, slots=3, context_tokens=64)
+    engine = VllmServerEngine(tmp_path, slots=3, context_tokens=64)
     process = engine._server._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)

@@ -15,12 +15,11 @@ from dora_pipe.producers.engines.port import (
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.producers.engines.stops import StopText
+from dora_pipe.producers.engines.requests import RunningRequest, StopText
 from dora_pipe.producers.engines.vllm.core import token_kv_values, token_seed
-from dora_pipe.producers.engines.vllm.rows import Row
 
 
-def _row(*, emit_every: int = 0, stops: StopText | None = None) -> Row:
+def _row(*, emit_every: int = 0, stops: StopText | None = None) -> RunningRequest:
     request = EngineRequest(
         request="r",
         token_ids=[1, 2, 3],
@@ -29,7 +28,7 @@ def _row(*, emit_every: int = 0, stops: StopText | None = None) -> Row:
         params=SamplingParams(max_tokens=9),
         emit_every=emit_every,
     )
-    return Row(request=request, stops=stops, arrival=0)
+    return RunningRequest(request=request, stops=stops)
 
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=8), every=st.integers(0, 6))
@@ -40,15 +39,18 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
         tokens = list(range(count, count + size))
         assert row.take(tokens, [-1.0] * size, [-0.5] * size) is None
         count += size
-        assert row.due() == (every > 0 and count - len(sent) >= every)
-        if row.due():
-            sent += row.emit().token_ids
-    *rest, last = row.end("length")
+        due = every > 0 and count - len(sent) >= every
+        out = row.events(None)
+        assert len(out) == due
+        for event in out:
+            assert isinstance(event, TokensSampled)
+            sent += event.token_ids
+    *rest, last = row.events("length")
     for event in rest:
         assert isinstance(event, TokensSampled)
         sent += event.token_ids
     assert sent == list(range(count)) and isinstance(last, RequestFinished)
-    assert row.sequence == [1, 2, 3, *range(count)] and not row.pending
+    assert row.sequence == [1, 2, 3, *range(count)] and row.emit() is None
 
 
 def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
@@ -62,15 +64,15 @@ def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
 def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float) -> None:
     row = _row()
     assert row.take([4, 5, 6], [-1.0, logprob, -1.0], [-1.0] * 3) == "error"
-    tokens, finished = row.end("error")
+    tokens, finished = row.events("error")
     assert tokens == row_tokens(row, [4])
     assert isinstance(finished, RequestFinished)
     assert finished.error is not None and "token 4" in finished.error
 
 
-def row_tokens(row: Row, tokens: list[int]) -> object:
+def row_tokens(row: RunningRequest, tokens: list[int]) -> object:
     """The event that a fresh copy of the row would make of these tokens."""
-    copy = Row(request=row.request, stops=None, arrival=0, first_ns=row.first_ns)
+    copy = RunningRequest(request=row.request, stops=None, first_ns=row.first_ns)
     copy.take(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
     return copy.emit()
 

@@ -57,7 +57,7 @@ def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
     def open_engine(
         *, slots: int, context_tokens: int = 256, decode: Decode | None = None
     ) -> VllmServerEngine:
-        engine = VllmServerEngine.open(
+        engine = VllmServerEngine(
             tmp_path,
             slots=slots,
             context_tokens=context_tokens,
@@ -292,9 +292,7 @@ def test_silence_of_a_server_that_is_not_well_is_an_error(
 @pytest.mark.parametrize("key", ["guessed", ""])
 def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path, key: str) -> None:
     with pytest.raises(ResourceError, match="401") as raised:
-        VllmServerEngine.open(
-            tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, key)
-        )
+        VllmServerEngine(tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, key))
     assert raised.value.hint is not None and "key" in raised.value.hint
     assert "guessed" not in str(raised.value)
 
@@ -302,11 +300,11 @@ def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path, ke
 def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -> None:
     address = Address.of(server.url, server.key)
     with pytest.raises(ConfigError, match="64 slots and contexts of 256"):
-        VllmServerEngine.open(tmp_path, slots=65, context_tokens=64, address=address)
+        VllmServerEngine(tmp_path, slots=65, context_tokens=64, address=address)
 
 
 def test_server_without_the_extension_says_what_it_lacks(server: FakeVllm, tmp_path: Path) -> None:
     server.facts = {"error": "its weight transfer is not 'dora-pipe-held'"}
     address = Address.of(server.url, server.key)
     with pytest.raises(PolicyError, match="weight transfer"):
-        VllmServerEngine.open(tmp_path, slots=1, context_tokens=64, address=address)
+        VllmServerEngine(tmp_path, slots=1, context_tokens=64, address=address)

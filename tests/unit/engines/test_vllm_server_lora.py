@@ -13,7 +13,7 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.port import COUNTER_SAMPLING, LORA, EngineRequest
-from dora_pipe.producers.engines.vllm import remote_host as vllm_remote_host
+from dora_pipe.producers.engines.vllm import client as vllm_client
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 from dora_pipe.store.adapters import adapter_sources
@@ -36,7 +36,7 @@ class Hosted:
 
     def open(self, *, slots: int = 4, most: int = 3, rank: int = RANK) -> VllmServerEngine:
         """An engine without weights."""
-        return VllmServerEngine.open(
+        return VllmServerEngine(
             Path("model"),
             slots=slots,
             context_tokens=64,
@@ -200,7 +200,7 @@ def test_request_that_is_let_go_unheard_is_listened_to_by_steps_and_no_longer(
 def test_adapter_of_a_request_that_stays_unheard_is_not_dropped(
     hosted: Hosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_remote_host, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(vllm_client, "FIRST_WORD_S", 0.1)
     engine = hosted.hosting(0, 1)
     hosted.server.begin.clear()
     engine.add(under(1, max_tokens=30))

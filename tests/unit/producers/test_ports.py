@@ -48,7 +48,9 @@ def _request(name: str, tokens: int = 3) -> EngineRequest:
 
 
 def _engine(slots: int = 2, length: int = 5) -> SimulatedEngine:
-    return SimulatedEngine(slots=slots, context_tokens=64, lengths=lambda seed, turn: length)
+    return SimulatedEngine(
+        slots=slots, context_tokens=64, lengths=lambda seed, turn: length, clock=VirtualClock()
+    )
 
 
 def _engine_port(

@@ -1,9 +1,11 @@
-"""The KV connector that vLLM is given: lets a request begin with the KV cache that it came with.
+"""The classes that vLLM imports by their names into the process of its engine core: a KV connector,
+and a scheduler for adapters on a CPU.
 
-vLLM makes two of these. The scheduler's knows which stays were offered a cache, answers how many
-tokens of it are to be had beyond those that vLLM has, and notes the blocks that vLLM gives for
-them. The worker's, which holds nothing, writes them in the same step, after new blocks were cleared
-and before the model runs, so that this step computes the last token alone.
+The connector lets a request begin with the KV cache that it came with. vLLM makes two of these. The
+scheduler's knows which stays were offered a cache, answers how many tokens of it are to be had
+beyond those that vLLM has, and notes the blocks that vLLM gives for them. The worker's, which holds
+nothing, writes them in the same step, after new blocks were cleared and before the model runs, so
+that this step computes the last token alone.
 
 A cache is offered once: a stay that vLLM sets aside afterwards is prefilled again by vLLM. Nothing
 is given out here; `kv` reads the cache of a running request from its blocks.
@@ -19,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from dora_pipe.producers.engines.port import Array
 from dora_pipe.producers.engines.vllm.kv import write
@@ -98,3 +101,18 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Its blocks are free at once; what it was offered is forgotten."""
         self.offered.pop(request.request_id, None)
         return False, None
+
+
+class ClearingScheduler(Scheduler):  # type: ignore[misc]
+    """Has every block of the KV cache cleared before a request gets it, as vLLM does for some
+    models by itself.
+
+    Its attention on a CPU multiplies what lies behind the end of a sequence by zero, which a number
+    that is not finite survives: rows of a broken version would spoil those that get their blocks.
+    """
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.needs_kv_cache_zeroing = True
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            manager._record_new_block_ids = True

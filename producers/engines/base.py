@@ -1,0 +1,289 @@
+"""What engines do alike: which requests, versions and KV caches they take, how a request leaves and
+how weights change. What a row of theirs is, and where its tokens come from, is each engine's own.
+
+An engine has one version at a time, or adapters on one base, several of them resident; then a
+request runs under the one of its version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.port import (
+    EngineEvent,
+    EngineRequest,
+    Exported,
+    Kv,
+    TokensSampled,
+    WeightsLoaded,
+)
+from dora_pipe.producers.engines.requests import Decode, check_request, kv_mismatch
+from dora_pipe.store.adapters import base_of
+
+
+def check_sizes(slots: int, context_tokens: int, threads: int) -> None:
+    """Raise ConfigError for sizes that no engine can have."""
+    if min(slots, context_tokens, threads) < 1:
+        raise ConfigError("an engine needs at least one slot, one token and one thread")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A version that an engine has."""
+
+    digest: str
+
+
+V = TypeVar("V", bound=Version)
+R = TypeVar("R")
+
+
+class ResidentVersions(Generic[V]):
+    """Which policy versions an engine has: one, or with `adapters` several on one base.
+
+    Example: ``versions.take(path, version=7, digest=digest)`` after `settle`.
+    """
+
+    def __init__(self, kind: type[V], *, most: int, adapters: bool, base: str = "") -> None:
+        self.most = most
+        self.adapters = adapters
+        """Whether versions are adapters."""
+        self.base = base
+        """Weights digest of the base, or of the one version; empty before there is one."""
+        self._kind = kind
+        self._latest = -1
+        self._versions: dict[int, V] = {}
+
+    def is_whole(self, weights: Path, digest: str) -> bool:
+        """Whether a file replaces the weights; else it is one more version on them."""
+        return not self.adapters or (base_of(weights) is None and digest != self.base)
+
+    def replaces(self, version: int, digest: str) -> bool:
+        """Whether a load takes a version away that rows may run under."""
+        held = self._versions.get(version)
+        return self.most == 1 or (held is not None and held.digest != digest)
+
+    def settle(self, path: Path, *, version: int, digest: str) -> None:
+        """The engine has these weights now, as a version; whatever stood on others is gone."""
+        for held in list(self._versions):
+            self.drop(held)
+        self.base = digest
+        if self.adapters:
+            self.take(path, version=version, digest=digest)
+
+    def take(self, path: Path, *, version: int, digest: str) -> None:
+        """Make an adapter resident, or the base itself as a version.
+
+        Raises PolicyError for one that does not belong here, ValueError when there is no room.
+        """
+        held = self._versions.get(version)
+        if held is None and len(self._versions) >= self.most > 1:
+            raise ValueError(f"{self.most} versions are resident; drop one first")
+        if held is None or held.digest != digest:
+            made = self._made(path, version, digest)
+            for other in list(self._versions) if self.most == 1 else [version]:
+                self.drop(other)
+            self._versions[version] = made
+        self._latest = version
+
+    def drop(self, version: int) -> None:
+        """Forget a version; the base stays."""
+        self._versions.pop(version, None)
+
+    def knows(self, request: EngineRequest) -> bool:
+        """Whether what a request shall run under is here."""
+        return not self.adapters or self.number_of(request) in self._versions
+
+    def of(self, request: EngineRequest) -> V:
+        """What a request runs under. Raises ValueError for a version that is not resident."""
+        number = self.number_of(request)
+        if not self.knows(request):
+            raise ValueError(f"{request.request}: version {number} is not resident")
+        return self._versions[number] if self.adapters else self._kind(digest=self.base)
+
+    def number_of(self, request: EngineRequest) -> int:
+        """The version that a request shall run under; -1 where there is but one."""
+        if not self.adapters:
+            return -1
+        return self._latest if request.version < 0 else request.version
+
+    def _made(self, path: Path, version: int, digest: str) -> V:
+        """A version out of a file, or out of the base where the digest is the base's."""
+        raise NotImplementedError
+
+
+class EngineBase(Generic[R]):
+    """The part of the port that engines share; a row of type R has a slot."""
+
+    name = ""
+    declares: frozenset[str]
+    _layout = ""
+    """Names how KV caches are arranged; empty where none leaves or arrives."""
+    _vocabulary: int | None = None
+    """Token ids are below it."""
+    _versions: ResidentVersions[Any]
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        context_tokens: int,
+        versions: ResidentVersions[Any],
+        decode: Decode | None,
+        clock: Clock | None,
+    ) -> None:
+        self.slots, self.context_tokens = slots, context_tokens
+        self.versions_resident = versions.most
+        self._versions = versions
+        self._decode = decode
+        self._clock = clock or SystemClock()
+        self._rows: dict[str, R] = {}
+        """By request, in the order in which they were added."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """See the port."""
+        return self.slots * self.context_tokens
+
+    @property
+    def active(self) -> int:
+        """See the port."""
+        return len(self._rows)
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """See the port."""
+        whole = self._versions.is_whole(weights, digest)
+        if self._rows and (whole or self._versions.replaces(version, digest)):
+            raise ValueError(f"{self.active} rows are active; weights change between requests")
+        started_ns = self._clock.now_ns()
+        if whole:
+            held = self._read(weights, version, digest)
+            return self._replaced(held, weights, version, digest, started_ns)
+        self._versions.take(weights, version=version, digest=digest)
+        return self._loaded(version, digest, started_ns)
+
+    def drop(self, version: int) -> None:
+        """See the port."""
+        self._versions.drop(version)
+
+    def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
+        """See the port; the next steps prefill all rows again."""
+        if self._versions.adapters:
+            raise ValueError("versions of a LoRA policy live beside each other")
+        started_ns = self._clock.now_ns()
+        held = self._read(weights, version, digest)
+        pending = [self._emit(row) for row in self._rows.values()]
+        for row in self._rows.values():
+            self._interrupt(row)
+        loaded = self._replaced(held, weights, version, digest, started_ns)
+        for row in self._rows.values():
+            self._go_on(row)
+        return [*(one for one in pending if one is not None), loaded]
+
+    def kv_error(self, request: EngineRequest) -> str | None:
+        """See the port."""
+        kv = request.kv
+        if kv is None or not self._versions.knows(request):
+            return None
+        array, dtype, shape = self._kv_array(kv.tokens)
+        return kv_mismatch(
+            request,
+            kv,
+            layout=self._layout,
+            weights=self._versions.of(request).digest,
+            array=array,
+            dtype=dtype,
+            shape=shape,
+        )
+
+    def export(self, request: str) -> Exported | None:
+        """See the port."""
+        row = self._rows.get(request)
+        if row is None:
+            return None
+        exported = Exported(sampled=self._emit(row), kv=self._kv_of(row))
+        self._let_go(row)
+        return exported
+
+    def cancel(self, request: str) -> None:
+        """See the port."""
+        row = self._rows.get(request)
+        if row is not None:
+            self._let_go(row)
+
+    def close(self) -> None:
+        """Drop all requests."""
+        for request in list(self._rows):
+            self.cancel(request)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raise ValueError, in one line, for a request that cannot be taken."""
+        check_request(
+            request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
+        )
+        if not self._has_weights():
+            raise ValueError(f"{request.request}: no weights are loaded")
+        low, high = min(request.token_ids), max(request.token_ids)
+        if self._vocabulary is not None and not 0 <= low <= high < self._vocabulary:
+            raise ValueError(
+                f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
+            )
+        self._versions.of(request)
+        misfit = self.kv_error(request)
+        if misfit is not None:
+            raise ValueError(f"{request.request}: its KV cache is of {misfit}")
+
+    def _replaced(
+        self, held: Any, weights: Path, version: int, digest: str, started_ns: int
+    ) -> WeightsLoaded:
+        self._replace(held, version, digest)
+        self._versions.settle(weights, version=version, digest=digest)
+        return self._loaded(version, digest, started_ns)
+
+    def _loaded(self, version: int, digest: str, started_ns: int) -> WeightsLoaded:
+        load_ms = (self._clock.now_ns() - started_ns) / 1e6
+        return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
+
+    # What each engine does in its own way
+
+    def step(self) -> list[EngineEvent]:
+        """See the port."""
+        raise NotImplementedError
+
+    def _has_weights(self) -> bool:
+        return True
+
+    def _read(self, weights: Path, version: int, digest: str) -> Any:
+        """What `_replace` takes. Raises PolicyError for another digest or model; nothing has
+        changed then."""
+        raise NotImplementedError
+
+    def _replace(self, held: Any, version: int, digest: str) -> None:
+        """Have these weights in place of those there are."""
+        raise NotImplementedError
+
+    def _interrupt(self, row: R) -> None:
+        """Weights will change under a row, which keeps its slot."""
+
+    def _go_on(self, row: R) -> None:
+        """Weights have changed under a row."""
+
+    def _emit(self, row: R) -> TokensSampled | None:
+        """What is held back of a row, if anything is."""
+        raise NotImplementedError
+
+    def _let_go(self, row: R) -> None:
+        """Free the slot of a row, wherever it stands."""
+        raise NotImplementedError
+
+    def _kv_of(self, row: R) -> Kv | None:
+        """A copy of a row's KV cache; None from an engine that cannot have it."""
+        return None
+
+    def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
+        """Name, type and shape of the one array of a KV cache."""
+        raise NotImplementedError

@@ -1,0 +1,145 @@
+"""What both vLLM engines decide alike: which requests and versions they take, and what is left.
+
+One runs vLLM in this process, the other asks a server. A request's time in vLLM is a stay: it has
+several when weights change. How a stay begins and ends is theirs. With `lora` versions are adapters
+on one base, several of them resident, and a request runs under the adapter of its version. It
+imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dora_pipe.core.clock import Clock
+from dora_pipe.producers.engines.base import EngineBase
+from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    INTERRUPTIBLE,
+    LORA,
+    EngineRequest,
+    Kv,
+    SamplingParams,
+    StopReason,
+    TokensSampled,
+)
+from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
+from dora_pipe.producers.engines.vllm.lora import LoraVersions
+
+REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
+"""vLLM's finish reasons that are ends of a request here; any other is an error."""
+
+MIN_P_AND_TOP_P: Final = "vLLM applies min_p before top_p, which gives another distribution"
+
+
+@dataclass(slots=True, kw_only=True)
+class VllmRequest(RunningRequest):
+    """A request in its slot, and its present stay in vLLM.
+
+    vLLM decides when it ends, too, by the limits it was given; here stop strings are watched for,
+    and a log-prob that is no number ends its request.
+    """
+
+    stay: str = ""
+    """The id that vLLM was given for it."""
+    adapter: int = 0
+    """vLLM's id of the adapter that it is under; 0 without one."""
+    weights: str = ""
+    """Digest of the version that it is under."""
+    kv: Kv | None = None
+    """The KV cache that the request came with, until a stay begins with it."""
+    cached: int = 0
+    """Positions in vLLM's KV cache, as far as its answers tell: a prompt counts when it is done."""
+
+
+class VllmEngineBase(EngineBase[VllmRequest]):
+    """The part of the engine port that does not depend on where vLLM runs."""
+
+    _versions: LoraVersions
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        context_tokens: int,
+        vocabulary: int,
+        decode: Decode | None,
+        clock: Clock | None,
+        versions: LoraVersions,
+    ) -> None:
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            versions=versions,
+            decode=decode,
+            clock=clock,
+        )
+        self.declares = frozenset({COUNTER_SAMPLING, LORA if versions.adapters else INTERRUPTIBLE})
+        self._vocabulary = vocabulary
+        self._stays = 0
+        self._label = ""
+        """vLLM's name of the weights that are loaded; empty before, and while they change."""
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        self._check(request)
+        if request.params.min_p and request.params.top_p < 1:
+            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
+        stops = stop_text(request, self._decode)
+        row = VllmRequest(request=replace(request, kv=None), stops=stops, kv=request.kv)
+        self._go_on(row)
+        self._rows[request.request] = row
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """See the port; prompts that vLLM shares between requests count for each, and what a server
+        is ahead of the steps does not count."""
+        return sum(row.cached for row in self._rows.values())
+
+    def _take(
+        self,
+        row: VllmRequest,
+        tokens: list[int],
+        logprobs: list[float],
+        sampler_logprobs: list[float],
+    ) -> StopReason | None:
+        """What vLLM sampled for a row; why it ends by that, as far as that is decided here."""
+        if not row.tokens:
+            row.first_ns = self._clock.wall_ns()
+        reason = row.take(tokens, logprobs, sampler_logprobs)
+        row.cached = row.length - 1
+        return reason
+
+    def _tokens_left(self, row: VllmRequest) -> int:
+        """How many tokens the row may still sample."""
+        left = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
+        return min(left, self.context_tokens - row.length)
+
+    def _replace(self, held: Any, version: int, digest: str) -> None:
+        label, self._label = f"{version}:{digest[:16]}", ""
+        self._transfer(held, digest, label)  # what breaks in there leaves one that takes no request
+        self._label = label
+
+    def _transfer(self, held: Any, digest: str, label: str) -> None:
+        """Have vLLM load what was read, under this label."""
+        raise NotImplementedError
+
+    def _has_weights(self) -> bool:
+        return bool(self._label)
+
+    def _emit(self, row: VllmRequest) -> TokensSampled | None:
+        return row.emit()
+
+    def _warm_up(self, label: str) -> None:
+        """Sample with the random weights of this label: vLLM's first steps take seconds, which here
+        nobody waits for, while a worker that has joined would be silent for longer than its lease.
+        """
+        if self.context_tokens == 1:
+            return
+        self._label = label
+        warm = SamplingParams(max_tokens=2, temperature=0.7)
+        with self._versions.without():
+            self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
+            while self._rows:
+                self.step()
+        self._label = ""

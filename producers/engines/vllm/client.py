@@ -1,0 +1,279 @@
+"""The doors of a vLLM server as calls, and its adapters: decides what it means when a door does not
+open, and when an adapter can be forgotten.
+
+A refusal of the server's own worker (`error` in its answer) is a PolicyError. Anything else that
+goes wrong is a ResourceError, and says how the process ended where it is known and has.
+
+Adapters. The server's own worker reads the file, compares it and writes the directory that vLLM
+loads it from (`dora_write`); the front end has vLLM load it and from then on knows its name
+(LOAD_ADAPTER); the directory is removed (`dora_forget`). Nothing is paused meanwhile: vLLM does
+each between two steps. Dropping is both halves again, the name at the front end and the adapter at
+the worker.
+
+A request that comes to vLLM's engine core after its adapter is gone would end the core: vLLM would
+load it again, from a directory that is not there. So a request that is let go before any word of it
+has come is still listened to: an abort may have been there before it. It is aborted again with its
+first word, and no adapter is dropped before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
+from dora_pipe.producers.engines.vllm import wire
+from dora_pipe.producers.engines.vllm.http import Address, HttpStream, call
+from dora_pipe.producers.engines.vllm.lora import LoraVersion, refused
+from dora_pipe.producers.engines.vllm.process import ServerProcess
+
+HEALTH_S: Final = 30.0
+
+ABORTS_MAX: Final = 64
+"""Aborts whose answer is not read yet; before another one the oldest is waited for."""
+
+FIRST_WORD_S: Final = 60.0
+"""For the first word of a request that was let go, where its adapter is to be dropped."""
+
+SHARED: Final = "is another worker using this server?"
+
+
+class VllmServerClient:
+    """A server that runs, and the process if it was started from here."""
+
+    def __init__(self, address: Address, process: ServerProcess | None) -> None:
+        self._address = address
+        self._process = process
+        self._aborts: deque[HttpStream] = deque()
+
+    def open(self) -> wire.ServerFacts:
+        """Prepare it; what it has. Raises PolicyError where it cannot be used."""
+        return msgspec.convert(self.rpc("dora_open"), wire.ServerFacts)
+
+    def label(self) -> str:
+        """vLLM's name of its weights."""
+        return str(self._call("GET", "/weight_info")["weight_version"])
+
+    def read(self, weights: Path, *, version: int, digest: str) -> None:
+        """Have it read, digest, compare and hold a file. Raises PolicyError when it refuses."""
+        self.rpc("dora_read", str(weights.resolve()), digest, str(version))
+
+    def replace(self, digest: str, label: str) -> None:
+        """Have it load what it holds, under this label; what ran there is aborted."""
+        self.pause()
+        self._call("POST", "/start_weight_update")
+        self._call("POST", "/update_weights", {"update_info": {"digest": digest}})
+        self._call("POST", "/finish_weight_update", {"weight_version": label})
+        if not self._call("POST", "/reset_prefix_cache")["success"]:
+            raise ResourceError("vLLM's server has not forgotten its prefixes")
+        found = self.label()
+        if found != label:
+            raise InvariantBroken(f"vLLM names its weights {found!r}, loaded were {label!r}")
+        self.resume()
+
+    def rpc(self, method: str, *words: str) -> dict[str, Any]:
+        """Call a method of the extension. Raises PolicyError when it refuses, ResourceError where
+        its machine does."""
+        (found,) = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
+        if "error" in found:
+            raise (ResourceError if found.get("here") else PolicyError)(str(found["error"]))
+        return dict(found)
+
+    def load_adapter(self, name: str, folder: str) -> str:
+        """Have it load an adapter under a name; what it says against that, empty where nothing."""
+        return self._tell(wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> str:
+        """Have its front end forget a name; likewise. Its worker keeps the adapter."""
+        self._settle(0)  # no abort is on the way behind this
+        return self._tell(wire.UNLOAD_ADAPTER, {"lora_name": name})
+
+    def adapters(self) -> list[str]:
+        """The names that its front end knows."""
+        cards = self._call("GET", wire.MODELS)["data"]
+        return [str(card["id"]) for card in cards if card["parent"] is not None]
+
+    def pause(self) -> None:
+        """Have it abort all that runs, and take nothing up."""
+        self._call("POST", "/pause?mode=abort")
+
+    def resume(self) -> None:
+        """Have it go on."""
+        self._call("POST", "/resume")
+
+    def generate(self, body: dict[str, Any]) -> HttpStream:
+        """Begin a stream of tokens."""
+        return self._send(wire.GENERATE, body)
+
+    def abort(self, stays: list[str]) -> None:
+        """Let it drop these: it might notice only with their next token that nobody reads them."""
+        if stays:
+            ids = [f"{wire.ID_PREFIX}{stay}" for stay in stays]
+            self._aborts.append(self._send(wire.ABORT, {"request_ids": ids}))
+        self._settle(ABORTS_MAX)
+
+    def well(self, said: str = "") -> None:
+        """Raise ResourceError unless it says that it is well; `said` is why it is asked."""
+        try:
+            call(self._address, "GET", wire.HEALTH, timeout_s=HEALTH_S)
+        except ResourceError as error:
+            raise self.gone(error, said) from None
+
+    def gone(self, error: ResourceError, said: str = "") -> ResourceError:
+        """What is known of a server that does not answer as it should."""
+        if self._process is not None:
+            try:
+                self._process.settle()
+            except ResourceError as ended:
+                return ended
+        message = f"{error.message} ({said})" if said else error.message
+        return ResourceError(message, hint=error.hint)
+
+    def close(self, stays: list[str]) -> None:
+        """End it if it was started from here, else these requests."""
+        try:
+            if self._process is None:
+                self.abort(stays)
+                self._settle(0)
+        except ResourceError:
+            pass  # it is gone already, and so are they
+        for stream in self._aborts:
+            stream.close()
+        self._aborts.clear()
+        if self._process is not None:
+            self._process.close()
+
+    def _settle(self, most: int) -> None:
+        """Read the answers to aborts that have come, and wait for more than so many."""
+        try:
+            while self._aborts:
+                stream = self._aborts[0]
+                stream.read()
+                if not stream.ended and len(self._aborts) <= most:
+                    return
+                stream.wait(HEALTH_S)
+                self._aborts.popleft().close()
+        except ResourceError as error:
+            raise self.gone(error) from None
+
+    def _tell(self, path: str, body: dict[str, Any]) -> str:
+        """Ask at a door that answers without a record; what it says where it refuses."""
+        stream = self._send(path, body)
+        try:
+            answer = stream.wait()
+        except ResourceError as error:
+            raise self.gone(error) from None
+        finally:
+            stream.close()
+        return "" if stream.status == 200 else wire.read_refusal(answer)
+
+    def _call(self, method: Any, path: str, body: object = None) -> Any:
+        try:
+            return call(self._address, method, path, body)
+        except ResourceError as error:
+            raise self.gone(error) from None
+
+    def _send(self, path: str, body: dict[str, Any]) -> HttpStream:
+        try:
+            return HttpStream(self._address, "POST", path, body)
+        except ResourceError as error:
+            raise self.gone(error) from None
+
+
+class RemoteHost:
+    """See Host and the module; what other workers left in the server is gone."""
+
+    def __init__(self, server: VllmServerClient, *, rank: int) -> None:
+        self._server, self._rank = server, rank
+        self._unheard: dict[str, tuple[int, HttpStream]] = {}
+        """By stay, its adapter and what is listened to; at most what one drop finds."""
+        server.pause()
+        for name in server.adapters():
+            server.unload_adapter(name)
+        server.rpc("dora_drop_all")
+        server.resume()
+
+    def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
+        """See Host."""
+        words = (str(path.resolve()), digest, base, str(self._rank))
+        folder = self._server.rpc("dora_write", *words)["folder"]
+        said = self._server.load_adapter(name, str(folder))
+        numbers = self._server.rpc("dora_forget")["numbers"]
+        if said:
+            raise refused(said)
+        if len(numbers) != 1:
+            message = f"vLLM's server has loaded the adapters {numbers} in place of one"
+            raise InvariantBroken(message, hint=SHARED)
+        return LoraVersion(digest=digest, number=int(numbers[0]), name=name)
+
+    def remove(self, version: LoraVersion) -> None:
+        """See Host."""
+        for stay, (number, stream) in list(self._unheard.items()):
+            if number == version.number:
+                self._hear(stay, stream)
+        said = self._server.unload_adapter(version.name)
+        if said:
+            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
+        self._server.rpc("dora_drop", str(version.number))
+
+    def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:
+        """Listen to a request that was let go."""
+        self._unheard[stay] = (adapter, stream)
+
+    def settle(self) -> None:
+        """Let go of those whose first word has come."""
+        for stay, (_, stream) in list(self._unheard.items()):
+            try:
+                stream.read()
+            except ResourceError as error:
+                raise self._server.gone(error) from None
+            if stream.heard:
+                self._end(stay, stream)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for _, stream in self._unheard.values():
+            stream.close()
+        self._unheard.clear()
+
+    def _hear(self, stay: str, stream: HttpStream) -> None:
+        try:
+            stream.wait_heard(FIRST_WORD_S)
+        except ResourceError as error:
+            raise self._server.gone(error) from None
+        self._end(stay, stream)
+
+    def _end(self, stay: str, stream: HttpStream) -> None:
+        del self._unheard[stay]
+        stream.close()
+        if not stream.ended:
+            self._server.abort([stay])
+
+
+def check_room(
+    facts: wire.ServerFacts, slots: int, context_tokens: int, rank: int, most: int
+) -> None:
+    """Raise ConfigError where a server has no room for so many slots, contexts of so many tokens or
+    `most` adapters of a rank; or has room for some where none are asked for: on a CPU it computes
+    rows without one with another's."""
+    if slots > facts.slots or context_tokens > facts.context_tokens:
+        raise ConfigError(
+            f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
+            f" tokens, the worker wants {slots} and {context_tokens}",
+            hint="fewer workers.slots or workers.context_tokens, or start it with more",
+        )
+    has = f"adapters of rank {facts.lora_rank}, {facts.versions_resident} at once"
+    if facts.lora_rank and not rank:
+        raise ConfigError(
+            f"vLLM's server hosts {has}, the run has none",
+            hint="start it without --lora-rank",
+        )
+    if facts.lora_rank < rank or facts.versions_resident < most:
+        raise ConfigError(
+            f"vLLM's server hosts {has if facts.lora_rank else 'no adapters'},"
+            f" the worker wants rank {rank}, {most} at once",
+            hint=f"start it with --lora-rank {rank} --versions-resident {most}",
+        )

@@ -21,7 +21,6 @@ from dora_pipe.bench.offpolicy import (
 from dora_pipe.bench.offpolicy_book import Book
 from dora_pipe.bench.offpolicy_plot import courses, ends
 from dora_pipe.cli.demo import TASK
-from dora_pipe.cli.init import demonstrations, warm_up
 from dora_pipe.cli.options import (
     OFFPOLICY_STEPS,
     SFT_BATCH,
@@ -34,7 +33,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.children import share_cores
-from dora_pipe.launch.examples import CONTEXT_TOKENS, example_config
+from dora_pipe.launch.examples import demonstrations, example_config, make_model, warm_up
 
 if TYPE_CHECKING:
     from dora_pipe.bench.offpolicy_cell import Bench
@@ -145,15 +144,12 @@ class Study:
 
     def _warm(self, config: Config, seed: int) -> None:
         """Version 0 of a seed: a random model, then demonstrations; whole or not at all."""
-        from dora_pipe.launch.examples import write_small_model
-        from dora_pipe.producers.tasks.arithmetic import WORDS
-
         if Path(config.model.path).exists():
             return
         say(f"warm start of seed {seed}")
         part = self.out / f"warm-{seed}.part"
         shutil.rmtree(part, ignore_errors=True)
-        write_small_model(part / "random", WORDS, context_tokens=CONTEXT_TOKENS, seed=seed)
+        make_model(part / "random", TASK, seed=seed)
         chance = SFT_SEED + seed
         warm_up(
             part / "random",

@@ -1,4 +1,5 @@
-"""What buses and readers share: a bus around another, and a reader that keeps its positions itself.
+"""What buses and readers share: a bus around another, a reader that keeps its positions itself, and
+a log whose readers tell how far they are.
 
 A method without a docstring does what the port says of it. It decides nothing.
 """
@@ -6,10 +7,17 @@ A method without a docstring does what the port says of it. It decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from dora_pipe.bus.checks import check_position
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError
+
+FAR: Final = 1000
+"""Fewer records of a topic are read without a word."""
+
+Told = Callable[[str, float, float], None]
+"""Hears what is read, how many records so far, and of how many."""
 
 
 class ReaderWrapper(Reader):
@@ -111,3 +119,39 @@ class PositionReader(Reader):
         self._check_bus()
         if self._closed:
             raise BusError("this reader is closed")
+
+
+class WatchedBus(BusWrapper):
+    """A log whose readers tell how far they are."""
+
+    def __init__(self, bus: Bus, told: Told) -> None:
+        super().__init__(bus)
+        self._told = told
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        ends = {at: self.inner.end(at) for at in positions}
+        return _WatchedReader(self.inner.reader(positions), dict(positions), ends, self._told)
+
+
+class _WatchedReader(ReaderWrapper):
+    def __init__(
+        self,
+        reader: Reader,
+        starts: Mapping[TopicPartition, int],
+        ends: Mapping[TopicPartition, int],
+        told: Told,
+    ) -> None:
+        super().__init__(reader)
+        self._starts, self._told = starts, told
+        names = sorted({at.topic.rpartition(".")[2] for at in starts})
+        self._phase = f"reading {', '.join(names)}"
+        self._total = sum(ends[at] - start for at, start in starts.items())
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
+        done = sum(self.position(at) - start for at, start in self._starts.items())
+        if self._total >= FAR:
+            self._told(self._phase, done, self._total)
+        return found

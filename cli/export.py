@@ -1,18 +1,44 @@
-"""`export`: a run's trajectories or a policy of it, in a file for other tools."""
+"""`export`: a run's trajectories, a policy, its traces or its figures, for other tools."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from random import random
+from typing import Final
 
 from dora_pipe.audit.export import export_parquet, export_policy
-from dora_pipe.cli.damage import raise_if_damaged
-from dora_pipe.cli.export_texts import texts_of
 from dora_pipe.cli.options import may_write_file, may_write_folder
-from dora_pipe.cli.replay_lines import rebuilder
+from dora_pipe.cli.output import raise_if_damaged
+from dora_pipe.cli.replay import rebuilder
+from dora_pipe.cli.texts import texts_of
+from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.traces.follow import Checkpoint, Follower, Sent
+from dora_pipe.observe.traces.sinks import (
+    FileSink,
+    HttpSink,
+    RetryingSink,
+    Sink,
+    address_of,
+    is_address,
+)
+from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
+from dora_pipe.observe.traces.tracer import Tracer
+from dora_pipe.observe.trackers.follow import Tracking
+from dora_pipe.observe.trackers.port import Tracker
+from dora_pipe.observe.trackers.tensorboard import TensorBoardTracker
+from dora_pipe.observe.trackers.wandb import WandbTracker
+
+CHECKPOINTS: Final = "traces-sent"
+CHECKPOINT_DIGITS: Final = 16
+"""Where it is remembered what was sent, a file for each address and share of the groups."""
 
 
 def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:
@@ -38,3 +64,123 @@ def export_policy_dir(run: OpenRun, policy: int, directory: Path | None, *, forc
     with closing(run.tables()) as tables:
         digest = export_policy(tables, run.policies, policy, directory)
     say(f"{directory}: version {policy}, weights {digest}")
+
+
+def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:
+    """Write event files of a run below a folder; `follow` waits for more."""
+    _export_figures(run, TensorBoardTracker(folder), str(folder / run.topics.run), follow=follow)
+
+
+def export_wandb(run: OpenRun, project: str, *, follow: bool) -> None:
+    """Give a run to a project of W&B, offline unless the environment says otherwise."""
+    _export_figures(run, WandbTracker(project), f"W&B project {project}", follow=follow)
+
+
+def _export_figures(run: OpenRun, tracker: Tracker, target: str, *, follow: bool) -> None:
+    with closing(tracker):
+        tracking = Tracking(run.bus, run.topics, tracker, run.contributions, SystemClock())
+        done = tracking.follow() if follow else tracking.whole()
+    there = f", {done.before} were there" if done.before else ""
+    goes_on = "" if done.over else "; the run goes on, and so does the same command"
+    say(f"{target}: {done.rows} rows{there}{goes_on}")
+
+
+def export_traces(
+    run: OpenRun,
+    target: str,
+    *,
+    follow: bool,
+    ratio: float,
+    force: bool,
+    told: Callable[[str], None],
+) -> None:
+    """Send the traces of a log to a file or an address; `follow` waits for more.
+
+    `told` hears what it does at present.
+    """
+
+    def waits(line: str) -> None:
+        told(f"waiting for {target}, which is busy")
+        say(line)
+
+    policy = SamplingPolicy(ratio=ratio, slow=run.config.telemetry.traces_slow)
+    if is_address(target):
+        checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
+        before = checkpoint.read()
+        sink = RetryingSink(HttpSink(target), clock=SystemClock(), chance=random, tell=waits)
+        try:
+            if follow:
+                done = _follow(run, sink, policy, checkpoint)
+            else:
+                done = _whole(run, sink, policy, checkpoint, told)
+        finally:
+            sink.close()
+        if before >= 0:
+            say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
+    elif follow:
+        raise UsageError("--follow sends to an address", hint="e.g. --traces http://127.0.0.1:4318")
+    else:
+        may_write_file(Path(target), force=force)
+        with FileSink(Path(target)) as file:
+            done = _whole(run, file, policy, Checkpoint(None), told)
+    _tell(target, done)
+    raise_if_damaged(done.damage, ", and their traces told by facts alone")
+
+
+def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path | None:
+    """The file that says how far these groups of this run were sent to this address.
+
+    Beside the run; for one whose directory is not here or not to be changed, in the user's cache.
+    None for a log that holds no run yet.
+    """
+    first = started(run.bus, run.topics)
+    if first is None:
+        return None
+    said = (address, first.run, first.at_ns, policy.ratio, policy.slow)
+    name = hashlib.sha256("\n".join(map(str, said)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
+    own = run.directory
+    if own.path.is_dir() and not own.is_archive:
+        return own.path / CHECKPOINTS / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dora-pipe" / CHECKPOINTS / name
+
+
+def _whole(
+    run: OpenRun,
+    sink: Sink,
+    policy: SamplingPolicy,
+    checkpoint: Checkpoint,
+    told: Callable[[str], None],
+) -> Sent:
+    """Everything that has ended in the log. Raises ResourceError where it cannot be sent."""
+    tracer = Tracer(run.bus, run.topics, policy, after=checkpoint.read())
+    sent = Sent()
+    try:
+        while not tracer.caught_up:
+            for traced in tracer.turn():
+                assert tracer.run is not None
+                told("sending traces")
+                sink.send(tracer.run, traced.spans)
+                sent.spans += len(traced.spans)
+                checkpoint.write(traced.offset)
+        sent.groups, sent.left_out, sent.whole = tracer.sampled, tracer.left_out, True
+        sent.damage = tracer.damage
+        if tracer.open:
+            say(f"note: {tracer.open} groups are open yet, and left out")
+    finally:
+        tracer.close()
+    return sent
+
+
+def _follow(run: OpenRun, sink: Sink, policy: SamplingPolicy, checkpoint: Checkpoint) -> Sent:
+    """Until the run is over, or Ctrl-C."""
+    return Follower(
+        run.bus, run.topics, sink, policy, clock=SystemClock(), checkpoint=checkpoint
+    ).run()
+
+
+def _tell(target: str, sent: Sent) -> None:
+    left_out = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
+    say(f"{target}: {sent.groups} groups, {sent.spans} spans{left_out}")
+    if not sent.whole:
+        raise ResourceError("not everything was sent", hint="the same command goes on from there")

@@ -8,7 +8,7 @@ from pathlib import Path
 from dora_pipe.audit.mismatch import Mismatch, measure
 from dora_pipe.cli.output import emit_line, emit_table
 from dora_pipe.cli.progress import Progress
-from dora_pipe.cli.replay_lines import rebuilder
+from dora_pipe.cli.replay import rebuilder
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
 from dora_pipe.consumers.trainer.batch_source import batch_of_commit

@@ -12,10 +12,13 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from dora_pipe.core.console import say, write_to
 from dora_pipe.core.errors import printable
+
+if TYPE_CHECKING:
+    from dora_pipe.bus.logged import Damage
 
 PIPE_COLUMNS: Final = 120
 """What flows goes into lines of this width in a pipe; tables are as wide as they are there."""
@@ -142,3 +145,11 @@ def draws_blocks() -> bool:
     """Whether stdout can be trusted with more than ASCII."""
     encoding = os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding or "ascii"
     return encoding.lower().startswith("utf")
+
+
+def raise_if_damaged(damage: Damage, consequence: str) -> None:
+    """Name damaged trajectories behind the sound ones, on stderr; raises InvariantBroken where
+    there are any. `consequence`: what came of it."""
+    for line in damage.lines:
+        say(line)
+    damage.raise_if_any(consequence)

@@ -84,7 +84,7 @@ class Progress:
 @contextmanager
 def watched(run: OpenRun) -> Iterator[tuple[OpenRun, Progress]]:
     """A run whose log tells how far it is read, and where to tell the rest."""
-    from dora_pipe.cli.watched_bus import WatchedBus
+    from dora_pipe.bus.base import WatchedBus
 
     with progress("opening the log") as told:
         yield replace(run, bus=WatchedBus(run.bus, told)), told

@@ -16,8 +16,7 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.claim_check import claimed_bytes, lost_claim
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.cli.damage import raise_if_damaged
-from dora_pipe.cli.output import emit_json, emit_line, terminal_columns
+from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged, terminal_columns
 from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control

@@ -1,20 +1,78 @@
-"""`show`: what a run is; or a step, a group or a trajectory of it."""
+"""`show`: a run, or a step of it, on one screen; a group or a trajectory whole."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
 
-from dora_pipe.cli.output import emit_json
+from dora_pipe.audit.describe import DAMAGE, TRACE, Story, tell
+from dora_pipe.cli.audit import remembered_ledger
+from dora_pipe.cli.output import (
+    draws_blocks,
+    emit_flow,
+    emit_json,
+    emit_line,
+    emit_pairs,
+    emit_table,
+    flow,
+    show,
+    terminal_columns,
+    terminal_rows,
+)
+from dora_pipe.cli.texts import decoder_in
+from dora_pipe.cli.why_tables import shown_roles
+from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.run_stats import RunStats, StepStats
+from dora_pipe.observe.text import duration, sparkline
+from dora_pipe.observe.top import frame
+from dora_pipe.observe.traces import tree
+from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
 
-if TYPE_CHECKING:
-    from dora_pipe.launch.run_dir import OpenRun
+CURVE_MAX: Final = 60
+"""Characters of the reward's curve; steps next to each other share one where there are more."""
+
+LABEL: Final = 40
+"""Columns that the curve's line needs beside the curve."""
+
+WORST: Final = 5
+"""Trajectories with the largest ratios that are listed."""
+
+LINES_ELSE: Final = 3 + 1 + 2 + 1
+"""What the step is, the title of the groups, what is said behind it, and the next prompt."""
+
+GAPS: Final = 4
+"""Empty lines between the parts, where the screen is high enough for them."""
+
+GROUP_LINES_MIN: Final = 3
+"""Of the groups: for less, rather no gaps."""
+
+FIGURES: Final = (
+    *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
+    *("kl", "tokens", "updates", "staleness_mean", "without_gradient"),
+)
+"""Those that are shown; --all has every one."""
+
+CELL_CHARACTERS_MAX: Final = 600
+"""Longer texts are cut in tables; `--json` gives them whole."""
+
+DROP: Final = (
+    *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
+    *("bytes", "logged", "sha256", "turn", "ms", "staleness", "clipped_share", "group"),
+    *("deadline", "row", "attempt", "attempts", "finish"),
+)
+"""Columns that go where a terminal is too narrow, the first first."""
 
 
-def tell_of_run(run: OpenRun, *, as_json: bool) -> None:
+def show_run(run: OpenRun, *, as_json: bool) -> None:
     """Print how a run goes or went."""
-    from dora_pipe.cli.show_run import overview, print_overview
-
     found = overview(run)
     if as_json:
         emit_json(found.plain())
@@ -22,20 +80,281 @@ def tell_of_run(run: OpenRun, *, as_json: bool) -> None:
         print_overview(found)
 
 
-def tell_of_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
+def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
     """Print where a step, group or trajectory came from and went."""
-    from dora_pipe.audit.describe import DAMAGE, tell
-    from dora_pipe.cli.audit import remembered_ledger
-    from dora_pipe.cli.show_step import is_step, print_step
-    from dora_pipe.cli.show_story import print_story, text_decoder
-
     with remembered_ledger(run) as known:
-        story = tell(run.bus, run.topics, run.policies, wanted, decoder=text_decoder, known=known)
+        story = tell(run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known)
     if as_json:
         emit_json(story)
-    elif is_step(story) and not everything:
+    elif "figures" in story and not everything:  # of a step
         print_step(story, run.topics.run)
     else:
         print_story(story)
     for one in story.get(DAMAGE, ()):
         raise InvariantBroken(one["what"], hint="`dora-pipe audit` looks at the whole log")
+
+
+# A run.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """A run, from its log."""
+
+    stats: RunStats
+    waits: Summary
+    log: str
+    state: str
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values."""
+        stats = self.stats
+        return {
+            "run": stats.run,
+            "state": self.state,
+            "log": self.log,
+            "steps": stats.version,
+            "steps_planned": stats.steps_planned,
+            "rewards": [one.reward for one in stats.steps],
+            "evaluation": None
+            if stats.evaluation is None
+            else dict(zip(("version", "reward"), stats.evaluation, strict=True)),
+            "staleness": dict(staleness(stats)),
+            "bound": stats.bound,
+            "groups": dict(stats.fates),
+            "waits": asdict(self.waits),
+        }
+
+
+def overview(run: OpenRun) -> Overview:
+    """Read the log. Raises BusError, LogTruncated."""
+    stats = RunStats(run.topics.run)
+    with closing(stats.follow(run.bus, run.topics)) as follower:
+        while follower.advance():
+            pass
+    with closing(run.tables()) as tables:
+        waits = summarise(run.bus, run.topics, tables)
+    return Overview(
+        stats=stats,
+        waits=waits,
+        log=run.directory.bus_url(run.config),
+        state=frame(stats, time.time_ns()).head.partition(": ")[2],
+    )
+
+
+def staleness(stats: RunStats) -> list[tuple[int, int]]:
+    """(staleness, groups) of the steps that are remembered."""
+    found: Counter[int] = Counter()
+    for one in stats.steps:
+        found.update(dict(one.staleness))
+    return sorted(found.items())
+
+
+def print_overview(found: Overview) -> None:
+    """The run for people."""
+    stats = found.stats
+    emit_line(f"{stats.run}: {found.state}")
+    emit_line()
+    pairs = {"log": found.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
+    if stats.evaluation is not None:
+        version, reward = stats.evaluation
+        pairs["evaluation"] = f"{reward:.3f} of version {version}"
+    pairs["staleness"] = _staleness(stats)
+    fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
+    pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"
+    pairs["steps"] = _steps(list(stats.steps))
+    emit_pairs(pairs)
+    emit_line()
+    waits = [_waited(one) for one in shown_roles(found.waits)]
+    emit_table(("role", "waited", "share", "most of it for"), waits)
+    say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
+
+
+def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
+    most = f"{one.waits[0][0]}: {duration(one.waits[0][1])}" if one.waits else ""
+    return one.role, duration(one.waited_s), f"{one.share(one.waited_s):.0%}", most
+
+
+def _task(stats: RunStats) -> str:
+    config = {} if stats.started is None else stats.started.config
+    groups, workers = config.get("groups", {}), config.get("workers", {})
+    return (
+        f"{config.get('task', {}).get('kind', '?')}, {groups.get('per_step', '?')} groups of "
+        f"{groups.get('size', '?')} a step, {workers.get('count', '?')} workers"
+    )
+
+
+def _reward(steps: list[StepStats]) -> str:
+    known = [one.reward for one in steps if one.reward is not None]
+    if not known:
+        return "no step yet"
+    width = terminal_columns()
+    room = CURVE_MAX if width is None else max(8, min(CURVE_MAX, width - LABEL))
+    curve = sparkline(_shared(known, room), plain=not draws_blocks())
+    return f"{known[0]:.3f} {curve} {known[-1]:.3f} at step {steps[-1].step}"
+
+
+def _shared(values: list[float], most: int) -> list[float]:
+    """At most so many values, each the mean of its neighbours."""
+    if len(values) <= most:
+        return values
+    edges = [len(values) * place // most for place in range(most + 1)]
+    pieces = [values[low:high] for low, high in pairwise(edges)]
+    return [sum(piece) / len(piece) for piece in pieces]
+
+
+def _staleness(stats: RunStats) -> str:
+    found = staleness(stats)
+    total = sum(count for _, count in found) or 1
+    said = ", ".join(f"{value}: {count / total:.0%}" for value, count in found)
+    bound = "" if stats.bound is None else f" (bound {stats.bound})"
+    return f"{said or 'no step yet'}{bound}"
+
+
+def _steps(steps: list[StepStats]) -> str:
+    timed = [one for one in steps if one.seconds is not None]
+    if not timed:
+        return "none was timed"
+    lasted = sum(one.seconds or 0.0 for one in timed)
+    return (
+        f"{duration(lasted / len(timed))} each, {sum(one.tokens for one in timed) / lasted:,.0f} "
+        f"sampled tokens/s trained"
+    )
+
+
+# A step.
+
+
+def print_step(story: Story, run: str) -> None:
+    """The step, so that it fits; `--all` is the whole story."""
+    step, groups, rows = story["step"], story["groups"], story["trajectories"]
+    figures = story["figures"]
+    count = f"{figures.get('trajectories', len(rows)):.0f}"
+    emit_line(
+        f"step {step['step']} of {run}: {len(groups)} groups, {count} trajectories, attempt "
+        f"{step['attempt']}, computed in {show(step['compute s'])} s"
+    )
+    emit_line(f"taken because {step['why then']}")
+    emit_line(f"weights {str(story['weights']['after']).rpartition(' ')[2]}")
+    told = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
+    versions, worst = _by_version(groups), _worst(rows)
+    named = flow([f"{one['group']} {show(_mean(_rewards(one)))}" for one in groups])
+    taken = LINES_ELSE + len(told) + 1 + len(versions) + 2 + len(worst)
+    room, gaps = _room(taken, len(named))
+    _part(gaps)
+    emit_flow(told)
+    _part(gaps)
+    _print_versions(versions)
+    _part(gaps)
+    _print_groups(named[:room], len(groups))
+    _part(gaps)
+    _print_worst(worst)
+    if DAMAGE not in story:
+        say("--all has every trajectory, the settings, the lineage and the trace")
+
+
+def _part(gap: bool) -> None:
+    if gap:
+        emit_line()
+
+
+def _room(taken: int, wanted: int) -> tuple[int | None, bool]:
+    """How many lines the groups may have, None where nobody counts them; whether there are gaps."""
+    height = terminal_rows()
+    if height is None:
+        return None, True
+    left = height - taken - GAPS
+    if left >= min(GROUP_LINES_MIN, wanted):
+        return left, True
+    return max(1, left + GAPS), False
+
+
+def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for one in groups:
+        if "version" in one:
+            found.setdefault(one["version"], []).append(one)
+    return [
+        (
+            version,
+            of[0]["staleness"],
+            len(of),
+            _mean([reward for one in of for reward in _rewards(one)]),
+            sum(one["tokens"] for one in of),
+        )
+        for version, of in sorted(found.items())
+    ]
+
+
+def _print_versions(rows: Sequence[tuple[Any, ...]]) -> None:
+    emit_table(("sampled by version", "staleness", "groups", "mean reward", "tokens"), rows)
+
+
+def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
+    """Names with their mean rewards, as many as the screen has room for."""
+    shown = sum(map(len, lines))
+    which = "" if shown == count else f" ({shown} of {count}; --all has every one)"
+    emit_line(f"groups and their mean rewards{which}")
+    emit_flow(lines)
+
+
+def _worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Trajectories whose probability of a token changed most since they were sampled."""
+    return sorted((one for one in rows if _size(one)), key=_size, reverse=True)[:WORST]
+
+
+def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
+    columns = ("trajectory", "version", "reward", "advantage", "tokens", "ratio_min", "ratio_max")
+    emit_table(
+        (*columns, "clipped_share"),
+        [[one.get(name) for name in (*columns, "clipped_share")] for one in worst],
+        title=f"the {len(worst)} trajectories with the worst ratios"
+        if worst
+        else "ratios: the contributions file of the step is not in the store",
+        drop=("clipped_share", "version", "tokens"),
+    )
+
+
+def _size(row: Mapping[str, Any]) -> float:
+    """How far the farthest ratio is from 1, in nats."""
+    ratios = [row.get("ratio_min"), row.get("ratio_max")]
+    return max((abs(math.log(one)) for one in ratios if one), default=0.0)
+
+
+def _rewards(group: Mapping[str, Any]) -> list[float]:
+    return [float(one) for one in str(group.get("rewards", "")).split() if one != "-"]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# The whole story.
+
+
+def print_story(story: Story) -> None:
+    """Every section, in order."""
+    for section, content in story.items():
+        if isinstance(content, Mapping):
+            emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
+        elif section == TRACE:
+            rows = tree.draw(content, plain=not draws_blocks())
+            emit_table(tree.COLUMNS, rows, title=section)
+        else:
+            _print_rows(section, content)
+        emit_line()
+
+
+def _print_rows(section: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if not columns:
+        emit_pairs({"none": "-"}, title=section)
+        return
+    cells = [[_cut(row.get(column)) for column in columns] for row in rows]
+    emit_table(columns, cells, title=section, drop=DROP)
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= CELL_CHARACTERS_MAX:
+        return value
+    return f"{value[:CELL_CHARACTERS_MAX]}... ({len(value)} characters)"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.ipc
+
+from dora_pipe.core.errors import DoraError
+
+if TYPE_CHECKING:
+    from dora_pipe.store.store import PolicyStore
 
 SCHEMA: Final = pa.schema(
     [
@@ -48,3 +53,13 @@ def read_contributions(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file, pyarrow.ipc.open_file(file) as reader:
         rows: list[dict[str, Any]] = reader.read_all().to_pylist()
     return rows
+
+
+def stored_contributions(store: PolicyStore | None, sha256: str) -> list[dict[str, Any]]:
+    """The rows of a step; none where there is no store, or the file is gone or cannot be read."""
+    try:
+        if store is None or not store.has_blob("contributions", sha256):
+            return []
+        return read_contributions(store.blob("contributions", sha256))
+    except (DoraError, OSError, ValueError):
+        return []

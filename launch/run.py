@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +29,8 @@ from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.fork_server import ForkServer
 from dora_pipe.launch.local_roles import need_gpus
-from dora_pipe.launch.plan import Plan, opened_bus
-from dora_pipe.launch.run_dir import RunDir, run_dir
-from dora_pipe.launch.run_lock import locked
+from dora_pipe.launch.plan import Plan
+from dora_pipe.launch.run_dir import RunDir, locked, run_dir
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import Progress
@@ -92,7 +92,7 @@ def _supervise(
         fork_servers[local_roles.TRACES] = slim
     try:
         with (
-            opened_bus(directory, config) as bus,
+            closing(directory.open_bus(config)) as bus,
             BrokerWatch(config, directory.open_bus) as brokers,
         ):
             progress = progress_of(bus, config)

@@ -8,7 +8,7 @@ runs/NAME/
   snapshots/      the orchestrator's state now and then: a cache that a restart begins at
   handover/       KV caches on their way from worker to worker
   logs/           what each role said
-  lock            held by who runs it (`launch.run_lock`)
+  lock            held by who runs it (`locked`)
   archived-to     where `dora-pipe archive` put its segments, if it did
 
 An archive is such a directory too, with manifest.json, segments/ and claims/ in place of a log. A
@@ -18,12 +18,15 @@ its first record says.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,6 +41,7 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 from dora_pipe.observe.lineage import policy_after
@@ -49,7 +53,7 @@ LOG = "log.sqlite"
 """File in a run's directory: the log, unless the bus is elsewhere."""
 
 LOCK = "lock"
-"""File in a run's directory; it says which process holds it alone (`launch.run_lock`)."""
+"""File in a run's directory; it says which process holds it alone (`locked`)."""
 
 ARCHIVED_TO = "archived-to"
 """File in a run's directory that names its archive."""
@@ -59,6 +63,8 @@ ON_KAFKA = "kafka://"
 
 NAMES_MAX = 8
 """Of runs, in one hint."""
+
+PID_BYTES_MAX = 32
 
 FREE_BYTES_MIN = 200 * 1024 * 1024
 """A run does not start on a disk with less room than this."""
@@ -268,6 +274,10 @@ class OpenRun:
         elsewhere = bool(self.config.store.url)
         return not self.directory.is_archive or elsewhere or self.store.is_dir()
 
+    def contributions(self, sha256: str) -> list[dict[str, Any]]:
+        """What each trajectory of a step did to it; no rows where nothing can be read."""
+        return stored_contributions(self.policies if self.has_policies else None, sha256)
+
 
 def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
     """The directory that a configuration's run has."""
@@ -373,3 +383,50 @@ def check_room(path: Path) -> None:
         raise ResourceError(
             f"{free // 1024**2} MiB free at {path}", hint="make room, or run from another disk"
         )
+
+
+@contextmanager
+def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
+    """Hold a run for as long as the block lasts; nothing where its directory is not here.
+
+    `run` holds it alone. An orchestrator or trainer that was started by itself holds it with
+    others: a second one takes over from the first, as it would on another machine; beside a `run`,
+    which starts its own again, the two would fence each other for ever. A worker may join whoever
+    runs. The kernel takes the lock back in the end.
+
+    What is forked meanwhile must not keep the descriptor (`fork_server.release_inherited_files`).
+    Raises UsageError where somebody else runs it.
+    """
+    if not directory.path.is_dir():
+        yield
+        return
+    descriptor = os.open(directory.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor, directory, shared=shared)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def refuse_running(directory: RunDir) -> None:
+    """Raise UsageError where somebody runs this run on this machine."""
+    with locked(directory):
+        return
+
+
+def _lock(descriptor: int, directory: RunDir, *, shared: bool) -> None:
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(descriptor, PID_BYTES_MAX).decode("ascii", errors="replace").strip()
+        who = f" (process {pid})" if pid else ""
+        raise UsageError(
+            f"{directory.path.name} is running already{who}",
+            hint="stop that one first: Ctrl-C where it was started, or SIGTERM",
+        ) from None
+    except OSError:
+        return  # a file system without locks: as it was before there were any
+    os.ftruncate(descriptor, 0)
+    if not shared:
+        os.write(descriptor, b"%d\n" % os.getpid())

@@ -33,7 +33,6 @@ from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.arithmetic import WORDS
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -154,10 +153,10 @@ def _trainer(directory: RunDir) -> None:
 
 
 def _make_model(path: Path) -> None:
-    from dora_pipe.launch.examples import write_small_model
+    from dora_pipe.launch.examples import make_model
 
     partial = path.with_suffix(".partial")
-    write_small_model(partial, WORDS, context_tokens=CONTEXT_TOKENS)
+    make_model(partial, "arithmetic", context_tokens=CONTEXT_TOKENS)
     partial.rename(path)
 
 

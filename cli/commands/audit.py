@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import getpass
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +24,9 @@ from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from dora_pipe.audit.prune import PruneCandidate
 
 EXPORTS = (
     "--parquet FILE",
@@ -127,8 +131,7 @@ def replay(
             raise UsageError("--rewards asks the task again; --from, --to and --set train")
         if trajectory or random:
             raise UsageError("--trajectory and --random generate again; --from trains again")
-    from dora_pipe.cli.replay_lines import replay_steps, replay_trajectories
-    from dora_pipe.cli.replay_rewards import replay_rewards
+    from dora_pipe.cli.replay import replay_rewards, replay_steps, replay_trajectories
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root, archive) as found, watched(found) as (open_run, told):
@@ -177,9 +180,13 @@ def export(
     wanted = (parquet is not None, policy is not None, traces, tensorboard is not None, wandb)
     if sum(map(bool, wanted)) != 1:
         raise UsageError(f"say what to export: {', '.join(EXPORTS[:-1])}, or {EXPORTS[-1]}")
-    from dora_pipe.cli.export import export_parquet_file, export_policy_dir
-    from dora_pipe.cli.traces import export_traces
-    from dora_pipe.cli.trackers import export_tensorboard, export_wandb
+    from dora_pipe.cli.export import (
+        export_parquet_file,
+        export_policy_dir,
+        export_tensorboard,
+        export_traces,
+        export_wandb,
+    )
     from dora_pipe.launch.run_dir import opened
 
     with (
@@ -276,25 +283,28 @@ def prune(
     Nothing is deleted without --delete. A version that is needed again is made again by replay.
     """
     from dora_pipe.audit import prune as history
-    from dora_pipe.audit.prune_claims import prune_claims
-    from dora_pipe.cli.prune import claims_of, rows_of
+    from dora_pipe.audit.prune_claims import ClaimPlan, plan_claims, prune_claims
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
 
     clock = SystemClock()
     with opened(run, root, archive) as open_run:
-        store = open_run.policies
+        bus, names, store = open_run.bus, open_run.topics, open_run.policies
         plan = history.plan_prune(
-            open_run.bus,
-            open_run.topics,
+            bus,
+            names,
             store,
             keep_every=open_run.config.store.keep_every if keep_every is None else keep_every,
             stopped=stopped,
             clock=clock,
         )
-        claims = claims_of(open_run, archive, claim_hours, clock)
+        claims = ClaimPlan()
+        if not open_run.directory.is_archive:  # An archive's own are never touched.
+            below = archive or open_run.directory.archive
+            age_s = claim_hours * 3600
+            claims = plan_claims(bus, names, store, clock=clock, archive=below, age_min_s=age_s)
         candidates = (*plan.candidates, *claims.candidates)
-        emit_rows(("file", "bytes", "why", "version"), rows_of(candidates), as_json=as_json)
+        _print_candidates(candidates, as_json=as_json)
         files, size = plan.files + claims.files, plan.bytes + claims.bytes
         freed = f"{(plan.freed_bytes + claims.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
         if claims.note:
@@ -302,7 +312,19 @@ def prune(
         if not delete:
             say(f"{len(candidates)} of {files} files, {freed}; --delete deletes them")
             return
-        user = getpass.getuser()
-        count = history.prune(open_run.bus, open_run.topics, store, plan, user=user, clock=clock)
+        count = history.prune(bus, names, store, plan, user=getpass.getuser(), clock=clock)
         count += prune_claims(store, claims)
         say(f"{count} of {files} files deleted, {freed}")
+
+
+def _print_candidates(candidates: Sequence[PruneCandidate], *, as_json: bool) -> None:
+    rows = [
+        {
+            "file": one.file.name,
+            "bytes": one.file.bytes,
+            "why": one.why,
+            "version": "" if one.version is None else one.version,
+        }
+        for one in candidates
+    ]
+    emit_rows(("file", "bytes", "why", "version"), rows, as_json=as_json)

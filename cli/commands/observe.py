@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -17,9 +18,14 @@ from dora_pipe.cli.options import (
     may_write_file,
 )
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table, emit_text
+from dora_pipe.cli.progress import progress
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import LOOPBACK
+
+if TYPE_CHECKING:
+    from dora_pipe.observe.web.pages import Source
+    from dora_pipe.observe.web.query_worker import Opener
 
 FRAMES_EVERY_S: Final = 1.0
 FRAMES_EVERY_MIN_S: Final = 0.1
@@ -55,16 +61,16 @@ def show(
 ) -> None:
     """Show how a run goes or went; or where a step, group or trajectory came from and went."""
     from dora_pipe.audit.config_drift import config_drift
-    from dora_pipe.cli.show import tell_of_id, tell_of_run
+    from dora_pipe.cli.show import show_id, show_run
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root, archive) as open_run:
         if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
             say(f"not what the run has: {drift.line}")
         if wanted:
-            tell_of_id(open_run, wanted, everything=everything, as_json=as_json)
+            show_id(open_run, wanted, everything=everything, as_json=as_json)
         else:
-            tell_of_run(open_run, as_json=as_json)
+            show_run(open_run, as_json=as_json)
 
 
 def why(
@@ -149,7 +155,6 @@ def ui(
         raise UsageError(f"--port {port} is none", hint="0 to 65535")
     if export is not None:
         may_write_file(export, force=force)
-    from dora_pipe.cli.ui import opener_of
     from dora_pipe.launch.run_dir import find_run
     from dora_pipe.observe.web.export import export_file
     from dora_pipe.observe.web.query_worker import QueryWorker
@@ -161,7 +166,7 @@ def ui(
         workers = []
         for place, name in enumerate(filter(None, (run, beside))):
             find_run(name, root)
-            opener = opener_of(name, root, None if place else archive, redact=redact)
+            opener = source_opener(name, root, None if place else archive, redact=redact)
             workers.append(QueryWorker(opener, None if place else replayed))
             stack.callback(workers[-1].close)
         if export is not None:
@@ -177,6 +182,29 @@ def ui(
         emit_line(server.address)
         say("open it in a browser; Ctrl-C ends this")
         server.serve_forever()
+
+
+def source_opener(
+    name: str, root: Path, archive: Path | None = None, *, redact: bool = False
+) -> Opener:
+    """Opens a run, or the archive of one, as the pages of `ui` need it."""
+    from dora_pipe.cli.texts import decoder_of
+    from dora_pipe.launch.run_dir import opened
+    from dora_pipe.observe.web.pages import Source
+
+    @contextmanager
+    def open_source() -> Iterator[Source]:
+        with opened(name, root, archive) as run:
+            yield Source(
+                bus=run.bus,
+                topics=run.topics,
+                policies=run.policies if run.has_policies else None,
+                decode=None if redact else decoder_of(run),
+                redact=redact,
+                catalogue=run.directory.catalogue,
+            )
+
+    return open_source
 
 
 def metrics(
@@ -196,14 +224,13 @@ def metrics(
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is none", hint="0 to 65535")
-    from dora_pipe.cli.metrics import contributions_of
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
     from dora_pipe.observe.run_stats import RunStats
 
     with opened(run, root, archive) as found:
-        exporter = Exporter(found.topics.run, contributions_of(found))
+        exporter = Exporter(found.topics.run, found.contributions)
         if once:
             stats = RunStats(found.topics.run)
             exporter.read(stats.follow(found.bus, found.topics), stats)
@@ -246,20 +273,29 @@ def sql(
 
     Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
     """
-    from dora_pipe.cli.sql import answer, table_rows
+    from dora_pipe.catalogue.tables import TABLES, columns_of
     from dora_pipe.launch.run_dir import opened
 
     if query is None:
-        emit_rows(("table", "columns", "what a row is"), table_rows(), as_json=as_json)
-        say("docs/reference/catalogue.md says what is in each column")
-        return
-    with opened(run, root, archive) as open_run:
-        names, rows = answer(open_run, query)
+        names = ["table", "columns", "what a row is"]
+        rows: list[tuple[Any, ...]] = [
+            (table.name, len(columns_of(table.row)), table.words) for table in TABLES
+        ]
+    else:
+        phase = "reading the log"
+        with (
+            opened(run, root, archive) as open_run,
+            progress(phase) as told,
+            closing(open_run.tables(lambda share: told(phase, share, 1.0))) as tables,
+        ):
+            names, rows = tables.ask(query)
     if as_json:
         for row in rows:
             emit_json(dict(zip(names, row, strict=True)))
     else:
         emit_table(names, rows)
+    if query is None:
+        say("docs/reference/catalogue.md says what is in each column")
 
 
 def cat(

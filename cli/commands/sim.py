@@ -12,7 +12,7 @@ import typer
 
 from dora_pipe.cli.lazy import SETTINGS
 from dora_pipe.cli.options import PARADIGM_NAMES, ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, emit_line, emit_rows
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, raise_if_damaged
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import ConfigError, UsageError
@@ -56,7 +56,6 @@ def whatif(
     if paradigm and paradigm not in known:
         raise UsageError(f"no paradigm {paradigm!r}", hint=f"there are {', '.join(known)}")
     cores = cores or os.cpu_count() or 1
-    from dora_pipe.cli.damage import raise_if_damaged
     from dora_pipe.cli.whatif import emit_answers, plain_answers
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.run_dir import opened

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import getpass
 import time
+import tomllib
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -101,9 +102,9 @@ def sft(
     override: OverrideOption = None,
 ) -> None:
     """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
-    from dora_pipe.cli.init import demonstrations, warm_up
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.children import share_cores
+    from dora_pipe.launch.examples import demonstrations, warm_up
 
     resolved = load_config(config, override or ())
     if not Path(resolved.model.path).is_dir():
@@ -174,8 +175,7 @@ def orchestrator(
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.plan import plan_elsewhere, plan_new, plan_resume
     from dora_pipe.launch.run import load_wanted
-    from dora_pipe.launch.run_dir import run_dir
-    from dora_pipe.launch.run_lock import locked
+    from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.ORCHESTRATOR)
     wanted = load_wanted(config, override or ())
@@ -228,8 +228,7 @@ def trainer(
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.local_roles import show_gpus
     from dora_pipe.launch.run import load_wanted
-    from dora_pipe.launch.run_dir import run_dir
-    from dora_pipe.launch.run_lock import locked
+    from dora_pipe.launch.run_dir import locked, run_dir
 
     roles.talk(local_roles.TRAINER)
     wanted = load_wanted(config, override or ())
@@ -242,7 +241,6 @@ def create_topics(config: ConfigArgument, override: OverrideOption = None) -> No
     """Create a run's topics, or check those that exist: what its user of the log needs to be
     allowed only once. `run` and `orchestrator` do it by themselves where they may."""
     from dora_pipe.launch import plan as prepare
-    from dora_pipe.launch.plan import opened_bus
     from dora_pipe.launch.run import load_wanted
     from dora_pipe.launch.run_dir import run_dir
 
@@ -251,7 +249,7 @@ def create_topics(config: ConfigArgument, override: OverrideOption = None) -> No
         raise ConfigError(
             "the log of this run is made with its directory", hint="topics are of kafka:// logs"
         )
-    with opened_bus(run_dir(wanted), wanted) as bus:
+    with closing(run_dir(wanted).open_bus(wanted)) as bus:
         topics = prepare.create_topics(bus, wanted)
         for name in topics.all():
             say(f"{name}: {bus.partitions(name)} partitions")
@@ -266,9 +264,18 @@ def tell(
     root: RunsOption = RUNS,
 ) -> None:
     """Ask something of a run, living or stopped; it is obeyed where it stands in the log."""
-    from dora_pipe.cli.command import parse
+    from dora_pipe.orchestrator.apply_command import ARGS
 
-    args = parse(verb, arguments or ())
+    if verb not in ARGS:
+        raise UsageError(f"no verb {verb!r}", hint=f"there are: {', '.join(sorted(ARGS))}")
+    allowed = sorted(ARGS[verb])
+    args = {}
+    for word in arguments or ():
+        key, equals, value = word.partition("=")
+        if not equals or key not in allowed:
+            takes = f"it takes: {', '.join(allowed)}" if allowed else "it takes nothing"
+            raise UsageError(f"{verb}: cannot use {word!r}", hint=takes)
+        args[key] = _toml_value(value)
     from dora_pipe.bus.port import Append
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.schemas.control import Command
@@ -279,3 +286,11 @@ def tell(
         topic = open_run.topics.control
         (offset,) = writer.append([Append(topic=topic, key=b"user", value=encode(command))])
     say(f"{verb} written to {topic} at {offset}")
+
+
+def _toml_value(text: str) -> Any:
+    """A bare word is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

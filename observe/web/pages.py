@@ -17,8 +17,8 @@ from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.logged import counting_record
-from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError, UsageError
+from dora_pipe.consumers.contributions import stored_contributions
+from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.figures import short
 from dora_pipe.observe.web.query import Query
@@ -63,14 +63,7 @@ class Source:
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
         """Rows of a step; none where the file is gone or cannot be read."""
-        if self.policies is None:
-            return []
-        try:
-            if not self.policies.has_blob("contributions", sha256):
-                return []
-            return read_contributions(self.policies.blob("contributions", sha256))
-        except (DoraError, OSError, ValueError):
-            return []
+        return stored_contributions(self.policies, sha256)
 
 
 def step_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:

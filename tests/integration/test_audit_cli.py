@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.cli import replay_lines
+from dora_pipe.cli import replay as replay_command
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.worker import tokenizer
@@ -28,8 +28,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
-    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
-    monkeypatch.setattr(replay_lines, "open_engine", _engine)
+    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay_command, "open_engine", _engine)
     monkeypatch.setattr(tokenizer, "Tokenizer", _NoTokenizer)
     return caller(monkeypatch, capsys)
 

@@ -26,7 +26,7 @@ from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli import replay_lines
+from dora_pipe.cli import replay as replay_command
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import BusError, InvariantBroken
 from dora_pipe.schemas.topics import Topics
@@ -70,7 +70,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
-    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 

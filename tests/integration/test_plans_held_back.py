@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.launch import plan as plans
+from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
@@ -34,11 +33,7 @@ def test_a_run_whose_first_records_a_dead_role_hides_is_found_by_another_machine
     first = encode(records.run_started(config))
     writer.writer().append([Append(topic=topics.control, value=first)])
 
-    @contextmanager
-    def opened_bus(*_: object) -> Iterator[MemoryBus]:
-        yield MemoryBus(log, now_ms=now_ms)
-
-    monkeypatch.setattr(plans, "opened_bus", opened_bus)
+    monkeypatch.setattr(RunDir, "open_bus", lambda *_: MemoryBus(log, now_ms=now_ms))
     plan = plans.plan_elsewhere(config, tmp_path)
     assert plan is not None
     assert encode(plan.first) == first

@@ -18,11 +18,9 @@ from dora_pipe.cli import main as cli
 from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
 from dora_pipe.launch.fork_server import ForkServer
-from dora_pipe.launch.plan import run_started
-from dora_pipe.launch.preflight import check_data, check_log
+from dora_pipe.launch.plan import check_data, check_log, run_started
 from dora_pipe.launch.run import load_again
-from dora_pipe.launch.run_dir import LOCK, RunDir
-from dora_pipe.launch.run_lock import locked, refuse_running
+from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
 from dora_pipe.orchestrator.snapshots import body_of, file_bytes
 from dora_pipe.orchestrator.state import State
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in

@@ -16,7 +16,7 @@ import pytest
 
 from dora_pipe.audit.audit import audit
 from dora_pipe.audit.rescore import Rescored, raise_if_different, rescore
-from dora_pipe.cli import replay_rewards
+from dora_pipe.cli import replay as replay_command
 from dora_pipe.config.load import dump_toml
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
 from dora_pipe.producers.tasks.calls import (
@@ -53,9 +53,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. Task and tokenizer are in process."""
-    monkeypatch.setattr(replay_rewards, "TaskPool", _Pool)
-    monkeypatch.setattr(replay_rewards, "Tokenizer", _Words)
-    monkeypatch.setattr(replay_rewards, "check_data", lambda facts, run: None)
+    monkeypatch.setattr(replay_command, "TaskPool", _Pool)
+    monkeypatch.setattr(replay_command, "Tokenizer", _Words)
+    monkeypatch.setattr(replay_command, "check_data", lambda facts, run: None)
     return caller(monkeypatch, capsys)
 
 

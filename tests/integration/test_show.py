@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.cli.show_step import FIGURES, print_step
-from dora_pipe.cli.show_story import print_story
+from dora_pipe.cli.show import FIGURES, print_step, print_story
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 

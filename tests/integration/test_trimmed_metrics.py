@@ -19,7 +19,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import read_statuses, role_costs
-from dora_pipe.cli import replay_lines
+from dora_pipe.cli import replay as replay_command
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.clock import SystemClock
@@ -76,7 +76,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line; the trainer is simulated."""
-    monkeypatch.setattr(replay_lines, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from dora_pipe.cli.ui import opener_of
+from dora_pipe.cli.commands.observe import source_opener
 from dora_pipe.core.console import RUNS
 from dora_pipe.observe.web.query import parse_query
 from dora_pipe.observe.web.query_worker import QueryWorker
@@ -28,7 +28,7 @@ HEIGHT_MAX = 1250
 @contextmanager
 def served(run: str) -> Iterator[tuple[QueryWorker, str]]:
     """The pages of a run, and where they are."""
-    with closing(QueryWorker(opener_of(run, RUNS))) as worker:
+    with closing(QueryWorker(source_opener(run, RUNS))) as worker:
         worker.read_all()
         with Server([worker], port=0) as server:
             thread = threading.Thread(target=server.serve_forever)

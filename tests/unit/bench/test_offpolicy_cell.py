@@ -14,8 +14,7 @@ from dora_pipe.bench.offpolicy_cell import Bench, evaluated_versions
 from dora_pipe.config.load import load_config
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
-from dora_pipe.launch.examples import CONTEXT_TOKENS, example_config, write_small_model
-from dora_pipe.producers.tasks.arithmetic import WORDS
+from dora_pipe.launch.examples import example_config, make_model
 from dora_pipe.schemas.trajectory import check
 
 STEPS, GROUPS, SIZE = 4, 2, 4
@@ -25,7 +24,7 @@ STEPS, GROUPS, SIZE = 4, 2, 4
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A random model of the demo's size, and steps so small that they take no time."""
     place = tmp_path_factory.mktemp("study")
-    write_small_model(place / "random", WORDS, context_tokens=CONTEXT_TOKENS)
+    make_model(place / "random", "arithmetic")
     (place / "demo.toml").write_text(example_config("arithmetic"))
     sizes = [
         "task.kind=tests.support.offpolicy:Wordy",

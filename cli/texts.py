@@ -1,0 +1,92 @@
+"""A run's texts: its tokenizer where that can be used, and its data where they still are.
+
+What cannot be had is left out, and one line says so: no command fails for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dora_pipe.audit.export_texts import Rows, Texts
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import DoraError, PolicyError
+from dora_pipe.launch.plan import has_tokenizer
+from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.lineage import policy_after
+from dora_pipe.observe.web.pages import Decode
+from dora_pipe.producers.tasks.registry import open_task, rows_digest
+from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.schemas.control import RunStarted
+
+AS_IDS: Final = "texts are shown as token ids"
+
+
+def decoder_of(run: OpenRun) -> Decode | None:
+    """Token ids of a run to text; None where it cannot be had."""
+
+    def assets() -> Path:
+        if not run.has_policies:
+            raise PolicyError("the archive was made without policies")
+        started, _ = policy_after(run.bus, run.topics, 0)
+        return run.policies.assets(started.assets_digest)
+
+    found = _tokenizer(assets, AS_IDS)
+    return None if found is None else found.full_text
+
+
+def decoder_in(assets: Path) -> Decode | None:
+    """The same by a model directory."""
+    found = _tokenizer(lambda: assets, AS_IDS)
+    return None if found is None else found.full_text
+
+
+def texts_of(run: OpenRun) -> Texts:
+    """What an export writes texts with."""
+    started, _ = policy_after(run.bus, run.topics, 0)
+    words = _tokenizer(lambda: run.policies.assets(started.assets_digest), "note: texts are empty")
+    return Texts(words, _data(run, started))
+
+
+def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None:
+    """Of a model directory; None, with a line on what comes of it, where it cannot be used."""
+    try:
+        if importlib.util.find_spec("tokenizers") is None:
+            raise PolicyError("`tokenizers` is not installed (dora-pipe[torch])")
+        directory = assets()
+        if not has_tokenizer(directory):
+            raise PolicyError("the model directory has no tokenizer")
+        return Tokenizer(directory)
+    except (DoraError, OSError, ImportError) as error:  # Old forms are read by transformers.
+        say(f"{consequence}: {error}")
+        return None
+
+
+def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
+    """Rows by the digest that trajectories name; those that are others now are left out."""
+    task = run.config.task
+    wanted = {started.dataset_digest, started.eval_digest} - {""}
+    found: dict[str, Rows] = {}
+    sys.path.insert(0, task.directory)
+    try:
+        opened = open_task(task)
+        for split in ("train", "eval"):
+            rows = opened.rows(split)
+            digest, _ = rows_digest(rows, split)
+            if digest in wanted:
+                found[digest] = rows
+    except Exception as error:  # A task is anybody's code.
+        _without(f"{type(error).__name__}: {error}")
+        return {}
+    finally:
+        sys.path.remove(task.directory)
+    if found.keys() != wanted:
+        _without("it is not the data that the run had")
+    return found
+
+
+def _without(why: str) -> None:
+    say(f"note: columns of the data are empty: {why}")

@@ -18,9 +18,9 @@ from dora_pipe.cli.options import (
     JsonOption,
     OverrideOption,
 )
-from dora_pipe.cli.output import emit_json, emit_table
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.errors import ConfigError, UsageError
 
 EtasOption = Annotated[str, typer.Option(help="With commas: versions between sampler and step.")]
 
@@ -217,3 +217,37 @@ def faults(
     if not as_json:
         emit_table(COLUMNS, [list(row(one).values())[: len(COLUMNS)] for one in played])
     sum_up(played, folder)
+
+
+def paper(
+    section: Annotated[
+        list[str] | None,
+        typer.Option(help="lengths, law, share, dora, sweep, others, flash, stream; default all."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds per row.")] = 3,
+    steps: Annotated[int, typer.Option(min=8, help="Steps per run.")] = 16,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the law again first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Published tables and the simulator's, side by side with the error."""
+    from dora_pipe.bench.paper.scaling_model import FITTED
+    from dora_pipe.bench.paper.scaling_model import fit as fit_law
+    from dora_pipe.bench.paper.tables import SECTIONS, tables
+
+    unknown = sorted(set(section or ()) - set(SECTIONS))
+    if unknown:
+        raise ConfigError(f"no section {unknown[0]}", hint=f"there are {', '.join(SECTIONS)}")
+    law = fit_law(say) if fit else FITTED
+    if fit:
+        say("the same law as before" if law == FITTED else f"another law than {FITTED}")
+    asked = [name for name in SECTIONS if not section or name in section]
+    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law):
+        if as_json:
+            for row in table.rows:
+                emit_json({"section": table.name, **row})
+            continue
+        emit_line()
+        emit_line(table.title)
+        emit_rows(table.columns, table.rows, as_json=False)
+        for note in table.notes:
+            emit_line(f"  {note}")

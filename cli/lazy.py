@@ -3,7 +3,7 @@ none of them, and the parts that they join take a second to import."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
@@ -83,8 +83,11 @@ def _ctrl_c_is_a_line() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def lazy_app(panels: Panels, *, name: str, help: str) -> typer.Typer:
-    """An application, or a group of one, with these commands."""
+def lazy_app(
+    panels: Panels, *, name: str, help: str, callback: Callable[..., None] | None = None
+) -> typer.Typer:
+    """An application, or a group of one, with these commands; a group with a callback is a command
+    itself."""
 
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
@@ -113,5 +116,11 @@ def lazy_app(panels: Panels, *, name: str, help: str) -> typer.Typer:
         pass
 
     return typer.Typer(
-        name=name, cls=Group, callback=begin, help=help, no_args_is_help=True, **SETTINGS
+        name=name,
+        cls=Group,
+        callback=callback or begin,
+        help=help,
+        no_args_is_help=callback is None,
+        invoke_without_command=callback is not None,
+        **SETTINGS,
     )

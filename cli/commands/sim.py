@@ -10,19 +10,15 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.cli.lazy import SETTINGS
+from dora_pipe.cli.lazy import lazy_app
 from dora_pipe.cli.options import PARADIGM_NAMES, ArchiveOption, JsonOption, RunArgument, RunsOption
-from dora_pipe.cli.output import emit_json, emit_line, emit_rows, raise_if_damaged
+from dora_pipe.cli.output import emit_json, raise_if_damaged
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS, say
-from dora_pipe.core.errors import ConfigError, UsageError
+from dora_pipe.core.console import RUNS
+from dora_pipe.core.errors import UsageError
 
 SIM_STEPS: Final = 10
 """A seed's run has at least so many steps."""
-
-PAPER_SEEDS_MAX = 100
-
-PAPER_STEPS_MIN = 8
 
 
 def whatif(
@@ -134,40 +130,9 @@ def sim(
         play_many((first, last), jobs, steps, resident, as_json)
 
 
-def paper(
-    section: Annotated[
-        list[str] | None,
-        typer.Option(help="lengths, law, share, dora, sweep, others, flash, stream; default all."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=PAPER_SEEDS_MAX, help="Seeds per row.")] = 3,
-    steps: Annotated[int, typer.Option(min=PAPER_STEPS_MIN, help="Steps per run.")] = 16,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the law again first.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-) -> None:
-    """Published tables and the simulator's, side by side with the error."""
-    from dora_pipe.sim.scaling_model import FITTED
-    from dora_pipe.sim.scaling_model import fit as fit_law
-    from dora_pipe.sim.tables import SECTIONS, tables
-
-    unknown = sorted(set(section or ()) - set(SECTIONS))
-    if unknown:
-        raise ConfigError(f"no section {unknown[0]}", hint=f"there are {', '.join(SECTIONS)}")
-    law = fit_law(say) if fit else FITTED
-    if fit:
-        say("the same law as before" if law == FITTED else f"another law than {FITTED}")
-    asked = [name for name in SECTIONS if not section or name in section]
-    for table in tables(asked, seeds=range(1, seeds + 1), steps=steps, law=law):
-        if as_json:
-            for row in table.rows:
-                emit_json({"section": table.name, **row})
-            continue
-        emit_line()
-        emit_line(table.title)
-        emit_rows(table.columns, table.rows, as_json=False)
-        for note in table.notes:
-            emit_line(f"  {note}")
-
-
-sim_app = typer.Typer(invoke_without_command=True, **SETTINGS)
-sim_app.callback()(sim)
-sim_app.command()(paper)
+sim_app = lazy_app(
+    {"Commands": {"paper": ("bench.study_commands:paper", "Published tables, simulated.")}},
+    name="sim",
+    help="Play runs under faults drawn from seeds; exit code 5 with the seed if anything breaks.",
+    callback=sim,
+)

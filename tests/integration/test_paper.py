@@ -7,12 +7,18 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from dora_pipe.bench.paper.rows import (
+    Scenario,
+    other_rows,
+    overlap,
+    published_rows,
+    simulate,
+    sweep_rows,
+)
+from dora_pipe.bench.paper.scaling_model import FITTED
+from dora_pipe.bench.paper.tables import limit_min, ratio_rows
 from dora_pipe.cli.app import app
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.sim.paper import Scenario, other_rows, published_rows, simulate, sweep_rows
-from dora_pipe.sim.paper_figures import overlap
-from dora_pipe.sim.scaling_model import FITTED
-from dora_pipe.sim.tables import limit_min, ratio_rows
 
 
 def rows(*words: str) -> list[dict[str, object]]:

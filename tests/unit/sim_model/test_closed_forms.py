@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.sim.modelled import EngineRates, TrainerRates
-from dora_pipe.sim.modelled_worker import WorkerSize
-from dora_pipe.sim.paper_closed_forms import (
+from dora_pipe.bench.paper.closed_forms import (
     STREAMS,
-    Shared,
+    Stream,
     completion_bound,
     generate,
     lengths_with_tail,
@@ -18,8 +16,10 @@ from dora_pipe.sim.paper_closed_forms import (
     speedup_bound,
     sync_bound,
 )
+from dora_pipe.bench.paper.lengths import Lengths, figures_of
+from dora_pipe.sim.modelled import EngineRates, TrainerRates
+from dora_pipe.sim.modelled_worker import WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan
-from dora_pipe.sim.workload import Lengths, figures_of
 
 TIMES = st.lists(st.floats(0.01, 100), min_size=1, max_size=60)
 
@@ -47,30 +47,6 @@ def test_never_stopping_wins_no_more_than_the_greatest_speed_up(
 @given(TIMES)
 def test_as_many_workers_as_samples_take_as_long_as_the_longest(times: list[float]) -> None:
     assert generate(times, len(times)) == max(times)
-
-
-@given(
-    st.integers(1, 200),
-    st.integers(1, 2000),
-    st.floats(0.1, 10),
-    st.floats(1, 20),
-    st.floats(0.01, 5),
-    st.integers(0, 4),
-)
-def test_no_other_share_of_trainers_has_a_smaller_bound(
-    workers: int, samples: int, mean: float, tail: float, train: float, alpha: int
-) -> None:
-    one = Shared(
-        workers=workers,
-        samples=samples,
-        mean=mean,
-        longest=mean * tail,
-        train=train,
-        alpha=alpha,
-    )
-    assert one.bound_at(one.beta) == pytest.approx(one.bound)
-    for beta in (0.1, 0.3, 0.5, 0.7, 0.9):
-        assert one.bound_at(beta) >= one.bound * (1 - 1e-9)
 
 
 def step_s(alpha: int, *, seed: int, samples: int = 32, slots: int = 16) -> tuple[float, float]:
@@ -120,10 +96,7 @@ def test_lengths_have_the_tail_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"rho {row.rho}")
-def test_a_stream_is_as_stale_as_the_formula_says(row: object) -> None:
-    from dora_pipe.sim.paper_closed_forms import Stream
-
-    assert isinstance(row, Stream)
+def test_a_stream_is_as_stale_as_the_formula_says(row: Stream) -> None:
     found = simulate_stream(row, seed=1)
     assert found == pytest.approx(row.closed_form, rel=0.03)
     assert found == pytest.approx(row.measured, rel=0.11)

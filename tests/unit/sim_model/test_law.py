@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.sim.scaling_model import (
+from dora_pipe.bench.paper.scaling_model import (
     FITTED,
     FITTED_TO,
     fit,

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_pipe.bench.paper.lengths import Lengths
+from dora_pipe.bench.paper.scaling_model import rollout_units
 from dora_pipe.sim.modelled import EngineRates, TrainerRates
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
 from dora_pipe.sim.modelled_worker import WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan
 from dora_pipe.sim.paradigms_planner import LegacyFill, Production, Proportional, largest_remainder
-from dora_pipe.sim.scaling_model import rollout_units
-from dora_pipe.sim.workload import Lengths
 
 LENGTHS = Lengths(mu=5.0, sigma=1.2, cap=2000)
 RATES = EngineRates(tau_s=0.02, load_s=1.0)

@@ -7,7 +7,7 @@ from statistics import correlation
 
 import pytest
 
-from dora_pipe.sim.workload import EFFICIENCY, STEP_100, Lengths, bubble, figures_of
+from dora_pipe.bench.paper.lengths import EFFICIENCY, STEP_100, Lengths, bubble, figures_of
 
 
 def test_a_length_is_a_function_of_seed_ordinal_and_sibling() -> None:

@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dora_pipe.sim import paper_closed_forms as closed
-from dora_pipe.sim.paper import (
+from dora_pipe.bench.paper import closed_forms as closed
+from dora_pipe.bench.paper.lengths import EFFICIENCY, STEP_100, bubble, figures_of
+from dora_pipe.bench.paper.rows import (
     PUBLISHED,
     SEEDS,
     STEPS,
     Published,
     Scenario,
+    Seeds,
     other_rows,
+    overlap,
     published_rows,
     simulate_seeds,
     sweep_rows,
 )
-from dora_pipe.sim.paper_figures import Figures, Seeds, overlap
-from dora_pipe.sim.scaling_model import (
+from dora_pipe.bench.paper.scaling_model import (
     FITTED,
     FITTED_TO,
     GPUS_PER_WORKER,
@@ -34,7 +36,6 @@ from dora_pipe.sim.scaling_model import (
     misfit,
     predicted,
 )
-from dora_pipe.sim.workload import EFFICIENCY, STEP_100, bubble, figures_of
 
 Row = dict[str, Any]
 
@@ -62,7 +63,7 @@ def error(found: float, wanted: float | None) -> str:
     return "" if not wanted else f"{found / wanted - 1:+.1%}"
 
 
-def plus_minus(seeds: Seeds, what: Callable[[Figures], float], digits: int = 2) -> str:
+def plus_minus(seeds: Seeds, what: str, digits: int = 2) -> str:
     """Mean and half the spread over seeds."""
     return f"{seeds.mean(what):.{digits}f} ±{seeds.spread(what):.{digits}f}"
 
@@ -143,7 +144,7 @@ def share_table(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> Table:
     for share in SHARES_TRIED:
         law = fit(train_share=share)
         found = {
-            one.gpus: simulate_seeds(one, law=law, seeds=seeds, steps=steps).mean(_step)
+            one.gpus: simulate_seeds(one, law=law, seeds=seeds, steps=steps).mean("step_min")
             for gpus in SIZES
             for one in published_rows(gpus)
             if one.name == "dora"
@@ -202,18 +203,18 @@ def published_row(scenario: Scenario, found: Seeds) -> Row:
         "gpus": scenario.gpus,
         "part": scenario.part,
         "step": wanted.step_min,
-        "step sim": plus_minus(found, _step),
-        "step err": error(found.mean(_step), wanted.step_min),
+        "step sim": plus_minus(found, "step_min"),
+        "step err": error(found.mean("step_min"), wanted.step_min),
         "exposed": wanted.exposed_min,
-        "exposed sim": plus_minus(found, _exposed),
-        "exposed err": error(found.mean(_exposed), wanted.exposed_min),
+        "exposed sim": plus_minus(found, "exposed_min"),
+        "exposed err": error(found.mean("exposed_min"), wanted.exposed_min),
         "tok/s": wanted.tokens_s,
-        "tok/s sim": plus_minus(found, _tokens, 0),
-        "tok/s err": error(found.mean(_tokens), wanted.tokens_s),
+        "tok/s sim": plus_minus(found, "tokens_s", 0),
+        "tok/s err": error(found.mean("tokens_s"), wanted.tokens_s),
         "staleness": histogram(wanted.staleness),
         "staleness sim": histogram(shares),
         "overlap": overlap(shares, wanted.staleness) if wanted.staleness else None,
-        "idle slots": 1 - found.mean(lambda one: one.slots_used),
+        "idle slots": 1 - found.mean("slots_used"),
     }
 
 
@@ -223,16 +224,16 @@ def ours_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
     return {
         "row": scenario.name,
         "gpus": scenario.gpus,
-        "step": plus_minus(found, _step),
+        "step": plus_minus(found, "step_min"),
         "limit": limit,
-        "above": error(found.mean(_step), limit),
-        "exposed": plus_minus(found, _exposed),
-        "tok/s": plus_minus(found, _tokens, 0),
+        "above": error(found.mean("step_min"), limit),
+        "exposed": plus_minus(found, "exposed_min"),
+        "tok/s": plus_minus(found, "tokens_s", 0),
         "staleness": histogram(found.staleness()),
-        "mean": found.mean(lambda one: one.staleness_mean),
-        "moves": f"{found.mean(lambda one: one.moves_share):.1%}",
-        "loads": found.mean(lambda one: one.loads_step),
-        "idle slots": 1 - found.mean(lambda one: one.slots_used),
+        "mean": found.mean("staleness_mean"),
+        "moves": f"{found.mean('moves_share'):.1%}",
+        "loads": found.mean("loads_step"),
+        "idle slots": 1 - found.mean("slots_used"),
     }
 
 
@@ -255,11 +256,11 @@ def published_tables(
         for one in published_rows(gpus):
             found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
             rows.append(published_row(one, found))
-            minutes[one.name, gpus] = found.mean(_step)
+            minutes[one.name, gpus] = found.mean("step_min")
         for one in sweep_rows(gpus):
             if one.name == "partial, surplus 1.5":
                 found = simulate_seeds(one, law=law, seeds=seeds, steps=steps)
-                minutes[one.name, gpus] = found.mean(_step)
+                minutes[one.name, gpus] = found.mean("step_min")
     yield Table(
         name="dora",
         title="DORA's table: minutes per step, minutes in which nobody trains, tokens/s",
@@ -379,15 +380,3 @@ def tables(
     }
     for name in sections:
         yield from made[name]()
-
-
-def _step(one: Figures) -> float:
-    return one.step_min
-
-
-def _exposed(one: Figures) -> float:
-    return one.exposed_min
-
-
-def _tokens(one: Figures) -> float:
-    return one.tokens_s

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from dora_pipe.sim.workload import Lengths, figures_of
+from dora_pipe.bench.paper.lengths import Lengths, figures_of
 
-# ROLL Flash: K workers, Q samples in flight, N samples per step, E epochs, mean generation time mu,
-# longest L, training time mu_t per sample, asynchrony alpha, share beta of the workers trains.
+# ROLL Flash: K workers, Q samples in flight, N samples per step, mean generation time mu,
+# longest L.
 
 
 def completion_bound(*, workers: int, in_flight: int, mean: float, longest: float) -> float:
@@ -36,42 +36,6 @@ def sync_bound(*, workers: int, samples: int, mean: float, longest: float) -> fl
 def speedup_bound(*, mean: float, longest: float) -> float:
     """No asynchrony makes generation faster than by (L + mu) / mu, reached at K = N."""
     return (longest + mean) / mean
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """A step of `samples`, generated and trained by parts of the same `workers`."""
-
-    workers: int
-    samples: int
-    mean: float
-    longest: float
-    train: float
-    """Training time per sample and epoch on one worker."""
-    alpha: float
-    epochs: int = 1
-
-    @property
-    def beta(self) -> float:
-        """The share that trains with the least bound."""
-        training = self.epochs * self.samples * self.train
-        return training / (self._generating + training)
-
-    @property
-    def bound(self) -> float:
-        """Time of a step with that share, at most."""
-        per_worker = self.samples / self.workers * (self.mean + self.epochs * self.train)
-        return per_worker + self.longest / (self.alpha + 1)
-
-    def bound_at(self, beta: float) -> float:
-        """Time of a step if a share `beta` of the workers trains, at most."""
-        generating = self._generating / ((1 - beta) * self.workers)
-        training = self.epochs * self.samples * self.train / (beta * self.workers)
-        return max(generating, training)
-
-    @property
-    def _generating(self) -> float:
-        return self.samples * self.mean + self.workers * self.longest / (self.alpha + 1)
 
 
 def generate(times: Sequence[float], workers: int) -> float:
@@ -143,42 +107,31 @@ def simulate_stream(row: Stream, *, seed: int) -> float:
     The trainer takes the oldest batch as soon as there is one. Staleness is counted from the
     version that a group began with to the one that its batch is trained on.
     """
-    lengths = lengths_with_tail(row.tail, STREAM_GROUP)
-    groups = row.in_flight // STREAM_GROUP
-    train_s = row.rho * row.batch / row.in_flight
-    """Training time of a batch, where a sample takes 1 on the mean."""
-    stream = _Stream(row, train_s, lengths, seed)
-    for _ in range(groups):
-        stream.begin(0.0)
-    return stream.run()
+    return _Stream(row, seed).run()
 
 
 class _Stream:
-    """One run of `simulate_stream`."""
+    """One run of `simulate_stream`; a sample takes 1 on the mean."""
 
-    def __init__(self, row: Stream, train_s: float, lengths: Lengths, seed: int) -> None:
-        self.row, self.train_s = row, train_s
-        self.lengths, self.seed = lengths, seed
-        self.mean = figures_of(lengths, size=STREAM_GROUP, groups=2000).mean
+    def __init__(self, row: Stream, seed: int) -> None:
+        self.row, self.seed = row, seed
+        self.train_s = row.rho * row.batch / row.in_flight
+        self.lengths = lengths_with_tail(row.tail, STREAM_GROUP)
+        self.mean = figures_of(self.lengths, size=STREAM_GROUP, groups=2000).mean
         self.ordinal = self.version = self.steps = 0
         self.slots: list[tuple[float, int]] = []
+        self.waiting: deque[tuple[float, int]] = deque()
+        """Samples of the newest group that have no slot yet: their time, their group."""
         self.open: dict[int, int] = {}
         self.began: dict[int, int] = {}
         self.queue: deque[int] = deque()
         self.training_s = math.inf
         self.stale: list[float] = []
 
-    def begin(self, now: float) -> None:
-        """A group enters: its samples run beside each other."""
-        drawn = self.lengths.draw(seed=self.seed, ordinal=self.ordinal, size=STREAM_GROUP)
-        self.began[self.ordinal], self.open[self.ordinal] = self.version, STREAM_GROUP
-        for length in drawn:
-            heapq.heappush(self.slots, (now + length / self.mean, self.ordinal))
-        self.ordinal += 1
-
     def run(self) -> float:
-        """Event by event: a slot that is free takes the next sample of the present group."""
-        waiting: deque[tuple[float, int]] = deque()
+        """Event by event."""
+        for _ in range(self.row.in_flight // STREAM_GROUP * STREAM_GROUP):
+            self._fill_slot(0.0)
         while self.steps < STREAM_STEPS:
             if self.training_s <= self.slots[0][0]:
                 self.version += 1
@@ -186,7 +139,7 @@ class _Stream:
             else:
                 now, ordinal = heapq.heappop(self.slots)
                 self._ended(ordinal)
-                self._refill(now, waiting)
+                self._fill_slot(now)
             self._take(now)
         return sum(self.stale) / len(self.stale)
 
@@ -199,13 +152,13 @@ class _Stream:
         while len(self.queue) > self.row.queue * self.row.batch:
             self.queue.popleft()
 
-    def _refill(self, now: float, waiting: deque[tuple[float, int]]) -> None:
-        if not waiting:
+    def _fill_slot(self, now: float) -> None:
+        if not self.waiting:
             drawn = self.lengths.draw(seed=self.seed, ordinal=self.ordinal, size=STREAM_GROUP)
             self.began[self.ordinal], self.open[self.ordinal] = self.version, STREAM_GROUP
-            waiting.extend((length / self.mean, self.ordinal) for length in drawn)
+            self.waiting.extend((length / self.mean, self.ordinal) for length in drawn)
             self.ordinal += 1
-        length, ordinal = waiting.popleft()
+        length, ordinal = self.waiting.popleft()
         heapq.heappush(self.slots, (now + length, ordinal))
 
     def _take(self, now: float) -> None:

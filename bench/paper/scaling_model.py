@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dora_pipe.bench.paper.lengths import EFFICIENCY
 from dora_pipe.sim.modelled import EngineRates, TrainerRates
 from dora_pipe.sim.modelled_worker import WorkerSize
-from dora_pipe.sim.workload import EFFICIENCY
 
 GROUPS: Final = 512
 SIBLINGS: Final = 16

@@ -1,22 +1,23 @@
-"""Decides which published rows are simulated, on which hardware and under which paradigm.
+"""Decides which published rows are simulated, on which hardware and under which paradigm, and how
+a run of one is summed up: the mean step of its steady part, over seeds.
 
-Every row runs on the hardware of one law (`dora_pipe.sim.scaling_model`), which was fitted to the
-synchronous and one-step rows alone; DORA's and the partial rollout's rows are predictions.
+Every row runs on the hardware of one law (`scaling_model`), which was fitted to the synchronous and
+one-step rows alone; DORA's and the partial rollout's rows are predictions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan
-from dora_pipe.sim.paper_figures import Figures, Seeds, figures_of_run
+from dora_pipe.bench.paper.lengths import EFFICIENCY
+from dora_pipe.bench.paper.scaling_model import FITTED, GROUPS, MINUTE_S, SIBLINGS, ScalingModel
+from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
 from dora_pipe.sim.paradigms import Pool, PoolPlan
 from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional
-from dora_pipe.sim.scaling_model import FITTED, GROUPS, SIBLINGS, ScalingModel
-from dora_pipe.sim.workload import EFFICIENCY, Lengths
 
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 16
@@ -167,58 +168,125 @@ def other_rows(gpus: int) -> Iterator[Scenario]:
         )
 
 
+WARM_STEPS: Final = 4
+"""The first steps of a run are not counted: everything starts at once."""
+END_STEPS: Final = 3
+"""Nor are the last: fewer and fewer groups are in flight, because the run ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The steady part of one run; minutes."""
+
+    step_min: float
+    train_min: float
+    tokens_s: float
+    staleness: Mapping[int, float]
+    """Share of groups (or samples) by staleness."""
+    slots_used: float
+    """Share of slots with a request, over the whole run."""
+    moves_share: float
+    """Moves per request."""
+    loads_step: float
+    """Weights loaded per step and worker."""
+
+    @property
+    def exposed_min(self) -> float:
+        """Time of a step in which nobody trains: the published "rollout-only" time."""
+        return self.step_min - self.train_min
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean over groups."""
+        return sum(staleness * share for staleness, share in self.staleness.items())
+
+
+def figures_of_run(run: ClusterRun) -> Figures:
+    """Sum up one run of more than `WARM_STEPS + END_STEPS` steps."""
+    spans = run.spans
+    assert len(spans) > WARM_STEPS + END_STEPS, f"{len(spans)} steps are too few"
+    steady = spans[WARM_STEPS:-END_STEPS]
+    wall_s = steady[-1].committed_s - spans[WARM_STEPS - 1].committed_s
+    staleness: Counter[int] = Counter()
+    for span in steady:
+        staleness.update(dict(span.staleness))
+    return Figures(
+        step_min=wall_s / len(steady) / MINUTE_S,
+        train_min=sum(one.committed_s - one.taken_s for one in steady) / len(steady) / MINUTE_S,
+        tokens_s=sum(one.tokens for one in steady) / wall_s,
+        staleness={one: staleness[one] / staleness.total() for one in sorted(staleness)},
+        slots_used=run.slot_s / run.slots / run.wall_s,
+        moves_share=run.moves / max(1, run.requests),
+        loads_step=run.loads / run.workers / len(spans),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeds:
+    """The same row under several seeds."""
+
+    runs: Sequence[Figures]
+
+    def mean(self, what: str) -> float:
+        """Of one of the figures, over seeds."""
+        return sum(getattr(one, what) for one in self.runs) / len(self.runs)
+
+    def spread(self, what: str) -> float:
+        """Half of the distance between the largest and the smallest."""
+        found = [getattr(one, what) for one in self.runs]
+        return (max(found) - min(found)) / 2
+
+    def staleness(self) -> dict[int, float]:
+        """Mean histogram."""
+        found: dict[int, float] = {}
+        for one in self.runs:
+            for key, share in one.staleness.items():
+                found[key] = found.get(key, 0.0) + share
+        return {key: found[key] / len(self.runs) for key in sorted(found)}
+
+
+def overlap(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Shared mass of two histograms, 1 for equal ones."""
+    return sum(min(one.get(key, 0.0), other.get(key, 0.0)) for key in {*one, *other})
+
+
 def simulate(
     scenario: Scenario,
     *,
     law: ScalingModel = FITTED,
-    lengths: Lengths = EFFICIENCY,
     seed: int,
     steps: int = STEPS,
     per_step: int = GROUPS,
 ) -> Figures:
     """One run of a scenario."""
-    drawn = cache(lambda ordinal: lengths.draw(seed=seed, ordinal=ordinal, size=SIBLINGS))
-    if not scenario.pool:
-        return figures_of_run(
-            Cluster(
-                ClusterPlan(
-                    workers=law.workers(scenario.generating(law)),
-                    rates=law.rates(),
-                    trainer=law.trainer(scenario.training(law)),
-                    lengths=drawn,
-                    group_size=SIBLINGS,
-                    per_step=per_step,
-                    steps=steps,
-                    max_staleness=scenario.max_staleness,
-                    in_flight_batches=scenario.in_flight_batches,
-                    one_batch=scenario.one_batch,
-                    planner=scenario.planner(),
-                    round_s=ROUND_S,
-                )
-            ).run()
-        )
-    return figures_of_run(Pool(_pool_plan(scenario, law, drawn, steps, per_step)).run())
+    common: dict[str, Any] = {
+        "workers": law.workers(scenario.generating(law)),
+        "rates": law.rates(),
+        "trainer": law.trainer(scenario.training(law)),
+        "lengths": cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS)),
+        "group_size": SIBLINGS,
+        "per_step": per_step,
+        "steps": steps,
+    }
+    if scenario.pool:
+        return figures_of_run(Pool(_pool_plan(scenario, per_step, common)).run())
+    plan = ClusterPlan(
+        **common,
+        max_staleness=scenario.max_staleness,
+        in_flight_batches=scenario.in_flight_batches,
+        one_batch=scenario.one_batch,
+        planner=scenario.planner(),
+        round_s=ROUND_S,
+    )
+    return figures_of_run(Cluster(plan).run())
 
 
-def _pool_plan(
-    scenario: Scenario,
-    law: ScalingModel,
-    drawn: Callable[[int], Sequence[int]],
-    steps: int,
-    per_step: int,
-) -> PoolPlan:
+def _pool_plan(scenario: Scenario, per_step: int, common: Mapping[str, Any]) -> PoolPlan:
     by_sample = scenario.pool == "roll-flash"
     assert scenario.in_flight_batches is not None
-    in_flight = round(scenario.in_flight_batches * per_step) * (SIBLINGS if by_sample else 1)
     return PoolPlan(
-        workers=law.workers(scenario.generating(law)),
-        rates=law.rates(),
-        trainer=law.trainer(scenario.training(law)),
-        lengths=drawn,
-        group_size=SIBLINGS,
-        per_step=per_step,
-        steps=steps,
-        in_flight=in_flight,
+        **common,
+        in_flight=round(scenario.in_flight_batches * per_step) * (SIBLINGS if by_sample else 1),
         unit="sample" if by_sample else "group",
         shared=scenario.shared,
         interrupt=scenario.pool != "drop",

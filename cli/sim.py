@@ -18,9 +18,8 @@ import msgspec
 from dora_pipe.cli.output import emit_json, emit_pairs, emit_table
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
-from dora_pipe.sim.coverage import Coverage
 from dora_pipe.sim.scenario import FAULTS, Scenario, draw
-from dora_pipe.sim.seed_runner import SeedResult, run_seed
+from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed
 
 BUG_SEEDS: Final = 500
 """A planted bug is looked for in so many seeds."""
@@ -111,11 +110,11 @@ def _raise_if_broken(broken: Sequence[SeedResult]) -> None:
 
 def look_for_bugs(steps: int) -> None:
     """Look for every planted bug. Raises InvariantBroken where one is not found."""
-    from dora_pipe.sim.mutants import BUGS, planted
+    from dora_pipe.sim.mutants import BUGS, mutated
 
     rows, missed = [], []
     for name, bug in BUGS.items():
-        with planted(name):
+        with mutated(name):
             tried = (run_seed(seed, steps=steps) for seed in range(BUG_SEEDS))
             found = next((one for one in tried if not one.holds), None)
         rows.append(

@@ -1,7 +1,7 @@
 """The faults of a run: what strikes when, as its seed has drawn it.
 
-Three kinds: what befalls single appends and polls (`FaultyBus`), single calls of the task
-(`FaultyParts`), and what strikes a role or the whole world at a time of its own
+Three kinds: what befalls single appends and polls (`FaultyBus`), single calls of task, engine and
+handover (`FaultyParts`), and what strikes a role or the whole world at a time of its own
 (`FaultInjector.strike`).
 `calm` ends all of it: whoever is stopped goes on, whoever is dead is started again.
 """
@@ -9,21 +9,44 @@ Three kinds: what befalls single appends and polls (`FaultyBus`), single calls o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
-from dora_pipe.bus.memory import FaultPlan
+from dora_pipe.bus.memory import AppendFault, FaultPlan
 from dora_pipe.bus.port import Append
-from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.producers.engines.port import Kv, WeightsLoaded
+from dora_pipe.producers.engines.simulated import SimulatedEngine
+from dora_pipe.producers.tasks.calls import (
+    EnvStep,
+    EpisodeLost,
+    PromptCall,
+    TaskCall,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.worker.kv_handover import KvLabel, MemoryHandover
 from dora_pipe.schemas.control import Command
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import encode
-from dora_pipe.sim.fault_model import RESTART_NS
-from dora_pipe.sim.faulty_bus import FaultyBus
-from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
+from dora_pipe.sim.parts import (
+    MS,
+    PlainParts,
+    SimTasks,
+    Site,
+    WorkerPlan,
+    observed_of,
+    prompt_of,
+    reward_of,
+)
+from dora_pipe.sim.role import ORCHESTRATOR, RESTART_NS, TRAINER, Role
 from dora_pipe.sim.scenario import Scenario
 from dora_pipe.sim.world import World
+from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 STEPS_MIN: Final = 10
 """A user stops no run before it has so many steps."""
@@ -48,13 +71,18 @@ TRIES_MAX: Final = 400
 JUMP_NS: Final = 3600 * 10**9
 """A wall clock jumps by at most so much, either way."""
 
+HANG_NS: Final = 1500 * MS
+"""A reward's time limit."""
+
+TURNS_MEAN: Final = 2
+
 
 class FaultInjector:
     """The faults of one run; `struck` counts what happened."""
 
-    def __init__(self, draw: Scenario) -> None:
-        self.draw = draw
-        self.chance = Random(f"injector {draw.seed}")
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.chance = Random(f"injector {scenario.seed}")
         self.struck: Counter[str] = Counter()
         self.over = False
         self.outage_ns = 0
@@ -66,15 +94,14 @@ class FaultInjector:
         self.version: Callable[[], int] = lambda: 0
         """Committed steps."""
         self._world: World | None = None
-        kinds = [name for name in _STRIKES if name in draw.faults]
-        self._kinds = sorted(kinds)
-        self._weights = [draw.faults[name] for name in self._kinds]
+        self._kinds = sorted(_STRIKES.keys() & scenario.faults.keys())
+        self._weights = [scenario.faults[name] for name in self._kinds]
 
     # What the world asks
 
     def born(self, role: Role) -> FaultPlan:
         """A bus that is as bad as the seed says; perhaps a wall clock that is off."""
-        if "clock-jump" in self.draw.faults and not self.over:
+        if "clock-jump" in self.scenario.faults and not self.over:
             role.clock.wall_off_ns = self.chance.randint(-JUMP_NS, JUMP_NS)
         return FaultyBus(self, role)
 
@@ -91,9 +118,9 @@ class FaultInjector:
     def begin(self, world: World) -> None:
         """From now on it strikes."""
         self._world = world
-        if "gaps" in self.draw.faults:
+        if "gaps" in self.scenario.faults:
             self.struck["gaps"] += 1
-        if "clock-rate" in self.draw.faults:
+        if "clock-rate" in self.scenario.faults:
             self.struck["clock-rate"] += 1
         if self._kinds:
             world.after(self._pause(), self._strike)
@@ -118,12 +145,12 @@ class FaultInjector:
             role.paused_until_ns = world.clock.ns
             world.wake(role)
         self._return()
-        self.tell("resume")
+        self.command("resume")
 
     def _return(self) -> None:
         """Whoever is dead or gone starts again."""
         self.gone.clear()
-        workers = [plan.name for plan in self.draw.workers[: self.draw.first]]
+        workers = [plan.name for plan in self.scenario.workers[: self.scenario.first]]
         for name in (ORCHESTRATOR, TRAINER, *workers):
             if self.world.present(name) is None:
                 self.world.start(name)
@@ -136,10 +163,10 @@ class FaultInjector:
 
     def befalls(self, kind: str) -> bool:
         """Whether this kind befalls a call now; then it is counted."""
-        if self.over or kind not in self.draw.faults:
+        if self.over or kind not in self.scenario.faults:
             return False
         moving = kind.startswith(("handover", "move"))
-        struck = self.chance.random() < (MOVE_SHARE if moving else self.draw.task_share)
+        struck = self.chance.random() < (MOVE_SHARE if moving else self.scenario.task_share)
         self.struck[kind] += struck
         return struck
 
@@ -151,7 +178,7 @@ class FaultInjector:
                 ns = self.chance.randint(0, MOVE_NS)
                 self.world.after(ns, partial(self.world.kill, role))
 
-    def tell(self, verb: str, **args: object) -> None:
+    def command(self, verb: str, **args: object) -> None:
         """A user's command, on a bus of the user's own; before the run there is nobody to ask."""
         if not self.world.begun:
             return
@@ -161,9 +188,9 @@ class FaultInjector:
             verb=verb,
             args={key.replace("__", "."): value for key, value in args.items()},
         )
-        self.put(self.world.topics.control, encode(record))
+        self.append(self.world.topics.control, encode(record))
 
-    def put(self, topic: str, value: bytes) -> None:
+    def append(self, topic: str, value: bytes) -> None:
         """A record from outside."""
         self.world.bus.writer().append([Append(topic=topic, value=value)])
 
@@ -175,203 +202,332 @@ class FaultInjector:
 
     def strike(self, kind: str) -> None:
         """Let one of its faults strike now."""
-        if _STRIKES[kind](self):
+        if _STRIKES[kind](self) is not False:
             self.struck[kind] += 1
 
     def _pause(self) -> int:
-        return int(self.chance.expovariate(1.0) * self.draw.strike_ns)
+        return int(self.chance.expovariate(1.0) * self.scenario.strike_ns)
 
     def _while(self) -> int:
-        return int(self.chance.expovariate(1.0) * self.draw.away_ns)
+        return int(self.chance.expovariate(1.0) * self.scenario.away_ns)
 
     def _one(self, name: str) -> Role | None:
-        """A living incarnation; of workers, any of them."""
+        """A living incarnation of this name; any of the workers, or of all."""
+        name = name or self.chance.choice(("worker", "worker", TRAINER, ORCHESTRATOR))
         if name != "worker":
             return self.world.present(name)
         workers = [role for role in self.world.roles.values() if not role.exclusive]
         return self.chance.choice(workers) if workers else None
 
-    def _any(self) -> Role | None:
-        return self._one(self.chance.choice(("worker", "worker", TRAINER, ORCHESTRATOR)))
 
+class FaultyBus:
+    """What befalls the appends and polls of one incarnation."""
 
-Strike = Callable[[FaultInjector], bool]
-"""Strikes; whether there was anything to strike."""
+    def __init__(self, injector: FaultInjector, role: Role) -> None:
+        self._injector = injector
+        self._role = role
+        self.outage_ns = 0
+        """It does not reach the bus before then."""
+        self.dies = False
+        """It dies in its next append."""
 
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
+        """See `FaultPlan`."""
+        injector = self._injector
+        if injector.over:
+            return None
+        if self._is_away():
+            return AppendFault(kind="failed")
+        if self.dies:
+            injector.world.kill(self._role, "killed while appending")
+            return AppendFault(kind="unknown", lands=injector.chance.randint(0, len(records)))
+        if injector.chance.random() >= injector.scenario.append_share:
+            return None
+        return self._befall(len(records))
 
-def _kill(name: str) -> Strike:
-    def strike(injector: FaultInjector) -> bool:
-        role = injector._one(name)
-        if role is not None:
-            injector.world.kill(role)
-        return role is not None
-
-    return strike
-
-
-def _kill_appending(injector: FaultInjector) -> bool:
-    role = injector._any()
-    if role is None or not isinstance(role.bus.faults, FaultyBus):
-        return False
-    role.bus.faults.candidates = True
-    return True
-
-
-def _pause(name: str) -> Strike:
-    def strike(injector: FaultInjector) -> bool:
-        role = injector._one(name)
-        if role is not None:
-            injector.world.pause(role, injector._while())
-        return role is not None
-
-    return strike
-
-
-def _zombie(name: str) -> Strike:
-    def strike(injector: FaultInjector) -> bool:
-        role = injector._one(name)
-        if role is None or role.runtime is None or len(injector.world.roles) >= ALIVE_MAX:
+    def on_poll(self, call: int) -> bool:
+        """See `FaultPlan`."""
+        injector = self._injector
+        if injector.over:
             return False
-        injector.world.pause(role, 2 * injector._while())
-        injector.world.start(role.name)
-        return True
+        refused = "poll-refused" in injector.scenario.faults
+        if refused and injector.chance.random() < injector.scenario.append_share:
+            injector.struck["poll-refused"] += 1
+            return True
+        return self._is_away()
+
+    def _is_away(self) -> bool:
+        return self._injector.world.clock.ns < max(self.outage_ns, self._injector.outage_ns)
+
+    def _befall(self, records: int) -> AppendFault | None:
+        injector = self._injector
+        kinds = [kind for kind in _APPENDS if kind in injector.scenario.faults]
+        if self._role.exclusive:  # What an exclusive writer appends is visible when it is told so.
+            kinds = [kind for kind in kinds if kind != "delayed"]
+        if not kinds:
+            return None
+        kind = injector.chance.choice(kinds)
+        injector.struck[kind] += 1
+        if kind == "append-refused":
+            return AppendFault(kind=injector.chance.choice(("failed", "full")))
+        if kind == "append-unknown":
+            return AppendFault(kind="unknown", lands=records)
+        if kind == "append-torn":
+            return AppendFault(kind="unknown", lands=injector.chance.randrange(records))
+        return AppendFault(kind="delayed", delay_ms=injector.chance.randint(1, 400))
+
+
+_APPENDS: Final = ("append-refused", "append-unknown", "append-torn", "delayed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyParts(PlainParts):
+    """`PlainParts` whose task and engine fail as the injector's seed says, until it is over."""
+
+    injector: FaultInjector
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handover", _FaultyHandover(self.injector))
+
+    @property
+    def single_turn(self) -> bool:
+        """See `PlainParts`."""
+        return not self.injector.scenario.episodes
+
+    def tasks(self, site: Site) -> SimTasks:
+        """A pool whose calls may raise, hang, or lose their episode."""
+        faulty = _FaultyTasks(self.injector, site, self.delays.task_ns)
+        return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns)
+
+    def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
+        """An engine that may not get its weights."""
+        return _FaultyEngine(
+            self.injector,
+            slots=plan.slots,
+            context_tokens=plan.context_tokens,
+            versions_resident=plan.versions,
+            lengths=self.lengths,
+            clock=site.clock,
+        )
+
+
+class _FaultyTasks:
+    def __init__(self, injector: FaultInjector, site: Site, task_ns: int) -> None:
+        self._injector = injector
+        self._chance = site.chance
+        self._task_ns = task_ns
+        self._failing: dict[str, str] = {}
+
+    def delay_ns(self, call: TaskCall) -> int:
+        """How long this call takes; whether it fails is decided here."""
+        kind = self._kind(call)
+        if kind and self._injector.befalls(kind):
+            self._failing[call.request] = kind
+            if kind == "reward-hangs":
+                return HANG_NS
+        return int(self._task_ns * (0.5 + self._chance.random()))
+
+    def answer(self, call: TaskCall) -> TaskEvent:
+        """What comes of it."""
+        kind, name = self._failing.pop(call.request, ""), call.request
+        if kind == "episode-lost":
+            return EpisodeLost(request=name, message="its process ended")
+        if kind == "reward-hangs":
+            return TaskFailed(request=name, error="TimedOut", message="timed out")
+        if kind:
+            return TaskFailed(request=name, error="ValueError", message="no number in it")
+        if isinstance(call, PromptCall):
+            return prompt_of(call, episode=self._injector.scenario.episodes)
+        if isinstance(call, EnvStep):
+            return observed_of(call, done=self._chance.randrange(TURNS_MEAN) == 0)
+        return reward_of(call)
+
+    def _kind(self, call: TaskCall) -> str:
+        """The fault that a call of its kind may have."""
+        if isinstance(call, PromptCall):
+            return "prompt-fails"
+        if isinstance(call, EnvStep):
+            return "episode-lost"
+        return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
+
+
+class _FaultyHandover(MemoryHandover):
+    """Caches get lost on their way, or are found to be damaged."""
+
+    def __init__(self, injector: FaultInjector) -> None:
+        super().__init__()
+        self._injector = injector
+
+    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
+        """See `Handover`."""
+        if self._injector.befalls("handover-full"):
+            return Lost(NO_ROOM)
+        return super().put(label, kv)
+
+    def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
+        """See `Handover`."""
+        if self._injector.befalls("handover-lost"):
+            return Lost(GONE)
+        if self._injector.befalls("handover-damaged"):
+            return Lost(OTHER_DIGEST)
+        return super().fetch(label, blob)
+
+
+class _FaultyEngine(SimulatedEngine):
+    def __init__(self, injector: FaultInjector, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._injector = injector
+
+    def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
+        """See the port."""
+        if self._injector.befalls("policy-unreadable"):
+            raise PolicyError(f"no weights at {weights.name}")
+        return super().load(weights, version=version, digest=digest)
+
+
+Strike = Callable[[FaultInjector], bool | None]
+"""Strikes; False where there was nothing to strike."""
+
+
+def _at(name: str, act: Callable[[FaultInjector, Role], bool | None]) -> Strike:
+    """Strike a living incarnation of this name; any of the workers, or of all."""
+
+    def strike(injector: FaultInjector) -> bool | None:
+        role = injector._one(name)
+        return False if role is None else act(injector, role)
 
     return strike
 
 
-def _outage(injector: FaultInjector) -> bool:
-    injector.outage_ns = injector.world.clock.ns + injector._while()
-    return True
+def _kill(injector: FaultInjector, role: Role) -> None:
+    injector.world.kill(role)
 
 
-def _outage_one(injector: FaultInjector) -> bool:
-    role = injector._any()
-    if role is None or not isinstance(role.bus.faults, FaultyBus):
+def _kill_appending(injector: FaultInjector, role: Role) -> None:
+    assert isinstance(role.bus.faults, FaultyBus)
+    role.bus.faults.dies = True
+
+
+def _pause(injector: FaultInjector, role: Role) -> None:
+    injector.world.pause(role, injector._while())
+
+
+def _zombie(injector: FaultInjector, role: Role) -> bool | None:
+    if role.runtime is None or len(injector.world.roles) >= ALIVE_MAX:
         return False
+    injector.world.pause(role, 2 * injector._while())
+    injector.world.start(role.name)
+    return None
+
+
+def _outage(injector: FaultInjector) -> None:
+    injector.outage_ns = injector.world.clock.ns + injector._while()
+
+
+def _outage_one(injector: FaultInjector, role: Role) -> None:
+    assert isinstance(role.bus.faults, FaultyBus)
     role.bus.faults.outage_ns = injector.world.clock.ns + injector._while()
-    return True
 
 
-def _clock_jump(injector: FaultInjector) -> bool:
-    role = injector._any()
-    if role is not None:
-        role.clock.wall_off_ns = injector.chance.randint(-JUMP_NS, JUMP_NS)
-    return role is not None
+def _clock_jump(injector: FaultInjector, role: Role) -> None:
+    role.clock.wall_off_ns = injector.chance.randint(-JUMP_NS, JUMP_NS)
 
 
-def _join(injector: FaultInjector) -> bool:
+def _join(injector: FaultInjector) -> bool | None:
     absent = [name for name in injector.world.plans if injector.world.present(name) is None]
     if not absent:
         return False
     name = injector.chance.choice(absent)
     injector.gone.discard(name)
     injector.world.start(name)
-    return True
+    return None
 
 
-def _drain(injector: FaultInjector) -> bool:
-    role = injector._one("worker")
-    if role is not None:
-        injector.tell("drain", worker=role.name)
-    return role is not None
+def _drain(injector: FaultInjector, role: Role) -> None:
+    injector.command("drain", worker=role.name)
 
 
-def _terminate(injector: FaultInjector) -> bool:
-    role = injector._one("worker")
-    if role is None or role.runtime is None:
+def _terminate(injector: FaultInjector, role: Role) -> bool | None:
+    if role.runtime is None:
         return False
     injector.world.stop(role)
-    return True
+    return None
 
 
-def _depart(injector: FaultInjector) -> bool:
-    role = injector._one("worker")
-    if role is None:
-        return False
+def _depart(injector: FaultInjector, role: Role) -> None:
     injector.gone.add(role.name)
     injector.world.kill(role)
-    return True
 
 
-def _command_pause(injector: FaultInjector) -> bool:
-    injector.tell("pause")
-    injector.world.after(injector._while(), lambda: injector.tell("resume"))
-    return True
+def _command_pause(injector: FaultInjector) -> None:
+    injector.command("pause")
+    injector.world.after(injector._while(), lambda: injector.command("resume"))
 
 
-def _command_bound(injector: FaultInjector) -> bool:
+def _command_bound(injector: FaultInjector) -> None:
     if injector.chance.random() < 0.5:
-        injector.tell("set", staleness__max_staleness=injector.chance.randrange(4))
+        injector.command("set", staleness__max_staleness=injector.chance.randrange(4))
     else:
-        injector.tell("set", staleness__in_flight_batches=1.0 + 2 * injector.chance.random())
-    return True
+        injector.command("set", staleness__in_flight_batches=1.0 + 2 * injector.chance.random())
 
 
-def _command_moves(injector: FaultInjector) -> bool:
-    injector.tell("set", planner__moves=injector.chance.random() < 0.5)
-    return True
+def _command_moves(injector: FaultInjector) -> None:
+    injector.command("set", planner__moves=injector.chance.random() < 0.5)
 
 
-def _command_odd(injector: FaultInjector) -> bool:
-    chance = injector.chance.randrange(4)
-    if chance == 0:
-        injector.tell("dance")
-    elif chance == 1:
-        injector.tell("set", staleness__max_staleness=-1)
-    elif chance == 2:
-        injector.tell("drain", worker="nobody")
-    else:
-        injector.tell("set", groups__size=1)
-    return True
+def _command_odd(injector: FaultInjector) -> None:
+    asked: tuple[tuple[str, dict[str, object]], ...] = (
+        ("dance", {}),
+        ("set", {"staleness__max_staleness": -1}),
+        ("drain", {"worker": "nobody"}),
+        ("set", {"groups__size": 1}),
+    )
+    verb, args = asked[injector.chance.randrange(4)]
+    injector.command(verb, **args)
 
 
-def _command_stop(injector: FaultInjector) -> bool:
+def _command_stop(injector: FaultInjector) -> bool | None:
     """Not before the run has had its steps."""
-    steps = injector.draw.config.run.steps
+    steps = injector.scenario.config.run.steps
     if injector.version() < max(STEPS_MIN, int(STOP_SHARE * steps)):
         return False
-    injector.tell("stop", now=injector.chance.random() < 0.5)
-    return True
+    injector.command("stop", now=injector.chance.random() < 0.5)
+    return None
 
 
-def _fail_batch(injector: FaultInjector) -> bool:
-    injector.tell("fail-batch")
-    return True
-
-
-def _garbage(injector: FaultInjector) -> bool:
+def _garbage(injector: FaultInjector) -> bool | None:
     if not injector.world.begun:
         return False
     topics = injector.world.topics
     topic = injector.chance.choice((topics.control, topics.metrics, topics.trajectories))
     values = (b"", b"{", b'{"kind":"dance","at_ns":1}', bytes(range(256)))
-    injector.put(topic, injector.chance.choice(values))
-    return True
+    injector.append(topic, injector.chance.choice(values))
+    return None
 
 
 _STRIKES: Final[dict[str, Strike]] = {
-    "kill-worker": _kill("worker"),
-    "kill-trainer": _kill(TRAINER),
-    "kill-orchestrator": _kill(ORCHESTRATOR),
-    "kill-appending": _kill_appending,
-    "pause-worker": _pause("worker"),
-    "pause-trainer": _pause(TRAINER),
-    "pause-orchestrator": _pause(ORCHESTRATOR),
-    "zombie-worker": _zombie("worker"),
-    "zombie-trainer": _zombie(TRAINER),
-    "zombie-orchestrator": _zombie(ORCHESTRATOR),
+    "kill-worker": _at("worker", _kill),
+    "kill-trainer": _at(TRAINER, _kill),
+    "kill-orchestrator": _at(ORCHESTRATOR, _kill),
+    "kill-appending": _at("", _kill_appending),
+    "pause-worker": _at("worker", _pause),
+    "pause-trainer": _at(TRAINER, _pause),
+    "pause-orchestrator": _at(ORCHESTRATOR, _pause),
+    "zombie-worker": _at("worker", _zombie),
+    "zombie-trainer": _at(TRAINER, _zombie),
+    "zombie-orchestrator": _at(ORCHESTRATOR, _zombie),
     "outage": _outage,
-    "outage-one": _outage_one,
-    "clock-jump": _clock_jump,
+    "outage-one": _at("", _outage_one),
+    "clock-jump": _at("", _clock_jump),
     "join": _join,
-    "drain": _drain,
-    "terminate": _terminate,
-    "depart": _depart,
+    "drain": _at("worker", _drain),
+    "terminate": _at("worker", _terminate),
+    "depart": _at("worker", _depart),
     "command-pause": _command_pause,
     "command-bound": _command_bound,
     "command-moves": _command_moves,
     "command-odd": _command_odd,
-    "command-fail-batch": _fail_batch,
+    "command-fail-batch": lambda injector: injector.command("fail-batch"),
     "command-stop": _command_stop,
     "garbage": _garbage,
 }

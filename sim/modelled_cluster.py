@@ -15,21 +15,31 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+import msgspec
+
+from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release
+from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
     Command,
     LoggedEntry,
     RequestReleased,
     Resume,
+    RoleStarted,
+    RunStarted,
+    StepCommitted,
     TrajectoriesLogged,
+    WorkerJoined,
+    WorkerReady,
+    config_digest,
 )
-from dora_pipe.schemas.policy import Blob
+from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -40,16 +50,15 @@ from dora_pipe.schemas.rounds import (
     PlanPeriod,
     TakeBatch,
 )
-from dora_pipe.sim.modelled import NEVER_S, EngineRates, TrainerRates
-from dora_pipe.sim.modelled_records import (
-    NO_DIGEST,
-    role_started,
-    run_started,
-    step_committed,
-    worker_joined,
-    worker_ready,
+from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.sim.modelled_worker import (
+    NEVER_S,
+    EngineRates,
+    Left,
+    ModelledWorker,
+    TrainerRates,
+    WorkerSize,
 )
-from dora_pipe.sim.modelled_worker import Left, ModelledWorker, WorkerSize
 from dora_pipe.sim.paradigms_planner import Planner, Production
 
 SECOND_NS: Final = 1_000_000_000
@@ -57,6 +66,9 @@ ROUNDS_MAX: Final = 200_000
 """More rounds than this do not end by themselves."""
 MANY: Final = 50
 """A plan with so many decisions may have been cut short, so it is asked once more at once."""
+
+NO_DIGEST: Final = sha256_hex(b"")
+"""Stands for every digest that nobody compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,3 +406,117 @@ class Cluster:
             run.busy_s += worker.batch.busy_s
             run.loads += worker.loads
         return run
+
+
+# Records: what nobody looks at here is left empty
+
+
+def _config(plan: ClusterPlan) -> dict[str, Any]:
+    staleness: dict[str, Any] = {"max_staleness": plan.max_staleness}
+    if plan.in_flight_batches is not None:
+        staleness["in_flight_batches"] = plan.in_flight_batches
+    return {
+        "run": {"name": "modelled", "steps": plan.steps, "seed": 0},
+        "model": {"path": "none"},
+        "task": {"kind": "none"},
+        "groups": {
+            "size": plan.group_size,
+            "per_step": plan.per_step,
+            "filter_zero_advantage": plan.filter_zero_advantage,
+        },
+        "staleness": staleness,
+        "evaluation": _evaluation(plan),
+        "bus": {"partitions": 1},
+        "timing": {"plan_period_s": plan.plan_period_s},
+    }
+
+
+def _evaluation(plan: ClusterPlan) -> dict[str, Any]:
+    if plan.evaluation is None:
+        return {"prompts": 0}
+    one = plan.evaluation
+    return {"every": one.every, "prompts": one.prompts, "siblings": one.siblings}
+
+
+def run_started(plan: ClusterPlan) -> RunStarted:
+    """The first record of a modelled run."""
+    config = msgspec.to_builtins(msgspec.convert(_config(plan), Config))
+    return RunStarted(
+        at_ns=0,
+        run="modelled",
+        schema_version=1,
+        config=config,
+        config_digest=config_digest(config),
+        dataset_digest=NO_DIGEST,
+        dataset_rows=1,
+        eval_digest=NO_DIGEST,
+        eval_rows=plan.evaluation.prompts if plan.evaluation is not None else 0,
+        seed=0,
+        policy=Manifest(digest=NO_DIGEST, bytes=0, tensors=()),
+        assets_digest=NO_DIGEST,
+        planner="modelled",
+        package="modelled",
+    )
+
+
+def role_started() -> RoleStarted:
+    """Its trainer begins."""
+    return RoleStarted(
+        at_ns=0, role="trainer", role_epoch=0, instance="m", host="m", pid=0, package="modelled"
+    )
+
+
+def worker_joined(size: WorkerSize, plan: ClusterPlan) -> WorkerJoined:
+    """A modelled worker is there."""
+    return WorkerJoined(
+        at_ns=0,
+        worker=size.name,
+        instance="m",
+        host="m",
+        pid=0,
+        slots=size.slots,
+        prefetch=size.prefetch,
+        kv_tokens=0,
+        engine="modelled",
+        engine_version="1",
+        dtype="none",
+        device="none",
+        declares=plan.declares,
+        assets_digest=NO_DIGEST,
+        reward_digest="",
+        package="modelled",
+    )
+
+
+def worker_ready(worker: ModelledWorker, assigned: Assign) -> WorkerReady:
+    """It has loaded what it was assigned."""
+    return WorkerReady(
+        at_ns=0,
+        worker=worker.size.name,
+        epoch=worker.epoch,
+        version=assigned.version,
+        digest=assigned.digest,
+        load_ms=worker.batch.rates.load_s * 1e3,
+    )
+
+
+def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
+    """The step of this batch is done; weights are names here."""
+    after = sha256_hex(f"weights {batch.step + 1}".encode())
+    return StepCommitted(
+        at_ns=0,
+        step=batch.step,
+        attempt=batch.attempt,
+        role_epoch=0,
+        groups=batch.groups,
+        batch_digest=batch_digest(batch.groups),
+        digest_before=state.policies[state.version],
+        digest_after=after,
+        policy=Manifest(digest=after, bytes=0, tensors=()),
+        contributions=Blob(sha256=NO_DIGEST, bytes=0),
+        figures={},
+        settings=batch.settings,
+        numerics={},
+        decisions_next=0,
+        compute_s=0.0,
+    )

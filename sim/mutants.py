@@ -8,12 +8,15 @@ for.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
@@ -35,7 +38,41 @@ from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
-from dora_pipe.sim.patches import Patches
+
+_MISSING: Final = object()
+
+
+class Patches:
+    """Changes of rules of this process; `undo` takes them back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Give a class or a module another attribute."""
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def everywhere(self, original: Any, value: Any) -> None:
+        """Put `value` wherever another module of this package has `original`, under any name."""
+        found = [
+            (module, name)
+            for key, module in list(sys.modules.items())
+            if key.startswith("dora_pipe.") and key != __name__
+            for name, there in vars(module).items()
+            if there is original
+        ]
+        assert found, f"nobody has {original}"
+        for module, name in found:
+            self.put(module, name, value)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for owner, name, value in reversed(self._undo):
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +85,14 @@ class Mutant:
 
 
 @contextmanager
-def planted(name: str) -> Iterator[Mutant]:
-    """The process has this bug while the block lasts. Example: ``with planted("gate-from-0"):``"""
-    bug = BUGS[name]
-    with Patches() as patches:
+def mutated(name: str) -> Iterator[Mutant]:
+    """The process has this bug while the block lasts. Example: ``with mutated("gate-from-0"):``"""
+    bug, patches = BUGS[name], Patches()
+    try:
         bug.plant(patches)
         yield bug
+    finally:
+        patches.undo()
 
 
 # The bound
@@ -128,7 +167,7 @@ def _old_stamp(patches: Patches) -> None:
         if not (fates.get("failed", 0) or fates.get("filtered", 0)) or oldest == state.version:
             return spec
         late = state.version - oldest
-        return _changed(
+        return msgspec.structs.replace(
             spec, version=oldest, digest=state.policies[oldest], deadline=spec.deadline - late
         )
 
@@ -301,11 +340,6 @@ def _chain_without_control(patches: Patches) -> None:
 
 def _untouched(patches: Patches) -> None:
     patches.put(State, "_touch_leaves", lambda self, worker: None)
-
-
-def _changed(spec: GroupSpec, **changes: Any) -> GroupSpec:
-    plain = {name: getattr(spec, name) for name in spec.__struct_fields__}
-    return GroupSpec(**(plain | changes))
 
 
 _ALL: Final = (

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.sim.modelled import NEVER_S, EngineRates, Sharing, TrainerRates
 from dora_pipe.sim.modelled_cluster import ClusterRun, StepSpan
-from dora_pipe.sim.modelled_worker import WorkerSize
+from dora_pipe.sim.modelled_worker import NEVER_S, EngineRates, Sharing, TrainerRates, WorkerSize
 
 EVENTS_MAX = 5_000_000
 """More events than this do not end by themselves."""

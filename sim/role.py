@@ -1,20 +1,99 @@
-"""One incarnation of a role in a world, and who may look on; decides nothing."""
+"""One incarnation of a role in a world: the clocks by which it sees time, what befalls it, and who
+may look on; decides what a wrong clock shows.
+
+The world's clock is what really happens. A role's own clock may run slow or fast, and its wall
+clock may be off and jump either way: nothing may depend on it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol
 
-from dora_pipe.bus.memory import MemoryBus
+from dora_pipe.bus.memory import NO_FAULTS, FaultPlan, MemoryBus
 from dora_pipe.bus.port import Record
-from dora_pipe.core.runtime import Machine, Meter, Runtime
-from dora_pipe.sim.clock import NEVER_NS, RoleClock
-from dora_pipe.sim.ports import SimPort
+from dora_pipe.core.runtime import Machine, Meter, Port, Runtime
 
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
+
+WALL_NS: Final = 1_800_000_000 * 10**9
+"""The wall clock at the beginning of every world."""
+
+NEVER_NS: Final = 1 << 62
+"""Later than any event."""
+
+RESTART_NS: Final = 500_000_000
+"""A supervisor starts a role again after so long."""
+
+
+IN_ORDER: Final = frozenset({"ended", "left", "replaced", "the world ends"})
+"""Ends after which nobody starts a role again."""
+
+
+@dataclass(slots=True)
+class WorldClock:
+    """What time it really is, ns since the world began; the world alone moves it."""
+
+    ns: int = 0
+
+    def now_ns(self) -> int:
+        """Virtual time."""
+        return self.ns
+
+    def wall_ns(self) -> int:
+        """The right wall clock."""
+        return WALL_NS + self.ns
+
+    def sleep(self, seconds: float) -> None:
+        """Nobody sleeps on the world's clock. Raises AssertionError."""
+        raise AssertionError("only a role sleeps")
+
+
+@dataclass(slots=True)
+class RoleClock:
+    """One incarnation's clocks: ``RoleClock(world.clock, pause, rate=0.5)`` counts half as fast.
+
+    `pause` lets the rest of the world go on until then (world time, ns).
+    """
+
+    world: WorldClock
+    pause: Callable[[int], None]
+    rate: float = 1.0
+    wall_off_ns: int = 0
+    """The wall clock is ahead by so much; it may be changed at any time."""
+    start_ns: int = 0
+
+    def now_ns(self) -> int:
+        """Monotonic time as this role counts it."""
+        if self.rate == 1.0:
+            return self.world.ns
+        return self.start_ns + int((self.world.ns - self.start_ns) * self.rate)
+
+    def wall_ns(self) -> int:
+        """The wall clock as this role has it."""
+        return WALL_NS + self.world.ns + self.wall_off_ns
+
+    def sleep(self, seconds: float) -> None:
+        """The others go on meanwhile."""
+        self.pause(self.world.ns + max(1, int(seconds * 1e9 / self.rate)))
+
+    def world_ns(self, own_ns: int) -> int:
+        """When it really is `own_ns` on this clock, or shortly after."""
+        if self.rate == 1.0 or own_ns >= NEVER_NS:
+            return own_ns
+        return self.start_ns + math.ceil((own_ns - self.start_ns) / self.rate)
+
+
+class SimPort(Port, Protocol):
+    """A port that knows when it has something to say."""
+
+    def due_ns(self) -> int:
+        """Monotonic ns (the role's clock) of its next event; `NEVER_NS` while it waits for none."""
+        ...
 
 
 class Killed(BaseException):
@@ -49,7 +128,6 @@ class Role:
     dead: bool = False
     end: str = ""
     """How it ended."""
-    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def exclusive(self) -> bool:
@@ -67,3 +145,33 @@ class Watcher(Protocol):
     def overhear(self, role: Role, machine: Machine) -> Machine:
         """The machine that the loop drives: this one, or one that passes everything on to it."""
         ...
+
+
+class FaultModel(Protocol):
+    """Asked by the world; what strikes at a time of its own (a kill, a pause, a command) uses
+    `World.after`.
+    """
+
+    def born(self, role: Role) -> FaultPlan:
+        """An incarnation begins: what befalls its bus; its clock may be set wrong."""
+        ...
+
+    def died(self, role: Role, why: str) -> int | None:
+        """It ended: when to start it again (ns from now), None: never.
+
+        `why` is the outcome of its machine (`ended`, `left`, `fenced`, `replaced`, `failed`),
+        `killed`, or the error that ended it.
+        """
+        ...
+
+
+class NoFaults:
+    """Nothing goes wrong; what dies all the same is started again, what ends in order is not."""
+
+    def born(self, role: Role) -> FaultPlan:
+        """No faults."""
+        return NO_FAULTS
+
+    def died(self, role: Role, why: str) -> int | None:
+        """Soon, if it did not mean to."""
+        return None if why in IN_ORDER else RESTART_NS

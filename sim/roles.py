@@ -1,157 +1,217 @@
-"""Puts production's machines into production's loop, on a world's bus and clocks; decides nothing.
+"""Puts production's machines into production's loop, without processes and files; decides nothing.
 
-What stands here mirrors `orchestrator.role`, `consumers.trainer.role` and `producers.role`, without
-processes and files: an incarnation that cannot reach the bus while it starts dies and is started
-again.
+What stands here mirrors `orchestrator.role`, `consumers.trainer.role` and `producers.worker.role`:
+an incarnation that cannot reach the bus while it starts dies, and is started again by whoever
+started it. Worlds and the clusters of tests are made of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from dora_pipe.bus.port import Append, TopicPartition, Writer
+import msgspec
+
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
+from dora_pipe.config.model import Config
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.clock import Clock
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Machine, Runtime
 from dora_pipe.core.status_schedule import quiet_ns
+from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
+from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.control import RoleStarted, WorkerJoined
-from dora_pipe.schemas.wire import encode
-from dora_pipe.sim.parts import Site, WorkerParts, WorkerPlan
-from dora_pipe.sim.ports import SimPort
-from dora_pipe.sim.role import Role
-
-if TYPE_CHECKING:
-    from dora_pipe.sim.world import World
+from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined, config_digest
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
+from dora_pipe.sim.parts import Parts, Site, WorkerParts, WorkerPlan
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
+from dora_pipe.store.store import PolicyStore
 
 HOST: Final = "sim"
+DATASET: Final = sha256_hex(b"train rows")
+EVAL_DATASET: Final = sha256_hex(b"eval rows")
+ROWS: Final = 40
+EVAL_ROWS: Final = 3
 
 
-def build_orchestrator(world: World, role: Role) -> None:
-    """Fence the predecessor, fold the log, take a role epoch. Raises BusError."""
-    writer = role.bus.writer(exclusive=f"{world.topics.run}.orchestrator")
-    machine = start_machine(
-        bus=role.bus,
-        writer=writer,
-        topics=world.topics,
-        timing=world.config.timing,
-        clock=role.clock,
-        instance=Instance(name=f"o{role.number}", host=HOST, pid=1, package="0"),
-        meter=role.meter,
-        run_started=world.run_started,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """An incarnation that has said that it is there."""
+
+    machine: Machine
+    writer: Writer
+    exclusive: bool = True
+    """Whether a run has one of it."""
+    ports: Sequence[Any] = ()
+    epoch: int = -1
+    """Of a worker: the offset of its `worker joined`."""
+
+    def loop(self, site: Site, machine: Machine | None = None, **more: Any) -> Runtime:
+        """Production's loop around it, or around another machine in front of it."""
+        return Runtime(
+            machine or self.machine,
+            bus=site.bus,
+            writer=self.writer,
+            ports=self.ports,
+            clock=site.clock,
+            meter=site.meter,
+            exclusive=self.exclusive,
+            status=site.bus.writer() if self.exclusive else None,
+            **more,
+        )
+
+
+def create_topics(bus: Bus, topics: Topics, config: Config) -> None:
+    """Those of a run."""
+    many = (topics.trajectories, topics.progress)
+    bus.create(
+        [
+            TopicSpec(
+                name=name,
+                partitions=config.bus.partitions if name in many else 1,
+                record_bytes_max=config.bus.record_bytes_max,
+            )
+            for name in topics.all()
+        ]
     )
-    _loop(world, role, machine, writer, ())
 
 
-def build_trainer(world: World, role: Role) -> None:
-    """Fence the predecessor, read control, take a role epoch. Raises BusError."""
-    writer = role.bus.writer(exclusive=f"{world.topics.run}.trainer")
-    await_stable_offset(role.bus, [TopicPartition(world.topics.control, 0)], role.clock)
-    history = read_history(role.bus, world.topics, role.clock)
+def run_started(
+    config: Config, parts: Parts, store: PolicyStore, folder: Path, clock: Clock
+) -> RunStarted:
+    """The first record of a run, whose version 0 and assets lie in the store afterwards."""
+    policy, assets_digest = parts.policy(store, folder)
+    plain = msgspec.to_builtins(config)
+    return RunStarted(
+        at_ns=clock.wall_ns(),
+        run=config.run.name,
+        schema_version=SCHEMA_VERSION,
+        config=plain,
+        config_digest=config_digest(plain),
+        dataset_digest=DATASET,
+        dataset_rows=ROWS,
+        eval_digest=EVAL_DATASET,
+        eval_rows=EVAL_ROWS,
+        seed=config.run.seed,
+        policy=policy,
+        assets_digest=assets_digest,
+        planner=PLANNER,
+        package="0",
+    )
+
+
+def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
+    """The orchestrator, the trainer or, with a plan, a worker. Raises BusError."""
+    if site.name == ORCHESTRATOR:
+        return _orchestrator(site)
+    if site.name == TRAINER:
+        return _trainer(site, parts)
+    assert plan is not None
+    return _worker(site, parts, plan)
+
+
+def _orchestrator(site: Site) -> Started:
+    """Fence the predecessor, fold the log, take a role epoch."""
+    writer = site.bus.writer(exclusive=f"{site.topics.run}.orchestrator")
+    machine = start_machine(
+        bus=site.bus,
+        writer=writer,
+        topics=site.topics,
+        timing=site.config.timing,
+        clock=site.clock,
+        instance=Instance(name=f"o{site.number}", host=HOST, pid=1, package="0"),
+        meter=site.meter,
+        run_started=site.run_started,
+    )
+    return Started(machine=machine, writer=writer)
+
+
+def _trainer(site: Site, parts: Parts) -> Started:
+    """Fence the predecessor, read control, take a role epoch."""
+    control, config = site.topics.control, site.config
+    writer = site.bus.writer(exclusive=f"{site.topics.run}.trainer")
+    await_stable_offset(site.bus, [TopicPartition(control, 0)], site.clock)
+    history = read_history(site.bus, site.topics, site.clock)
     started = RoleStarted(
-        at_ns=role.clock.wall_ns(),
+        at_ns=site.clock.wall_ns(),
         role="trainer",
         role_epoch=history.role_epoch + 1,
-        instance=f"t{role.number}",
+        instance=f"t{site.number}",
         host=HOST,
         pid=1,
         package="0",
     )
-    writer.append([Append(topic=world.topics.control, key=KEY, value=encode(started))])
-    parts = world.parts.trainer(_site(world, role), history)
+    writer.append([Append(topic=control, key=KEY, value=encode(started))])
+    made = parts.trainer(site, history)
     setup = TrainerSetup(
-        topics=world.topics,
+        topics=site.topics,
         role_epoch=started.role_epoch,
-        checkpoint_every=world.config.trainer.checkpoint_every,
-        heartbeat_ns=int(world.config.timing.heartbeat_s * 1e9),
-        quiet_ns=quiet_ns(world.config.timing),
-        keep_every=world.config.store.keep_every,
+        checkpoint_every=config.trainer.checkpoint_every,
+        keep_every=config.store.keep_every,
+        heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
+        quiet_ns=quiet_ns(config.timing),
+        limits=_limits(config),
     )
-    machine = TrainerMachine(setup, history, cost=role.meter.cost, cached=parts.cached)
-    _loop(world, role, machine, writer, parts.ports)
+    machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=made.cached)
+    return Started(machine=machine, writer=writer, ports=made.ports)
 
 
-def build_worker(world: World, role: Role, plan: WorkerPlan) -> None:
-    """Open the parts, join. Raises BusError."""
-    parts = world.parts.worker(_site(world, role), plan)
-    role.on_close.append(parts.close)
-    writer = role.bus.writer()
-    decisions = TopicPartition(world.topics.decisions, 0)
-    decisions_from = retry_bus("joining", lambda: role.bus.end(decisions), role.clock)
-    joined = _joined(world, role, plan, parts)
-    append = Append(topic=world.topics.control, key=plan.name.encode(), value=encode(joined))
-    role.epoch = writer.append([append])[0]
-    setup = _worker_setup(world, role.epoch, plan, parts, decisions_from)
-    machine = WorkerMachine(setup, cost=role.meter.cost, kv_used=parts.kv_used)
-    _loop(world, role, machine, writer, parts.ports)
-
-
-def _loop(
-    world: World, role: Role, machine: Machine, writer: Writer, ports: Sequence[SimPort]
-) -> None:
-    role.machine = machine
-    role.ports = ports
-    driven = machine if world.watch is None else world.watch.overhear(role, machine)
-    role.runtime = Runtime(
-        driven,
-        bus=role.bus,
-        writer=writer,
-        ports=ports,
-        clock=role.clock,
-        meter=role.meter,
-        exclusive=role.exclusive,
-        status=role.bus.writer() if role.exclusive else None,
+def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
+    """Open the parts, join."""
+    made = parts.worker(site, plan)
+    writer = site.bus.writer()
+    decisions = TopicPartition(site.topics.decisions, 0)
+    decisions_from = retry_bus("joining", lambda: site.bus.end(decisions), site.clock)
+    joined = encode(_joined(site, plan, made))
+    append = Append(topic=site.topics.control, key=plan.name.encode(), value=joined)
+    epoch = writer.append([append])[0]
+    machine = WorkerMachine(
+        _worker_setup(site, epoch, plan, made, decisions_from),
+        cost=site.meter.cost,
+        kv_used=lambda: made.engine.kv_used_tokens,
     )
-    role.reads = frozenset(tp.topic for tp in machine.positions())
+    return Started(machine=machine, writer=writer, exclusive=False, ports=made.ports, epoch=epoch)
 
 
-def _site(world: World, role: Role) -> Site:
-    return Site(
-        topics=world.topics,
-        config=world.config,
-        clock=role.clock,
-        meter=role.meter,
-        chance=role.chance,
-        store=world.store,
-        open_bus=lambda: world.open_bus(role),
-        run_started=world.run_started,
-    )
-
-
-def _joined(world: World, role: Role, plan: WorkerPlan, parts: WorkerParts) -> WorkerJoined:
+def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
+    engine = made.engine
     return WorkerJoined(
-        at_ns=role.clock.wall_ns(),
+        at_ns=site.clock.wall_ns(),
         worker=plan.name,
-        instance=f"{plan.name}-{role.number}",
+        instance=f"{plan.name}-{site.number}",
         host=HOST,
         pid=1,
         slots=plan.slots,
         prefetch=plan.prefetch,
-        kv_tokens=parts.kv_tokens,
-        engine=parts.engine,
-        engine_version="1",
-        dtype="none",
-        device="none",
-        declares=tuple(sorted(parts.declares)),
-        assets_digest=world.run_started.assets_digest,
+        kv_tokens=plan.slots * plan.context_tokens,
+        engine=engine.name,
+        engine_version=engine.version,
+        dtype=engine.dtype,
+        device=engine.device,
+        declares=capabilities(engine, single_turn=made.single_turn),
+        assets_digest=site.run_started.assets_digest,
         reward_digest="",
         package="0",
-        versions_resident=plan.versions,
+        versions_resident=engine.versions_resident,
     )
 
 
 def _worker_setup(
-    world: World, epoch: int, plan: WorkerPlan, parts: WorkerParts, decisions_from: int
+    site: Site, epoch: int, plan: WorkerPlan, made: WorkerParts, decisions_from: int
 ) -> WorkerSetup:
-    config, run = world.config, world.run_started
+    config = site.config
     return WorkerSetup(
-        topics=world.topics,
+        topics=site.topics,
         worker=plan.name,
         epoch=epoch,
         slots=plan.slots,
@@ -162,12 +222,17 @@ def _worker_setup(
         interruptible=config.staleness.interruptible,
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),
+        limits=_limits(config),
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
-        digests={"train": run.dataset_digest, "eval": run.eval_digest},
+        digests={"train": DATASET, "eval": EVAL_DATASET},
         params={
-            "train": sampling_params(config.sampling, parts.stop_ids),
-            "eval": sampling_params(config.evaluation.sampling, parts.stop_ids),
+            "train": sampling_params(config.sampling, made.stop_ids),
+            "eval": sampling_params(config.evaluation.sampling, made.stop_ids),
         },
-        versions_resident=plan.versions,
+        versions_resident=made.engine.versions_resident,
     )
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(short_s=config.timing.alarm_s, work_s=config.timing.alarm_work_s)

@@ -1,4 +1,4 @@
-"""Plays one seed from its beginning to its verdict.
+"""Runs one seed from its beginning to its result, and counts what many seeds have met.
 
 Safety phase: faults strike, checkers watch every record. Then the injector is calmed, and the run
 has to end within `LIVE_NS` of virtual time. Then the whole log is audited. A seed that fails says
@@ -7,22 +7,28 @@ which checker found what, and can be played again: nothing depends on anything b
 
 from __future__ import annotations
 
+import hashlib
+import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, get_args
 
 from dora_pipe.audit.audit import audit
-from dora_pipe.core.errors import DoraError, InvariantBroken
+from dora_pipe.audit.reading import horizon_of, records_of
+from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
+from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64
+from dora_pipe.schemas.control import AnyControl
+from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.sim.checks import CHECKS
-from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
-from dora_pipe.sim.faulty_parts import FaultyParts
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.sim.checks import CHECKS, Wrong
+from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector, FaultyParts
 from dora_pipe.sim.invariant_monitor import InvariantMonitor
 from dora_pipe.sim.role import ORCHESTRATOR, TRAINER
-from dora_pipe.sim.scenario import Scenario, draw
-from dora_pipe.sim.tokens import check_tokens
+from dora_pipe.sim.scenario import FAULTS, Scenario, draw
 from dora_pipe.sim.world import SECOND_NS, World
 
 LIVE_NS: Final = 1000 * SECOND_NS
@@ -44,6 +50,9 @@ MORE_STEPS: Final = 10
 FRAMES_MAX: Final = 10_000
 """Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
 zombies in a bad network has scores of sleepers inside each other, of a dozen frames each."""
+
+TOLERANCE: Final = 1e-4
+"""Of log-probs, which the log keeps as 32-bit floats."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """How a role says that its own state is broken."""
@@ -90,28 +99,28 @@ def run_seed(seed: int, *, steps: int = 10, resident: bool = False) -> SeedResul
 
     With `resident`, most workers host several versions at once.
     """
-    played = SeedRun(draw(seed, steps=steps, resident=resident)).run()
-    if played.holds and played.events < EVENTS_MIN:
-        played = SeedRun(draw(seed, steps=steps + MORE_STEPS, resident=resident)).run()
-    return played
+    result = SeedRun(draw(seed, steps=steps, resident=resident)).run()
+    if result.holds and result.events < EVENTS_MIN:
+        result = SeedRun(draw(seed, steps=steps + MORE_STEPS, resident=resident)).run()
+    return result
 
 
 class SeedRun:
     """One seed's world with everything around it."""
 
-    def __init__(self, drawn: Scenario) -> None:
-        self.draw = drawn
-        timing = drawn.config.timing
-        self.injector = FaultInjector(drawn)
-        self.watch = InvariantMonitor(
-            Topics(drawn.config.run.name),
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        timing = scenario.config.timing
+        self.injector = FaultInjector(scenario)
+        self.monitor = InvariantMonitor(
+            Topics(scenario.config.run.name),
             heartbeat_ns=int(timing.heartbeat_s * 1e9),
             lease_ns=int(timing.lease_s * 1e9),
         )
         self.world: World | None = None
 
     def run(self) -> SeedResult:
-        """From the beginning to the verdict."""
+        """From the beginning to the result."""
         check, what = "", ""
         frames = sys.getrecursionlimit()
         sys.setrecursionlimit(max(frames, FRAMES_MAX))
@@ -127,80 +136,84 @@ class SeedRun:
             sys.setrecursionlimit(frames)
             if self.world is not None:
                 self.world.close()
-        return self._played(check, what)
+        return self._result(check, what)
 
     def _play(self) -> None:
-        drawn = self.draw
-        parts = FaultyParts(delays=drawn.delays, steps_max=drawn.steps_max, injector=self.injector)
+        scenario = self.scenario
+        parts = FaultyParts(
+            delays=scenario.delays, steps_max=scenario.steps_max, injector=self.injector
+        )
         world = self.world = World(
-            drawn.config,
-            workers=drawn.workers,
+            scenario.config,
+            workers=scenario.workers,
             parts=parts,
             faults=self.injector,
-            seed=drawn.seed,
-            watch=self.watch,
+            seed=scenario.seed,
+            watch=self.monitor,
             start=False,
         )
-        self.watch.exists = world.store.has_weights
+        self.monitor.exists = world.store.has_weights
         self.injector.begin(world)
-        self.watch.on_move = self.injector.moved
-        self.injector.version = lambda: self.watch.ledger.steps_committed
-        world.start_all(drawn.first)
-        faulty_steps = int(FAULTY_SHARE * drawn.config.run.steps)
-        ledger = self.watch.ledger
-        world.run(until_ns=drawn.faulty_ns, done=lambda: ledger.steps_committed >= faulty_steps)
+        self.monitor.on_move = self.injector.moved
+        self.injector.version = lambda: self.monitor.ledger.steps_committed
+        world.start_all(scenario.first)
+        faulty_steps = int(FAULTY_SHARE * scenario.config.run.steps)
+        ledger = self.monitor.ledger
+        world.run(until_ns=scenario.faulty_ns, done=lambda: ledger.steps_committed >= faulty_steps)
         self.injector.at_least(FAULTS_MIN)
-        world.run(until_ns=world.clock.ns + SECOND_NS // 2, done=lambda: self.watch.stopped)
-        if "command-stop" in drawn.faults:
-            late = int(STOP_SHARE * drawn.config.run.steps)
+        world.run(until_ns=world.clock.ns + SECOND_NS // 2, done=lambda: self.monitor.stopped)
+        if "command-stop" in scenario.faults:
+            late = int(STOP_SHARE * scenario.config.run.steps)
             world.run(
-                until_ns=world.clock.ns + drawn.faulty_ns,
-                done=lambda: self.watch.stopped or ledger.steps_committed >= late,
+                until_ns=world.clock.ns + scenario.faulty_ns,
+                done=lambda: self.monitor.stopped or ledger.steps_committed >= late,
             )
             self.injector.strike("command-stop")
         self.injector.calm()
         self._live(world)
-        self._look(world)
+        self._audit(world)
 
     def _live(self, world: World) -> None:
         """The run ends, and every role with it."""
-        if not world.run(until_ns=world.clock.ns + LIVE_NS, done=lambda: self.watch.stopped):
+        if not world.run(until_ns=world.clock.ns + LIVE_NS, done=lambda: self.monitor.stopped):
             raise InvariantBroken(
-                f"live: not over after {LIVE_NS / 1e9:.0f} s; {waiting(world, self.watch.waits)}"
+                f"live: not over after {LIVE_NS / 1e9:.0f} s; {waiting(world, self.monitor.waits)}"
             )
         self.injector.ended = True
         if not world.run(until_ns=world.clock.ns + END_NS):
             for role in list(world.roles.values()):
                 world.stop(role)
         if not world.run(until_ns=world.clock.ns + END_NS):
-            raise InvariantBroken(f"live: the run is over, but {waiting(world, self.watch.waits)}")
+            raise InvariantBroken(
+                f"live: the run is over, but {waiting(world, self.monitor.waits)}"
+            )
 
-    def _look(self, world: World) -> None:
+    def _audit(self, world: World) -> None:
         """The whole log, once more, by others."""
-        self.watch.at_end()
+        self.monitor.at_end()
         report = audit(world.bus, world.topics, world.store.root)
         for violation in report.violations:
-            if not self._planned(violation.line):
+            if not self._is_garbage(violation.line):
                 raise InvariantBroken(f"log: {violation.line}")
         if not report.finished:
             raise InvariantBroken("log: the audit does not see the end of the run")
-        check_tokens(world, self.watch.wrong)
+        check_tokens(world, self.monitor.wrong)
 
-    def _planned(self, line: str) -> bool:
+    def _is_garbage(self, line: str) -> bool:
         """Whether the audit has found what was put there to be found."""
-        return "garbage" in self.draw.faults and "cannot be read" in line
+        return "garbage" in self.scenario.faults and "cannot be read" in line
 
-    def _played(self, check: str, what: str) -> SeedResult:
-        world, ledger = self.world, self.watch.ledger
+    def _result(self, check: str, what: str) -> SeedResult:
+        world, ledger = self.world, self.monitor.ledger
         states = ledger.states()
         for _, role in [] if world is None else world.ends:
             who = role.name if role.exclusive else "worker"
             states[f"{who}: {role.end.partition(':')[0]}"] += 1
-        records = self.watch.records
+        records = self.monitor.records
         events = 0 if world is None else world.events
         return SeedResult(
-            seed=self.draw.seed,
-            resident=any(plan.versions > 1 for plan in self.draw.workers),
+            seed=self.scenario.seed,
+            resident=any(plan.versions > 1 for plan in self.scenario.workers),
             check=check,
             what=what,
             steps=ledger.steps_committed,
@@ -208,7 +221,7 @@ class SeedRun:
             records=records,
             virtual_s=0.0 if world is None else world.clock.ns / 1e9,
             faults=self.injector.struck,
-            kinds=self.watch.kinds,
+            kinds=self.monitor.kinds,
             states=states,
         )
 
@@ -225,3 +238,124 @@ def waiting(world: World, said: Mapping[str, str]) -> str:
         elif name in (ORCHESTRATOR, TRAINER):
             found.append(f"there is no {name}")
     return "; ".join(found)
+
+
+# C1, token by token. The simulated engine's tokens are a function of (weights digest, seed,
+# position), so a trajectory that was mixed from two versions, resumed from another request's
+# progress or sampled under another seed equals none.
+
+
+def check_tokens(world: World, wrong: Wrong) -> None:
+    """Every trajectory in the log; those that cannot be read are not ours."""
+    for record in records_of(world.bus, horizon_of(world.bus, world.topics).trajectories):
+        try:
+            trajectory = decode_trajectory(record.value)
+        except SchemaError:
+            continue
+        place = strange_token(trajectory)
+        if place is not None:
+            version = trajectory.version
+            what = f"{trajectory.trajectory}: token {place} is not one of version {version}"
+            wrong("C1", what)
+
+
+def strange_token(trajectory: Trajectory) -> int | None:
+    """The first sampled position that is not its version's; None if all are."""
+    digest = hashlib.sha256(trajectory.digest.encode()).digest()
+    key = int.from_bytes(digest[:8], "big") ^ trajectory.meta.seed
+    tokens, mask, logprobs = trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
+    base = mix64(key)
+    for place in range(trajectory.meta.prompt_tokens, len(tokens)):
+        if not mask[place]:
+            continue
+        drawn = mix64(base ^ place)
+        token = drawn % (VOCABULARY - 1)
+        token += token >= END_TOKEN
+        logprob = -math.log(VOCABULARY) * ((drawn >> 32) + 1) / 2**32
+        found = logprobs[place]
+        if tokens[place] not in (token, END_TOKEN) or found is None:
+            return place
+        if abs(found - logprob) > TOLERANCE:
+            return place
+    return None
+
+
+# What many seeds have met between them, and what none has
+
+NOT_HERE: Final = frozenset(
+    {
+        "control weights-adopted",  # another machine's numerics: here all are one
+        "control batch-refused",  # bytes of the log do not change here
+        "control versions-dropped",  # said by `prune` when a run is over
+        "observed kv-pressure",  # the simulated engine keeps no cache
+        "observed placeable",
+    }
+)
+"""Kinds that no seed can meet."""
+
+
+def _tags(union: Any, prefix: str) -> list[str]:
+    return [f"{prefix} {kind.__struct_config__.tag}" for kind in get_args(union)]
+
+
+_STATES: Final = (
+    *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
+    *(f"group {fate}" for fate in get_args(Fate)),
+    *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),
+    *(f"staleness {number}" for number in range(4)),
+    *(f"worker: {how}" for how in ("left", "fenced", "replaced", "failed", "killed")),
+    *(f"orchestrator: {how}" for how in ("ended", "killed", "Fenced", "OutcomeUnknown")),
+    *(f"trainer: {how}" for how in ("ended", "killed", "Fenced", "OutcomeUnknown")),
+    *(
+        f"trainer {phase}"
+        for phase in ("restoring", "idle", "reading", "training", "publishing", "committing")
+    ),
+)
+
+EXPECTED: Final[dict[str, tuple[str, ...]]] = {
+    "faults": tuple(FAULTS),
+    "decisions": tuple(_tags(AnyDecision, "decided")),
+    "records": tuple(_tags(AnyControl, "control")),
+    "observations": tuple(_tags(AnyObservation, "observed")),
+    "states": _STATES,
+}
+"""What there is to meet, by sort."""
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Counts over seeds; ``for result in ...: coverage.add(result)``."""
+
+    seeds: int = 0
+    events: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    virtual_s: float = 0.0
+    met: Counter[str] = field(default_factory=Counter)
+    seeds_of: Counter[str] = field(default_factory=Counter)
+    """Seeds that have met it at least once."""
+    broken: list[SeedResult] = field(default_factory=list)
+
+    def add(self, result: SeedResult) -> None:
+        """One more seed."""
+        self.seeds += 1
+        self.events.append(result.events)
+        self.faults.append(result.faults.total())
+        self.steps.append(result.steps)
+        self.virtual_s += result.virtual_s
+        for counter in (result.faults, result.kinds, result.states):
+            self.met.update(counter)
+            self.seeds_of.update(name for name, count in counter.items() if count)
+        if not result.holds:
+            self.broken.append(result)
+
+    def rows(self) -> Iterator[tuple[str, str, int, int]]:
+        """(sort, what, how often, in how many seeds) of everything expected."""
+        for sort, names in EXPECTED.items():
+            for name in names:
+                if name not in NOT_HERE:
+                    yield sort, name, self.met[name], self.seeds_of[name]
+
+    def unmet(self) -> Sequence[str]:
+        """What no seed has met, although one could."""
+        return [name for _, name, count, _ in self.rows() if not count]

@@ -26,27 +26,29 @@ from random import Random
 from types import TracebackType
 from typing import Final
 
-import msgspec
-
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Record, TopicSpec
+from dora_pipe.bus.port import Record
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.core.runtime import Runtime
-from dora_pipe.orchestrator.planner import PLANNER
-from dora_pipe.schemas.control import RunStarted, config_digest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import SCHEMA_VERSION, sha256_hex
-from dora_pipe.sim.clock import NEVER_NS, RoleClock, WorldClock
-from dora_pipe.sim.fault_model import FaultModel, NoFaults
-from dora_pipe.sim.parts import Parts, PlainParts, WorkerPlan
-from dora_pipe.sim.ports import StillMeter
-from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Killed, Role, Watcher
-from dora_pipe.sim.roles import build_orchestrator, build_trainer, build_worker
+from dora_pipe.sim.parts import MS, Parts, PlainParts, Site, StillMeter, WorkerPlan
+from dora_pipe.sim.role import (
+    NEVER_NS,
+    ORCHESTRATOR,
+    TRAINER,
+    FaultModel,
+    Killed,
+    NoFaults,
+    Role,
+    RoleClock,
+    Watcher,
+    WorldClock,
+)
+from dora_pipe.sim.roles import create_topics, run_started, start_role
 from dora_pipe.store.store import PolicyStore
 
 SECOND_NS: Final = 1_000_000_000
-MS: Final = 1_000_000
 
 TICK_NS: Final = 100_000
 """A turn of a role takes so long; its next one comes after that."""
@@ -59,8 +61,6 @@ EVENTS_MAX: Final = 2_000_000
 
 RUN_STARTED: Final = b'"run-started"'
 
-DATASET: Final = sha256_hex(b"train rows")
-EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROOM: Final = Path("/dev/shm")
 """Where policies lie while a world lasts, if the machine has it: nothing here must survive."""
 
@@ -76,8 +76,6 @@ class World:
         parts: Parts | None = None,
         faults: FaultModel | None = None,
         seed: int = 0,
-        rows: int = 40,
-        eval_rows: int = 3,
         watch: Watcher | None = None,
         start: bool = True,
     ) -> None:
@@ -108,15 +106,10 @@ class World:
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
         """A bus without faults, for whoever looks from outside."""
-        many = {self.topics.trajectories, self.topics.progress}
-        self.bus.create(
-            [
-                TopicSpec(name=name, partitions=config.bus.partitions if name in many else 1)
-                for name in self.topics.all()
-            ]
-        )
+        create_topics(self.bus, self.topics, config)
         self.log.watch = self._appended
-        self.run_started = self._run_started(rows, eval_rows)
+        folder = Path(self._folder.name)
+        self.run_started = run_started(config, self.parts, self.store, folder, self.clock)
         if start:
             self.start_all(len(self.plans))
 
@@ -183,10 +176,6 @@ class World:
         """Give it a turn now."""
         if role.runtime is not None and not (role.dead or role.asleep):
             self._schedule(role, self.clock.ns)
-
-    def open_bus(self, role: Role) -> MemoryBus:
-        """Another bus of an incarnation; the same befalls it."""
-        return MemoryBus(self.log, faults=role.bus.faults, now_ms=self._now_ms)
 
     # Time
 
@@ -294,13 +283,29 @@ class World:
         if role.name != ORCHESTRATOR and not self.begun:
             self._schedule(role, self.clock.ns + WAIT_NS)
             return
-        if role.name == ORCHESTRATOR:
-            build_orchestrator(self, role)
-        elif role.name == TRAINER:
-            build_trainer(self, role)
-        else:
-            build_worker(self, role, self.plans[role.name])
+        site = self._site(role)
+        started = start_role(site, self.parts, self.plans.get(role.name))
+        role.machine, role.ports, role.epoch = started.machine, started.ports, started.epoch
+        driven = role.machine if self.watch is None else self.watch.overhear(role, role.machine)
+        role.runtime = started.loop(site, driven)
+        role.reads = frozenset(tp.topic for tp in role.machine.positions())
         self._schedule(role, self.clock.ns + TICK_NS)
+
+    def _site(self, role: Role) -> Site:
+        return Site(
+            name=role.name,
+            number=role.number,
+            topics=self.topics,
+            config=self.config,
+            clock=role.clock,
+            meter=role.meter,
+            chance=role.chance,
+            store=self.store,
+            bus=role.bus,
+            # The same befalls another bus of it.
+            open_bus=lambda: MemoryBus(self.log, faults=role.bus.faults, now_ms=self._now_ms),
+            run_started=self.run_started,
+        )
 
     def _ended(self, role: Role, why: str) -> None:
         role.dead, role.end = True, why
@@ -312,9 +317,6 @@ class World:
     def _close(self, role: Role) -> None:
         if role.runtime is not None:
             role.runtime.close()
-        for close in role.on_close:
-            close()
-        role.on_close.clear()
 
     def _restart(self, name: str) -> None:
         """Start it again, unless somebody else has its name by now."""
@@ -341,23 +343,3 @@ class World:
 
     def _now_ms(self) -> int:
         return self.clock.ns // MS
-
-    def _run_started(self, rows: int, eval_rows: int) -> RunStarted:
-        policy, assets_digest = self.parts.policy(self.store, Path(self._folder.name))
-        plain = msgspec.to_builtins(self.config)
-        return RunStarted(
-            at_ns=self.clock.wall_ns(),
-            run=self.config.run.name,
-            schema_version=SCHEMA_VERSION,
-            config=plain,
-            config_digest=config_digest(plain),
-            dataset_digest=DATASET,
-            dataset_rows=rows,
-            eval_digest=EVAL_DATASET,
-            eval_rows=eval_rows,
-            seed=self.config.run.seed,
-            policy=policy,
-            assets_digest=assets_digest,
-            planner=PLANNER,
-            package="0",
-        )

@@ -15,9 +15,9 @@ from math import ceil
 from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.ports import EnginePort
-from dora_pipe.sim.modelled import EngineRates
-from dora_pipe.sim.parts import PlainParts, Site, WorkerPlan
-from dora_pipe.sim.ports import PacedPort, SimPort
+from dora_pipe.sim.modelled_worker import EngineRates
+from dora_pipe.sim.parts import PacedPort, PlainParts, Site, WorkerPlan
+from dora_pipe.sim.role import SimPort
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,12 +229,15 @@ class Seeds:
 
     def mean(self, what: str) -> float:
         """Of one of the figures, over seeds."""
-        return sum(getattr(one, what) for one in self.runs) / len(self.runs)
+        return sum(self._each(what)) / len(self.runs)
 
     def spread(self, what: str) -> float:
         """Half of the distance between the largest and the smallest."""
-        found = [getattr(one, what) for one in self.runs]
+        found = self._each(what)
         return (max(found) - min(found)) / 2
+
+    def _each(self, what: str) -> list[float]:
+        return [getattr(one, what) for one in self.runs]
 
     def staleness(self) -> dict[int, float]:
         """Mean histogram."""

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bench.paper.lengths import EFFICIENCY
-from dora_pipe.sim.modelled import EngineRates, TrainerRates
-from dora_pipe.sim.modelled_worker import WorkerSize
+from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 
 GROUPS: Final = 512
 SIBLINGS: Final = 16

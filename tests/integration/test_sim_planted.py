@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from dora_pipe.orchestrator import planner, staleness
-from dora_pipe.sim.mutants import BUGS, planted
+from dora_pipe.sim.mutants import BUGS, mutated
 from dora_pipe.sim.seed_runner import run_seed
 
 SEEDS_MAX = 500
@@ -31,7 +31,7 @@ def quiet() -> None:
 
 def found_by(name: str) -> str:
     """The check that finds it first."""
-    with planted(name):
+    with mutated(name):
         played = (run_seed(seed) for seed in range(SEEDS_MAX))
         return next((one.check for one in played if not one.holds), "")
 
@@ -51,6 +51,6 @@ def test_rare_planted_bug_is_found(name: str) -> None:
 def test_nothing_stays_planted() -> None:
     take = staleness.take
     assert vars(planner)["take"] is take
-    with planted("short-batch"):
+    with mutated("short-batch"):
         assert vars(planner)["take"] is not take
     assert vars(planner)["take"] is take is staleness.take

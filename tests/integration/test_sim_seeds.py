@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from dora_pipe.sim.coverage import Coverage
 from dora_pipe.sim.scenario import draw
-from dora_pipe.sim.seed_runner import SeedRun, run_seed
+from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 
 CHUNK = 20
 EVENTS_MIN, FAULTS_MIN, STEPS_MIN = 2000, 3, 10

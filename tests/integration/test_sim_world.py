@@ -10,9 +10,8 @@ import pytest
 from dora_pipe.audit.audit import audit
 from dora_pipe.bus.memory import AppendFault, FaultPlan, ScriptedFaults
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.sim.fault_model import NoFaults
 from dora_pipe.sim.parts import WorkerPlan
-from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, Role
+from dora_pipe.sim.role import ORCHESTRATOR, TRAINER, NoFaults, Role
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import SECOND_NS, World

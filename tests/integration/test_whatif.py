@@ -34,8 +34,7 @@ from dora_pipe.sim.whatif import (
     lengths_of,
     rewards_of,
 )
-from dora_pipe.sim.whatif_facts import Measured, measure
-from dora_pipe.sim.whatif_speed import SlotTime, Steps, speed_of
+from dora_pipe.sim.whatif_facts import Measured, SlotTime, Steps, measure, speed_of
 from dora_pipe.sim.world import SECOND_NS, World
 
 TOKEN_NS = 4_000_000

@@ -17,8 +17,7 @@ from dora_pipe.bench.paper.closed_forms import (
     sync_bound,
 )
 from dora_pipe.bench.paper.lengths import Lengths, figures_of
-from dora_pipe.sim.modelled import EngineRates, TrainerRates
-from dora_pipe.sim.modelled_worker import WorkerSize
+from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan
 
 TIMES = st.lists(st.floats(0.01, 100), min_size=1, max_size=60)

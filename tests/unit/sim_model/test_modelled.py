@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.sim.modelled import NEVER_S, EngineRates, Sharing, TrainerRates
+from dora_pipe.sim.modelled_worker import NEVER_S, EngineRates, Sharing, TrainerRates
 
 RATES = EngineRates(tau_s=0.02, rise=0.5, full=4)
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dora_pipe.bench.paper.lengths import Lengths
 from dora_pipe.bench.paper.scaling_model import rollout_units
-from dora_pipe.sim.modelled import EngineRates, TrainerRates
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
-from dora_pipe.sim.modelled_worker import WorkerSize
+from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.sim.paradigms import Pool, PoolPlan
 from dora_pipe.sim.paradigms_planner import LegacyFill, Production, Proportional, largest_remainder
 

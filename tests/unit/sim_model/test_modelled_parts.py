@@ -12,7 +12,7 @@ from dora_pipe.bench.paper.modelled_parts import ModelledParts, coarse_lengths
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.model import Config
 from dora_pipe.producers.engines.simulated import long_tailed_length
-from dora_pipe.sim.modelled import EngineRates
+from dora_pipe.sim.modelled_worker import EngineRates
 from dora_pipe.sim.parts import WorkerPlan
 from dora_pipe.sim.whatif_facts import Measured, measure
 from dora_pipe.sim.world import SECOND_NS, World

@@ -28,8 +28,8 @@ class Compared(SeedRun):
 
     found: list[str] | None = None
 
-    def _look(self, world: World) -> None:
-        super()._look(world)
+    def _audit(self, world: World) -> None:
+        super()._audit(world)
         self.found = differences(world.bus, world.topics)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.objectives import refused_kind
 from dora_pipe.schemas.control import Command
 
 
@@ -44,7 +45,10 @@ class EffectiveConfig:
 
     def _set(self, changes: dict[str, Any], step: int) -> None:
         plain = msgspec.to_builtins(self.config)
-        if not changes.keys() <= LOGGED:
+        before = self.config.objective.kind
+        if not changes.keys() <= LOGGED or refused_kind(
+            before, changes.get("objective.kind", before)
+        ):
             return
         for key, value in changes.items():
             section, _, name = key.partition(".")

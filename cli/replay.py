@@ -100,11 +100,12 @@ def replay_steps(
 
 def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
     """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
-    store = run.policies
+    store, config = run.policies, config or logged_config(started.config)
+    task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
     return make_learner(
         assets=store.assets(started.assets_digest),
         reference=store.held_weights(started.policy.digest),
-        config=config or logged_config(started.config),
+        config=msgspec.structs.replace(config, task=task),
         log=run.log,
     )
 

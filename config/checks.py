@@ -222,7 +222,7 @@ def _check_trainer(config: Config) -> Iterator[str]:
         yield "trainer.betas: they must be below 1"
     given = {name: getattr(trainer, name) for name in _DEEPSPEED}
     odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
-    if trainer.kind != "deepspeed" and odd:
+    if trainer.kind == "torch" and odd:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
     elif trainer.offload == "all" and trainer.zero_stage < 3:
         yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"

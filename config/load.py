@@ -122,11 +122,13 @@ def leaves(config: Config) -> dict[str, Any]:
 
 
 def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The keys that differ: (frozen, logged, free)."""
+    """The keys that differ: (frozen, logged, free). An objective of one's own is frozen."""
     before, after = leaves(old), leaves(new)
     changed = {key for key in before if before[key] != after[key]}
     frozen = frozenset(key for key in changed if key in FROZEN or key.split(".")[0] in FROZEN)
-    logged = frozenset(changed & LOGGED)
+    if objectives.refused_kind(old.objective.kind, new.objective.kind):
+        frozen |= {"objective.kind"}
+    logged = frozenset(changed & LOGGED) - frozen
     return frozen, logged, frozenset(changed - frozen - logged)
 
 
@@ -226,6 +228,10 @@ def _fields(section: type[Section]) -> Mapping[str, Any]:
 def _check_objective(given: Any) -> None:
     """Raise ConfigError for a key that this kind of objective does not use."""
     if isinstance(given, Mapping) and isinstance(given.get("kind", ""), str):
+        try:
+            objectives.check_kind(given.get("kind", "grpo"))
+        except ValueError as error:
+            raise ConfigError(f"objective.{error}") from None
         for key in objectives.unused(given):
             raise ConfigError(
                 objectives.why_unused(given, key), hint=objectives.hint_for(given, key)

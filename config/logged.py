@@ -74,9 +74,11 @@ def logged_keys(config: Config) -> dict[str, Any]:
 
 
 def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
-    """The logged keys that a training step obeys, as `take batch` carries them."""
-    return {
+    """What a training step obeys, as `take batch` carries it: logged keys, own options."""
+    found = {
         key: value
         for key, value in logged_keys(config).items()
         if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
     }
+    own = config.objective.options.items()
+    return found | {f"objective.options.{key}": value for key, value in own}

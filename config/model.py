@@ -95,7 +95,7 @@ LOGGED = frozenset(
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",
-        *(f"objective.{name}" for name in Objective.__struct_fields__),
+        *(f"objective.{name}" for name in Objective.__struct_fields__ if name != "options"),
     }
 )
 """May change between steps; a change is a `set` command in the control topic."""
@@ -104,8 +104,8 @@ _FROZEN = """
 run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward
 task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-evaluation lora trainer.kind trainer.betas trainer.weight_decay trainer.micro_batch_tokens
-bus.partitions
+evaluation objective.options lora trainer.kind trainer.betas trainer.weight_decay
+trainer.micro_batch_tokens bus.partitions
 trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
 """
 FROZEN = frozenset(_FROZEN.split())

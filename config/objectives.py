@@ -1,26 +1,20 @@
-"""Which keys of [objective] each kind of objective uses, and what they are when not given.
+"""The objectives that come with the package, a row each, and which keys of [objective] one uses.
 
-`model.Objective` refuses the other keys and fills in the defaults; what the kinds compute is in
-`dora_pipe.consumers.objectives`. See docs/objectives.md for when to use which.
+A row says where the function is, and the keys it uses with their defaults: nothing is imported to
+read a configuration, not even for `module:attribute` of a user's. `training_sections.Objective`
+refuses the other keys and fills the defaults in. See docs/objectives.md for when to use which, and
+docs/extending.md for how one is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-Kind = Literal[
-    "grpo",
-    "dapo",
-    "dr-grpo",
-    "decoupled-ppo",
-    "tis",
-    "cispo",
-    "topr",
-    "weighted-topr",
-    "gspo",
-]
+from dora_pipe.core.own_code import nearest
+
 Averaging = Literal["token-mean", "sequence-mean", "constant"]
 Advantage = Literal["group", "leave-one-out", "version-baseline"]
 Proximal = Literal["behaviour", "recomputed"]
@@ -48,45 +42,70 @@ _WEIGHT: Final[Mapping[str, Plain]] = {
     "level": "token",
 }
 
-KEYS: Final[Mapping[str, Mapping[str, Plain]]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A row: an objective that comes with the package."""
+
+    function: str
+    """`module:attribute` below `consumers/objectives`."""
+    keys: Mapping[str, Plain]
+    """Every key that it uses, with its default there."""
+
+
+BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
     {
-        "grpo": {**_COMMON, **_KL, **_CLIP},
-        "dapo": {**_COMMON, **_CLIP},
-        "dr-grpo": {
-            **_COMMON,
-            **_KL,
-            **_CLIP,
-            "clip_high": 0.2,
-            "loss": "constant",
-            "advantage_std": False,
-        },
-        "decoupled-ppo": {**_COMMON, **_KL, **_WEIGHT, "weight_max": 5.0},
-        "tis": {**_COMMON, **_KL, **_WEIGHT, "weight_max": 2.0},
-        "cispo": {**_COMMON, **_KL, **_CLIP, "clip_low": 1.0, "clip_high": 4.0},
-        "topr": {**_COMMON, **_KL, "level": "sequence"},
-        "weighted-topr": {
-            **_COMMON,
-            **_KL,
-            "level": "sequence",
-            "positive_weight": 1.0,
-            "negative_weight": 1.0,
-        },
-        "gspo": {
-            **_COMMON,
-            **_KL,
-            **_CLIP,
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "loss": "sequence-mean",
-        },
+        "grpo": BuiltIn("grpo:grpo", {**_COMMON, **_KL, **_CLIP}),
+        # No KL term (arXiv 2503.14476, section 2.3).
+        "dapo": BuiltIn("grpo:grpo", {**_COMMON, **_CLIP}),
+        "dr-grpo": BuiltIn(
+            "grpo:grpo",
+            {
+                **_COMMON,
+                **_KL,
+                **_CLIP,
+                "clip_high": 0.2,
+                "loss": "constant",
+                "advantage_std": False,
+            },
+        ),
+        # The bounds of the weight are those of AReaL's and FlashRL's code.
+        "decoupled-ppo": BuiltIn(
+            "grpo:decoupled_ppo", {**_COMMON, **_KL, **_WEIGHT, "weight_max": 5.0}
+        ),
+        "tis": BuiltIn("grpo:tis", {**_COMMON, **_KL, **_WEIGHT, "weight_max": 2.0}),
+        # No lower bound, as published; 5 = 1 + 4 is ScaleRL's (arXiv 2510.13786).
+        "cispo": BuiltIn(
+            "reinforce:cispo", {**_COMMON, **_KL, **_CLIP, "clip_low": 1.0, "clip_high": 4.0}
+        ),
+        "topr": BuiltIn("reinforce:topr", {**_COMMON, **_KL, "level": "sequence"}),
+        "weighted-topr": BuiltIn(
+            "reinforce:weighted_topr",
+            {
+                **_COMMON,
+                **_KL,
+                "level": "sequence",
+                "positive_weight": 1.0,
+                "negative_weight": 1.0,
+            },
+        ),
+        # The bounds of its paper (arXiv 2507.18071, section 5.1).
+        "gspo": BuiltIn(
+            "grpo:gspo",
+            {
+                **_COMMON,
+                **_KL,
+                **_CLIP,
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "loss": "sequence-mean",
+            },
+        ),
     }
 )
-"""Every key that a kind uses, with its default there.
 
-DAPO has no KL term (arXiv 2503.14476, section 2.3). CISPO has no lower bound as published, and
-5 = 1 + 4 as the upper one is ScaleRL's (arXiv 2510.13786). GSPO's bounds are of its paper (arXiv
-2507.18071, section 5.1), 5.0 and 2.0 for the weight those of AReaL's and FlashRL's code.
-"""
+OWN_KEYS: Final[Mapping[str, Plain]] = {**_COMMON, **_KL, "proximal": "behaviour"}
+"""Keys of an objective of a user's own, beside those in `options`."""
 
 _MASK_BOUNDS: Final[Mapping[str, Plain]] = {"mask_low": 0.5, "mask_high": 5.0}
 """IcePop's (Ring-1T, arXiv 2510.18855)."""
@@ -102,6 +121,32 @@ CONDITIONAL: Final[Mapping[str, tuple[str, frozenset[str]]]] = MappingProxyType(
 where it is not given."""
 
 
+def is_own(kind: str) -> bool:
+    """Whether it is `module:attribute` of a user's."""
+    return ":" in kind
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError for a kind that is neither known nor a user's own."""
+    if kind not in BUILT_IN and not is_own(kind):
+        near = nearest(kind, BUILT_IN)
+        own = f"there are {', '.join(BUILT_IN)}, and module:attribute of your own"
+        raise ValueError(f"kind: no objective `{kind}`; {near or own}")
+
+
+def refused_kind(before: str, after: Any) -> str:
+    """Why a run whose objective is `before` cannot go on with `after`; empty if it can.
+
+    The source of a user's own is in the fingerprint of a run from its beginning on, so it neither
+    comes nor goes while the run lasts. The words are older than that: state digests cover them.
+    """
+    if after == before or not isinstance(after, str):
+        return ""
+    if after in BUILT_IN and not is_own(before):
+        return ""
+    return f"Invalid enum value {after!r} - at `$.objective.kind`"
+
+
 def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
     """Every key that this objective uses and that has a default of its own, with it.
 
@@ -109,7 +154,8 @@ def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
 
     Example: ``defaults_of({"kind": "gspo"})["loss"] == "sequence-mean"``
     """
-    known = dict(KEYS.get(str(given.get("kind") or "grpo"), {}))
+    kind = str(given.get("kind") or "grpo")
+    known = dict(OWN_KEYS if is_own(kind) else BUILT_IN[kind].keys if kind in BUILT_IN else {})
     mask = given.get("mask") or known.get("mask")
     if str(mask) in CONDITIONAL["mask_low"][1]:
         known |= _MASK_BOUNDS
@@ -117,7 +163,7 @@ def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
 
 
 def uses(given: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the keys that this objective uses, beside `kind`."""
+    """Names of the keys that this objective uses, beside `kind` and `options`."""
     known = defaults_of(given)
     loss = given.get("loss") or known.get("loss")
     return frozenset({*known, *(["loss_tokens"] if loss == "constant" else [])})
@@ -126,6 +172,8 @@ def uses(given: Mapping[str, Any]) -> frozenset[str]:
 def unused(given: Mapping[str, Any]) -> list[str]:
     """Keys that are given and that this objective does not use, sorted."""
     used = uses(given) | {"kind"}
+    if is_own(str(given.get("kind"))) or not given.get("options"):
+        used |= {"options"}
     return sorted(key for key, value in given.items() if value is not None and key not in used)
 
 
@@ -144,8 +192,9 @@ def hint_for(given: Mapping[str, Any], key: str) -> str:
     if key in CONDITIONAL:
         other, _ = CONDITIONAL[key]
         return f"leave it out, or set objective.{other}"
-    kinds = [kind for kind, keys in KEYS.items() if key in keys]
-    return f"it is used by {', '.join(kinds)}; this kind uses {', '.join(sorted(uses(given)))}"
+    kinds = [kind for kind, row in BUILT_IN.items() if key in row.keys]
+    used = ", ".join(kinds) or "objectives of your own"
+    return f"it is used by {used}; this kind uses {', '.join(sorted(uses(given)))}"
 
 
 def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,11 @@ class Objective(Section, frozen=True, kw_only=True):
     """The loss. Every kind uses keys of its own, and knows a default for each; a key that it does
     not use is an error (docs/objectives.md)."""
 
-    kind: objectives.Kind = "grpo"
-    """Which objective. Another kind than before starts from its own defaults. Those of `grpo` are
-    DAPO's (token-mean, clip_high 0.28), as older logs have it; GRPO as published is loss =
-    "sequence-mean", clip_high = 0.2, kl = 0.04."""
+    kind: str = "grpo"
+    """Which objective: grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo,
+    or `module:attribute` of your own (docs/extending.md). Another kind than before starts from its
+    own defaults. Those of `grpo` are DAPO's (token-mean, clip_high 0.28), as older logs have it;
+    GRPO as published is loss = "sequence-mean", clip_high = 0.2, kl = 0.04."""
     clip_low: PositiveFloat | None = None
     """The ratio is clipped below 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
     clip_high: PositiveFloat | None = None
@@ -75,8 +76,11 @@ class Objective(Section, frozen=True, kw_only=True):
     """Lower bound of `mask`. 0.5."""
     mask_high: PositiveFloat | None = None
     """Upper bound of `mask`. 5."""
+    options: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - msgspec copies it
+    """What an objective of your own declares."""
 
     def __post_init__(self) -> None:
+        objectives.check_kind(self.kind)
         given = {name: getattr(self, name) for name in self.__struct_fields__}
         for key in objectives.unused(given):
             raise ValueError(objectives.why_unused(given, key))
@@ -102,8 +106,9 @@ class Lora(Section, frozen=True, kw_only=True):
 class Trainer(Section, frozen=True, kw_only=True):
     """The training engine and its optimizer (AdamW)."""
 
-    kind: Literal["torch", "deepspeed"] = "torch"
-    """Which engine; `deepspeed` has the keys from `ranks` to `dtype`. See docs/training.md."""
+    kind: str = "torch"
+    """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
+    or `module:attribute` of your own (docs/extending.md)."""
     learning_rate: PositiveFloat = 1e-5
     """Constant; it may be changed between steps."""
     betas: tuple[Share, Share] = (0.9, 0.95)

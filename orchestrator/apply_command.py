@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
-from dora_pipe.config.objectives import settled
+from dora_pipe.config.objectives import refused_kind, settled
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import fail_batch, go_on_after_failures
 from dora_pipe.schemas.control import Command
@@ -52,6 +52,8 @@ def with_settings(config: Config, changes: dict[str, Any]) -> Config:
             objective[name] = value
         else:
             plain[section][name] = value
+    if why := refused_kind(config.objective.kind, objective.get("kind", config.objective.kind)):
+        raise ValueError(why)
     plain["objective"] = settled(plain["objective"], objective)
     changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
     if in_flight_batches(changed.staleness) < 1:

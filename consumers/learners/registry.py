@@ -1,18 +1,27 @@
-"""Decides which trainer a configuration means; torch is imported only when one is made."""
+"""The trainers that a run may have: a row for each, and `module:attribute` for a user's own.
+
+Nothing of a trainer is imported here, torch neither: `open` does that, in the trainer's process.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.model import Trainer as Section
-from dora_pipe.consumers.learners.deepspeed.package import NAME, absent, prepare
+from dora_pipe.config.objectives import is_own
+from dora_pipe.consumers.learners.deepspeed import package
+from dora_pipe.consumers.learners.deepspeed.package import prepare
 from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
@@ -20,28 +29,81 @@ if TYPE_CHECKING:
     from dora_pipe.consumers.learners.torch.learner import TorchLearner
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
+Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerKind:
+    """What a run has to know of a trainer before one is opened."""
+
+    open: Open
+    """With the directory of config and tokenizer files, the weights of version 0, the run's keys,
+    and where the log is, for ranks beside this process. Raises PolicyError for a model it cannot
+    train, ConfigError for a GPU that is not there, ResourceError when ranks do not come."""
+    packages: tuple[str, ...] = ()
+    """Modules that it needs."""
+    hint: str = ""
+    """What to do where one is missing."""
+
+
+def learner_kind(name: str, directory: str = "") -> LearnerKind:
+    """The row of a trainer; `directory` is where a user's file lies. Raises ConfigError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not is_own(name):
+        own = f"one of {', '.join(BUILT_IN)}, or module:attribute of your own"
+        raise ConfigError(f"trainer.kind: no trainer `{name}`", hint=nearest(name, BUILT_IN) or own)
+    with importable(directory):
+        found = load_attribute("trainer.kind", name)
+    if not isinstance(found, LearnerKind):
+        raise ConfigError(
+            f"trainer.kind: `{name}` is a {type(found).__name__}, not a LearnerKind",
+            hint="docs/extending.md says what a trainer brings",
+        )
+    return found
+
+
+def need_learner(config: Config) -> None:
+    """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
+    name = config.trainer.kind
+    _need(f"trainer.kind = {name!r}", learner_kind(name, config.task.directory))
+    need_objective(config)
+
+
+def _need(who: str, kind: LearnerKind) -> None:
+    for name in kind.packages:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{who} needs {name}, which is not installed", hint=kind.hint or None)
+
 
 def make_learner(
     *, assets: Path, reference: Path, config: Config, log: LogLocation | None = None
 ) -> Learner:
-    """The trainer of a run, without weights yet.
-
-    `assets` is the directory of config and tokenizer files, `reference` the weights of version 0;
-    `log` is where ranks beside this process read their share of a batch.
-    Raises PolicyError for a model it cannot train, ConfigError where a package or GPU is missing,
-    ResourceError when the other ranks do not come.
-    """
+    """The trainer of a run, without weights yet: see `LearnerKind.open`, which may raise."""
     need_learner(config)
-    try:
-        device = device_of(config.trainer)
-        if config.trainer.kind == "deepspeed":
-            return _deepspeed(assets, reference, config, log, device)
-        return _torch(assets, reference, config, device)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"trainer.kind = {config.trainer.kind!r} needs {error.name}, which is not installed",
-            hint="pip install 'dora-pipe[torch]'",
-        ) from error
+    kind = learner_kind(config.trainer.kind, config.task.directory)
+    with importable(config.task.directory):
+        learner = kind.open(assets, reference, config, log)
+    named = {"trainer": config.trainer.kind, "objective": config.objective.kind}
+    sources = {
+        f"{name} source": f"{own} {source_sha256(own)}"
+        for name, own in named.items()
+        if is_own(own)
+    }
+    return cast("Learner", _WithSources(learner, sources)) if sources else learner
+
+
+class _WithSources:
+    """A learner in which a user's code computes: what that was is in the fingerprint, too."""
+
+    def __init__(self, learner: Learner, sources: Mapping[str, str]) -> None:
+        self._learner, self._sources = learner, sources
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def numerics(self) -> dict[str, str]:
+        return {**self._learner.numerics(), **self._sources}
 
 
 def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearner:
@@ -49,19 +111,8 @@ def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearne
 
     Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
     """
-    try:
-        return _torch(assets, reference, config, device_of(config.trainer))
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"log-probs are computed with {error.name}, which is not installed",
-            hint="pip install 'dora-pipe[torch]'",
-        ) from error
-
-
-def need_learner(config: Config) -> None:
-    """Raise ConfigError where DeepSpeed is wanted and not installed; imports nothing."""
-    if config.trainer.kind == "deepspeed" and importlib.util.find_spec(NAME) is None:
-        raise absent(NAME)
+    _need("scoring", BUILT_IN["torch"])
+    return _torch(assets, reference, config, None)
 
 
 def device_of(section: Section) -> str:
@@ -100,10 +151,10 @@ def end_ranks() -> None:
         group.end_rank_group()
 
 
-def _torch(assets: Path, reference: Path, config: Config, device: str) -> TorchLearner:
+def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | None) -> TorchLearner:
     from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 
-    section = config.trainer
+    section, device = config.trainer, device_of(config.trainer)
     if device != "cpu":
         prepare(device)
     options = TorchOptions(
@@ -127,10 +178,8 @@ def _adapter(lora: Lora) -> LoraOptions | None:
     return LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
 
-def _deepspeed(
-    assets: Path, reference: Path, config: Config, log: LogLocation | None, device: str
-) -> Learner:
-    section = config.trainer
+def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation | None) -> Learner:
+    section, device = config.trainer, device_of(config.trainer)
     prepare(device)
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
     from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions
@@ -151,5 +200,16 @@ def _deepspeed(
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
+        modules=config.task.directory,
     )
     return DeepspeedLearner(assets, reference=reference, log=log, options=options)
+
+
+BUILT_IN: Final[Mapping[str, LearnerKind]] = {
+    "torch": LearnerKind(
+        open=_torch,
+        packages=("torch", "transformers", "safetensors"),
+        hint="pip install 'dora-pipe[torch]'",
+    ),
+    "deepspeed": LearnerKind(open=_deepspeed, packages=(package.NAME,), hint=package.HINT),
+}

@@ -1,4 +1,4 @@
-"""The configuration keys a training step depends on, with their types; it decides nothing."""
+"""The configuration keys a training step depends on, as its batch and its commit have them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 
 from dora_pipe.config.model import Objective
-from dora_pipe.config.objectives import (
-    Advantage,
-    Averaging,
-    Kind,
-    KlEstimate,
-    Level,
-    Mask,
-    Proximal,
-    settled,
-    uses,
-)
+from dora_pipe.config.objectives import Advantage, settled, uses
 from dora_pipe.config.training_sections import LEARNING_RATE_MAX
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
@@ -26,21 +16,25 @@ MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
 """The one key here that is not logged: a commit repeats it among its numerics."""
 
 _OF: Final = "objective."
+_OPTION: Final = "options."
 
-_KEYS: Final = {
-    **{
-        name: f"trainer.{name}"
-        for name in ("learning_rate", "grad_norm_max", "minibatches", "micro_batch_tokens")
-    },
-    **{name: f"{_OF}{name}" for name in Objective.__struct_fields__},
+_YOUNGER: Final = {
+    "kind": "grpo",
+    "proximal": "behaviour",
+    "advantage": "group",
+    "kl_estimate": "k3",
+    "mask": "none",
 }
+"""Keys that are younger than the first logs, which therefore lack them, with what was done then."""
 
 
-class StepSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
+class StepSettings(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename=lambda name: None if name == "objective" else f"trainer.{name}",
+):
     """What is in force for one step; `dora_pipe.config.model` says what each key means.
-
-    Keys that the kind of objective does not use are None. Those with a default here are younger
-    than the first logs, which therefore lack them.
 
     Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
     """
@@ -49,39 +43,23 @@ class StepSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    loss: Averaging
-    advantage_std: bool
-    kind: Kind = "grpo"
-    proximal: Proximal = "behaviour"
-    advantage: Advantage = "group"
-    kl: float | None = None
-    kl_estimate: KlEstimate = "k3"
-    mask: Mask = "none"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    weight_max: float | None = None
-    level: Level | None = None
-    positive_weight: float | None = None
-    negative_weight: float | None = None
-    loss_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    mask_low: float | None = None
-    mask_high: float | None = None
+    objective: Objective
+    """Its keys; those that its kind does not use are None."""
 
 
 def step_settings(settings: Settings) -> StepSettings:
     """From logged keys; others are ignored. Raises ConfigError for one missing or mistyped."""
+    given = {**_YOUNGER, **_of_objective(settings)}
+    used = uses(given) | {"kind", "options"}
+    own = {key: value for key, value in given.items() if key in used}
+    missing = sorted(key for key in used - {"options"} if own.get(key) is None)
     try:
-        step = msgspec.convert(dict(settings), StepSettings)
+        if missing:
+            lacks = f"Object missing required field `objective.{missing[0]}`"
+            raise msgspec.ValidationError(f"{lacks} of kind {own['kind']}")
+        return msgspec.convert({**settings, "objective": own}, StepSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the settings of this step cannot be used: {error}") from None
-    given = {name: getattr(step, name) for name in Objective.__struct_fields__}
-    missing = sorted(key for key in uses(given) if given[key] is None)
-    if missing:
-        raise ConfigError(
-            "the settings of this step cannot be used: Object missing required field"
-            f" `objective.{missing[0]}` of kind {step.kind}"
-        )
-    return step
 
 
 def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) -> Settings:
@@ -100,14 +78,24 @@ def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) 
         raise ConfigError(f"these settings cannot be used: {error}") from None
     if objective.loss == "constant" and objective.loss_tokens is None:
         objective = msgspec.structs.replace(objective, loss_tokens=max_tokens)
-    for key, value in msgspec.to_builtins(objective).items():
-        if value is not None:
+    options = {_OPTION + key: value for key, value in objective.options.items()}
+    for key, value in (msgspec.to_builtins(objective) | options).items():
+        if value is not None and key != "options":
             merged[_OF + key] = value
     return merged
 
 
 def _of_objective(settings: Settings) -> dict[str, Any]:
-    return {key.removeprefix(_OF): v for key, v in settings.items() if key.startswith(_OF)}
+    """The section [objective] that these keys are of."""
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        if section == "objective" and name.startswith(_OPTION):
+            options[name.removeprefix(_OPTION)] = value
+        elif section == "objective":
+            found[name] = value
+    return {**found, "options": options} if options else found
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage, bool]:

@@ -71,7 +71,9 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
         (group.version, [trajectory.reward for trajectory in group.trajectories])
         for group in batch.groups
     ]
-    advantages = batch_advantages(rewards, settings.advantage, settings.advantage_std)
+    objective = settings.objective
+    assert objective.advantage is not None
+    advantages = batch_advantages(rewards, objective.advantage, bool(objective.advantage_std))
     return [
         [
             _item(batch.step, group, trajectory, advantage)
@@ -107,14 +109,16 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
     """
     for item in items:
         item.minibatch = minibatch
+    objective = settings.objective
+    assert objective.loss is not None
     valid = [item for item in items if item.advantage is not None]
     weights = token_weights(
-        [item.counted for item in valid], settings.loss, tokens=settings.loss_tokens
+        [item.counted for item in valid], objective.loss, tokens=objective.loss_tokens
     )
     chosen = [
         (item, weight)
         for item, weight in zip(valid, weights, strict=True)
-        if item.counted and (item.advantage or settings.kl)
+        if item.counted and (item.advantage or objective.kl)
     ]
     rows = [
         Row(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))

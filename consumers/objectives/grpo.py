@@ -5,16 +5,16 @@ With p the policy that ratios are taken to (`Inputs.around`):
     ratio_t = pi_theta(o_t) / p(o_t)
     J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
 
-Pure functions on tensors. What all of them share (masks, KL) is added in `table`.
+Pure functions on tensors. What all of them share (masks, KL) is added in `registry`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dora_pipe.config.model import Objective
 from dora_pipe.consumers.objectives.terms import (
     Inputs,
-    Knobs,
     Terms,
     row_geometric,
     row_ratios,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def grpo(inputs: Inputs, knobs: Knobs) -> Terms:
+def grpo(inputs: Inputs, keys: Objective) -> Terms:
     """The clipped ratio to the version that sampled.
 
     GRPO (DeepSeekMath, arXiv 2402.03300, equation 3), the asymmetric clip of DAPO (arXiv
@@ -34,10 +34,10 @@ def grpo(inputs: Inputs, knobs: Knobs) -> Terms:
     the same with loss = "constant" and plain advantages, and so is PPO (arXiv 1707.06347,
     equation 7) with other advantages.
     """
-    return _clipped((inputs.logprobs - inputs.around).exp(), inputs.advantages, knobs)
+    return _clipped((inputs.logprobs - inputs.around).exp(), inputs.advantages, keys)
 
 
-def decoupled_ppo(inputs: Inputs, knobs: Knobs) -> Terms:
+def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p: clipped around p, corrected to w.
 
     AReaL (arXiv 2505.24298, section 5.2; after Hilton and others, arXiv 2110.00641). Tokens with
@@ -45,11 +45,11 @@ def decoupled_ppo(inputs: Inputs, knobs: Knobs) -> Terms:
     proximal policy p is w, and this is `grpo`.
     """
     if inputs.proximal is None:
-        return grpo(inputs, knobs)
-    weight = _behaviour_weight(inputs, knobs)
-    assert knobs.weight_max is not None
-    kept = weight <= knobs.weight_max
-    terms = grpo(inputs.without(kept), knobs)
+        return grpo(inputs, keys)
+    weight = _behaviour_weight(inputs, keys)
+    assert keys.weight_max is not None
+    kept = weight <= keys.weight_max
+    terms = grpo(inputs.without(kept), keys)
     weight = weight.where(kept, weight.new_zeros(()))
     return Terms(
         loss=(terms.loss * weight).where(kept, weight.new_zeros(())),
@@ -60,7 +60,7 @@ def decoupled_ppo(inputs: Inputs, knobs: Knobs) -> Terms:
     )
 
 
-def tis(inputs: Inputs, knobs: Knobs) -> Terms:
+def tis(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `weight_max`.
 
     Truncated importance sampling ("Your efficient RL framework secretly brings you off-policy RL
@@ -68,15 +68,15 @@ def tis(inputs: Inputs, knobs: Knobs) -> Terms:
     `rollout_is`). With level = "sequence" p / w is the product over the trajectory. Without a
     proximal policy p is w, and this is `grpo`.
     """
-    terms = grpo(inputs, knobs)
+    terms = grpo(inputs, keys)
     if inputs.proximal is None:
         return terms
-    assert knobs.weight_max is not None
-    weight = _behaviour_weight(inputs, knobs).clamp(max=knobs.weight_max)
+    assert keys.weight_max is not None
+    weight = _behaviour_weight(inputs, keys).clamp(max=keys.weight_max)
     return Terms(loss=terms.loss * weight, ratio=terms.ratio, clipped=terms.clipped, weight=weight)
 
 
-def gspo(inputs: Inputs, knobs: Knobs) -> Terms:
+def gspo(inputs: Inputs, keys: Objective) -> Terms:
     """The clip on s = (product of ratios) ^ (1 / length), one per trajectory.
 
     GSPO (arXiv 2507.18071, equations 5 and 7), in the form per token that has the same value and
@@ -86,21 +86,21 @@ def gspo(inputs: Inputs, knobs: Knobs) -> Terms:
     log_ratio = inputs.logprobs - inputs.around
     ratio = row_geometric(log_ratio, inputs.lengths, inputs.kept)
     own = (inputs.logprobs - inputs.logprobs.detach()).exp()
-    return _clipped(ratio * own, inputs.advantages, knobs)
+    return _clipped(ratio * own, inputs.advantages, keys)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, knobs: Knobs) -> Terms:
-    assert knobs.clip_low is not None
-    assert knobs.clip_high is not None
+def _clipped(ratio: Tensor, advantages: Tensor, keys: Objective) -> Terms:
+    assert keys.clip_low is not None
+    assert keys.clip_high is not None
     plain = ratio * advantages
-    cut = ratio.clamp(1.0 - knobs.clip_low, 1.0 + knobs.clip_high) * advantages
+    cut = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high) * advantages
     loss = -plain.minimum(cut)
     return Terms(loss=loss, ratio=ratio.detach(), clipped=(cut < plain).detach())
 
 
-def _behaviour_weight(inputs: Inputs, knobs: Knobs) -> Tensor:
+def _behaviour_weight(inputs: Inputs, keys: Objective) -> Tensor:
     assert inputs.proximal is not None
     log_weight = (inputs.proximal - inputs.behaviour).detach()
-    if knobs.level == "sequence":
+    if keys.level == "sequence":
         return row_ratios(log_weight, inputs.lengths)
     return log_weight.exp()

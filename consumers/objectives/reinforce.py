@@ -10,27 +10,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dora_pipe.consumers.objectives.terms import Inputs, Knobs, Terms, row_ratios
+from dora_pipe.config.model import Objective
+from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_ratios
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def cispo(inputs: Inputs, knobs: Knobs) -> Terms:
+def cispo(inputs: Inputs, keys: Objective) -> Terms:
     """weight = clip(pi_theta / p, 1 - low, 1 + high).
 
     CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_low = 1 is no lower bound, as
     published. The REINFORCE with a ratio truncated to [0, 1] that ROLL Flash calls TIS (arXiv
     2510.11345) is this with clip_low = 1 and a clip_high next to 0.
     """
-    assert knobs.clip_low is not None
-    assert knobs.clip_high is not None
+    assert keys.clip_low is not None
+    assert keys.clip_high is not None
     ratio = (inputs.logprobs - inputs.around).detach().exp()
-    weight = ratio.clamp(1.0 - knobs.clip_low, 1.0 + knobs.clip_high)
+    weight = ratio.clamp(1.0 - keys.clip_low, 1.0 + keys.clip_high)
     return _weighted(inputs, ratio, weight)
 
 
-def topr(inputs: Inputs, knobs: Knobs) -> Terms:
+def topr(inputs: Inputs, keys: Objective) -> Terms:
     """weight = 1 where A >= 0, else clip(pi_theta / w, 0, 1).
 
     TOPR (arXiv 2503.14286, equation 8): what was good is imitated, however unlikely it has become;
@@ -38,22 +39,22 @@ def topr(inputs: Inputs, knobs: Knobs) -> Terms:
     of the advantage: the reward less a baseline. The ratio is of the whole trajectory, as
     published; level = "token" takes that of each token, as ROLL does.
     """
-    return _tapered(inputs, knobs, 1.0, 1.0)
+    return _tapered(inputs, keys, 1.0, 1.0)
 
 
-def weighted_topr(inputs: Inputs, knobs: Knobs) -> Terms:
+def weighted_topr(inputs: Inputs, keys: Objective) -> Terms:
     """TOPR with a weight for good trajectories and one for bad ones.
 
     Weighted TOPR (ROLL Flash, arXiv 2510.11345).
     """
-    assert knobs.positive_weight is not None
-    assert knobs.negative_weight is not None
-    return _tapered(inputs, knobs, knobs.positive_weight, knobs.negative_weight)
+    assert keys.positive_weight is not None
+    assert keys.negative_weight is not None
+    return _tapered(inputs, keys, keys.positive_weight, keys.negative_weight)
 
 
-def _tapered(inputs: Inputs, knobs: Knobs, good_weight: float, bad_weight: float) -> Terms:
+def _tapered(inputs: Inputs, keys: Objective, good_weight: float, bad_weight: float) -> Terms:
     log_ratio = (inputs.logprobs - inputs.behaviour).detach()
-    whole = knobs.level == "sequence"
+    whole = keys.level == "sequence"
     ratio = row_ratios(log_ratio, inputs.lengths) if whole else log_ratio.exp()
     good = inputs.advantages >= 0
     weight = (good_weight * ratio.new_ones(ratio.shape)).where(

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-
-from dora_pipe.config.objectives import KlEstimate, Level, Mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,33 +66,6 @@ class Terms:
     """proximal / behaviour as it was multiplied in; None where nothing was."""
     kept: Tensor | None = None
     """Bool: False where a mask left the token out; None where nothing was."""
-
-
-class Knobs(Protocol):
-    """The keys of [objective] that objectives read; None where the kind does not use one."""
-
-    @property
-    def clip_low(self) -> float | None: ...
-    @property
-    def clip_high(self) -> float | None: ...
-    @property
-    def weight_max(self) -> float | None: ...
-    @property
-    def level(self) -> Level | None: ...
-    @property
-    def positive_weight(self) -> float | None: ...
-    @property
-    def negative_weight(self) -> float | None: ...
-    @property
-    def kl(self) -> float | None: ...
-    @property
-    def kl_estimate(self) -> KlEstimate: ...
-    @property
-    def mask(self) -> Mask: ...
-    @property
-    def mask_low(self) -> float | None: ...
-    @property
-    def mask_high(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,7 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         threads=local.trainer.threads,
         device=local.trainer.device,
     )
+    task = msgspec.structs.replace(config.task, directory=local.task.directory)
     return msgspec.structs.replace(
-        config, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store
+        config, task=task, trainer=trainer, timing=local.timing, bus=local.bus, store=local.store
     )

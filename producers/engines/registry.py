@@ -17,6 +17,7 @@ import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
     INTERRUPTIBLE,
@@ -26,7 +27,6 @@ from dora_pipe.producers.engines.port import (
     Engine,
 )
 from dora_pipe.producers.engines.requests import Decode
-from dora_pipe.producers.tasks.imports import load_attribute, nearest
 
 ROLE: Final = "dora_pipe.producers.worker.role"
 
@@ -60,8 +60,8 @@ class EngineKind:
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The row of an engine. Raises ConfigError for an unknown one, TaskError for a module of a
-    user's that cannot be used."""
+    """The row of an engine. Raises ConfigError for an unknown one, and for a module of a user's
+    that cannot be used."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.producers.tasks.imports import load_attribute
+from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.port import Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 
@@ -85,7 +85,7 @@ class JsonlTask(Task):
     @property
     def _score(self) -> RewardFunction:
         if self._function is None:
-            found = load_attribute("task.reward", self._reference)
+            found = load_attribute("task.reward", self._reference, TaskError)
             if not callable(found):
                 raise TaskError(f"task.reward: `{self._reference}` is not a function")
             self._function = found

@@ -13,10 +13,10 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
+from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import Facts
-from dora_pipe.producers.tasks.imports import load_attribute, nearest
 from dora_pipe.producers.tasks.jsonl import JsonlTask
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
@@ -60,7 +60,7 @@ def _factory(kind: str) -> Task | Callable[..., Any]:
             hint=nearest(kind, BUILT_IN)
             or f"one of {', '.join(BUILT_IN)}, or module:attribute of your own",
         )
-    found = load_attribute("task.kind", kind)
+    found = load_attribute("task.kind", kind, TaskError)
     if isinstance(found, Task) or callable(found):
         return found  # type: ignore[no-any-return]
     raise TaskError(f"task.kind: `{kind}` is neither a Task nor a class or function that makes one")

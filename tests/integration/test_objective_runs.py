@@ -1,25 +1,32 @@
-"""Runs with other objectives than GRPO: they hold, and their steps come out bit for bit."""
+"""Runs with other objectives than GRPO, a user's own too: they hold, and their steps come out bit
+for bit."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.audit import audit
-from dora_pipe.audit.replay_step import StepLine, replay
+from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
+from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
 from tests.support.cluster import Cluster, make_config
 from tests.support.cluster_parts import TorchParts
 from tests.support.models import make_qwen2
 
 STEPS = 3
+GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +139,55 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
     assert "tokenisation: 0 of " in out
     code, _ = call("--step", "99")
     assert code == 2
+
+
+# An objective of a user's own.
+
+
+def write_own(folder: Path, constant: str = "4") -> None:
+    """The file of docs/extending.md, beside the configuration."""
+    (block,) = re.findall(r"```python\n(# sapo.py.*?)```", GUIDE.read_text(), re.DOTALL)
+    (folder / "sapo.py").write_text(block.replace("gate = 4 /", f"gate = {constant} /"))
+    sys.modules.pop("sapo", None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Cluster]:
+    write_own(tmp_path)
+    config = make_config(
+        run__steps=STEPS,
+        run__name="own",
+        sampling__max_tokens=16,
+        task__directory=str(tmp_path),
+        objective__kind="sapo:SAPO",
+        objective__mask="token",
+        objective__options={"tau_good": 2.0},
+        trainer__minibatches=2,
+        trainer__checkpoint_every=2,
+    )
+    parts = TorchParts(make_qwen2(tmp_path / "model"))
+    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(lambda: running.version >= 1)
+        running.restart("trainer")
+        running.run()
+        yield running
+
+
+def test_run_with_an_objective_of_ones_own_holds_and_is_repeated_from_its_source_alone(
+    own: Cluster, tmp_path: Path
+) -> None:
+    report = audit(own.bus, own.topics, own.store.root)
+    assert report.holds, [violation.line for violation in report.violations]
+    source = hashlib.sha256((tmp_path / "sapo.py").read_bytes()).hexdigest()
+    for commit in commits_of(own):
+        assert commit.settings["objective.options.tau_good"] == 2.0
+        assert commit.numerics["objective source"] == f"sapo:SAPO {source}"
+        assert commit.figures["grad_norm"] > 0
+    assert [line.replayed.equal for line in again(own)] == [True] * STEPS
+    write_own(tmp_path, "3")
+    first = again(own)[0]
+    assert not first.replayed.equal
+    assert first.replayed.other_numerics == ["objective source"]
+    with pytest.raises(ReplayDiverged, match="numerics differ in objective source"):
+        raise_if_diverged(first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.objectives.advantage import token_weights
-from dora_pipe.consumers.objectives.table import needs, terms_of
+from dora_pipe.consumers.objectives.registry import needs_proximal, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs
 from tests.support.objectives import chosen, random_inputs
 
@@ -70,9 +70,10 @@ def difference(
     """Greatest difference of our loss and gradient to theirs, over every shape and spread."""
     worst = 0.0
     settings = chosen(kind, **keys)
+    assert settings.loss is not None
     for seed, lengths in enumerate(LENGTHS):
         for spread in spreads:
-            inputs = random_inputs(seed, lengths, spread=spread, proximal=needs(settings).proximal)
+            inputs = random_inputs(seed, lengths, spread=spread, proximal=needs_proximal(settings))
             weights = token_weights(lengths, settings.loss, tokens=settings.loss_tokens)
             spread_weights = torch.tensor(weights, dtype=torch.float64).repeat_interleave(
                 torch.tensor(lengths)

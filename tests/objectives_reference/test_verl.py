@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dora_pipe.consumers.objectives.advantage import group_advantages, leave_one_out_advantages
-from dora_pipe.consumers.objectives.kl import ESTIMATES
-from dora_pipe.consumers.objectives.masks import kept_tokens
+from dora_pipe.consumers.objectives.registry import ESTIMATES, kept_tokens
 from tests.objectives_reference.rectangle import (
     LENGTHS,
     SPREADS,

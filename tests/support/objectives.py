@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dora_pipe.config.model import Objective
-from dora_pipe.config.objectives import KEYS
+from dora_pipe.config.objectives import BUILT_IN
 from dora_pipe.consumers.learners.port import Settings
-from dora_pipe.consumers.learners.settings import StepSettings, step_settings
-from dora_pipe.consumers.objectives.table import terms_of
+from dora_pipe.consumers.learners.settings import step_settings
+from dora_pipe.consumers.objectives.registry import terms_of
 from dora_pipe.consumers.objectives.terms import Inputs
 
-KINDS = tuple(KEYS)
+KINDS = tuple(BUILT_IN)
 
 OF_TRAINER: Settings = {
     "trainer.learning_rate": 1e-3,
@@ -32,16 +32,14 @@ def objective_settings(kind: str, **keys: Any) -> dict[str, Any]:
     objective = msgspec.convert({"kind": kind, **keys}, Objective)
     if objective.loss == "constant" and objective.loss_tokens is None:
         objective = msgspec.structs.replace(objective, loss_tokens=64)
-    return {
-        f"objective.{key}": value
-        for key, value in msgspec.to_builtins(objective).items()
-        if value is not None
-    }
+    plain = msgspec.to_builtins(objective)
+    plain |= {f"options.{key}": value for key, value in plain.pop("options").items()}
+    return {f"objective.{key}": value for key, value in plain.items() if value is not None}
 
 
-def chosen(kind: str, **keys: Any) -> StepSettings:
+def chosen(kind: str, **keys: Any) -> Objective:
     """What a trainer hands to `terms_of`."""
-    return step_settings({**OF_TRAINER, **objective_settings(kind, **keys)})
+    return step_settings({**OF_TRAINER, **objective_settings(kind, **keys)}).objective
 
 
 def random_inputs(
@@ -76,7 +74,7 @@ def random_inputs(
     )
 
 
-def gradient(inputs: Inputs, settings: StepSettings) -> Tensor:
+def gradient(inputs: Inputs, settings: Objective) -> Tensor:
     """d(sum of losses) / d logprobs."""
     logprobs = inputs.logprobs.detach().clone().requires_grad_()
     torch.autograd.backward(terms_of(replace(inputs, logprobs=logprobs), settings).loss.sum())
@@ -88,7 +86,7 @@ def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
     return list(torch.split(values, list(inputs.lengths)))
 
 
-def weights_of(inputs: Inputs, settings: StepSettings) -> Tensor:
+def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
     """The weights in J = sg(weight) A log pi, from the equations, trajectory by trajectory."""
     found = []
     log_ratio = (inputs.logprobs - inputs.around).detach()

@@ -33,6 +33,8 @@ class Open(RankCommand, frozen=True, kw_only=True, tag="open"):
     options: dict[str, Any]
     """Of `EngineOptions`, without the device."""
     threads: int
+    modules: str
+    """Where the file of a user's own objective lies."""
 
 
 class LoadBase(RankCommand, frozen=True, kw_only=True, tag="load-base"):

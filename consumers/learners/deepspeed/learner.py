@@ -90,6 +90,8 @@ class DeepspeedOptions:
     threads: int = 1
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    modules: str = ""
+    """Where the file of a user's own objective lies."""
 
 
 class DeepspeedLearner:
@@ -126,6 +128,7 @@ class DeepspeedLearner:
             log=log,
             options=engine_options(self._options.engine),
             threads=self._options.threads,
+            modules=self._options.modules,
         )
         self._group.send(command)
         self._rank = Rank(self._group, command)

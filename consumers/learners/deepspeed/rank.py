@@ -33,7 +33,11 @@ from dora_pipe.consumers.learners.settings import StepSettings, step_settings
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
-from dora_pipe.consumers.objectives.table import needs
+from dora_pipe.consumers.objectives.registry import (
+    needs_proximal,
+    needs_reference,
+    objective_kind,
+)
 from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken
@@ -73,6 +77,7 @@ class Rank:
     def __init__(self, group: RankGroup, command: Open, store: PolicyStore | None = None) -> None:
         self._group = group
         self._threads = command.threads
+        self._modules = command.modules
         self._assets = _assets(command.assets, store)
         self._reference_path = _reference(command.reference, store)
         self._place = command.log
@@ -166,10 +171,11 @@ class Rank:
         `trajectories` are those of this rank's passes, one after the other.
         """
         step = step_settings(command.settings)
+        objective_kind(step.objective.kind, self._modules)
         following = iter(trajectories)
         with deterministic(self._threads), self._group.together():
             updates = [self._passes(by_rank, following) for by_rank in command.updates]
-            if needs(step).proximal:
+            if needs_proximal(step.objective):
                 self._score_later(updates)
             done: list[UpdateReply] = []
             for passes in updates:
@@ -249,7 +255,7 @@ class Rank:
 
     def _base_logprobs(self, one: _Pass, step: StepSettings) -> Tensor | None:
         """An adapter's reference is its base; idle or not, the ranks ask for it together."""
-        if self.engine.pairs is None or not needs(step).reference:
+        if self.engine.pairs is None or not needs_reference(step.objective):
             return None
         return self.engine.base_logprobs(one.passage)
 

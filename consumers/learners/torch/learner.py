@@ -38,7 +38,7 @@ from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token, temperature_numerics
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
-from dora_pipe.consumers.objectives.table import needs
+from dora_pipe.consumers.objectives.registry import needs_proximal
 from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import manifest_in_memory, read_manifest, write_tensors
@@ -63,7 +63,7 @@ class TorchOptions:
 
 
 class TorchLearner:
-    """The objectives of `consumers.objectives.table` on a Hugging Face causal LM.
+    """The objectives of `consumers.objectives` on a Hugging Face causal LM.
 
     Example::
 
@@ -108,7 +108,7 @@ class TorchLearner:
         ]
         sums = Sums()
         with deterministic(self._options.threads):
-            if needs(step).proximal:
+            if needs_proximal(step.objective):
                 self._score_later(updates)
             for passes in updates:
                 self._update(passes, step, sums)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.torch.model import Passage
-from dora_pipe.consumers.objectives.table import needs, terms_of
+from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 
 
@@ -36,8 +36,8 @@ def pass_loss(
     `proximal` is None in a step's first update, whose own weights are the step's first ones.
     `reference` is called where the objective needs it.
     """
-    needed = needs(step)
-    if not needed.proximal:
+    objective = step.objective
+    if not needs_proximal(objective):
         proximal = None
     elif proximal is None:
         proximal = logprobs.detach()
@@ -45,11 +45,11 @@ def pass_loss(
         logprobs=logprobs,
         behaviour=passage.behaviour,
         proximal=proximal,
-        reference=reference(passage) if needed.reference else None,
+        reference=reference(passage) if needs_reference(objective) else None,
         advantages=advantages,
         lengths=passage.lengths,
     )
-    terms = terms_of(inputs, step)
+    terms = terms_of(inputs, objective)
     return (terms.loss * weights).sum(), row_figures(terms, weights, passage.lengths)
 
 

@@ -1,17 +1,19 @@
 """Keys of [objective]: every kind has its own, and says so when it gets another's."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
 
-from dora_pipe.config.load import dump_toml, from_plain, leaves, load_config
+from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, load_config
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Objective
-from dora_pipe.config.objectives import CONDITIONAL, KEYS, Kind, settled, uses
+from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, settled, uses
+from dora_pipe.consumers.learners.settings import step_settings
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.orchestrator.apply_command import with_settings
+from tests.support.objectives import OF_TRAINER
 
 PLAIN: dict[str, Any] = {
     "run": {"name": "r", "steps": 4},
@@ -26,20 +28,20 @@ def config(**objective: Any) -> Config:
 
 def objective_of(made: Config) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(made.objective)
+    assert plain.pop("options") == {}
     return {key: value for key, value in plain.items() if value is not None}
 
 
 def test_every_kind_and_every_key_is_known_on_both_sides() -> None:
-    assert set(KEYS) == set(get_args(Kind))
-    known = {key for keys in KEYS.values() for key in keys} | set(CONDITIONAL)
-    assert known | {"kind"} == set(Objective.__struct_fields__)
+    known = {key for row in BUILT_IN.values() for key in row.keys} | set(CONDITIONAL)
+    assert known | {"kind", "options"} == set(Objective.__struct_fields__)
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", BUILT_IN)
 def test_kind_has_a_value_for_every_key_it_uses_and_none_for_others(kind: str) -> None:
     found = objective_of(config(kind=kind))
     assert set(found) == {"kind", *uses({"kind": kind})}
-    assert {key: found[key] for key in KEYS[kind]} == dict(KEYS[kind])
+    assert {key: found[key] for key in BUILT_IN[kind].keys} == dict(BUILT_IN[kind].keys)
 
 
 def test_configuration_without_an_objective_is_grpo_as_it_was() -> None:
@@ -105,7 +107,7 @@ def test_filter_of_equal_rewards_does_not_go_with_a_baseline_that_gives_them_an_
         )
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", BUILT_IN)
 def test_what_is_shown_is_read_back_the_same(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     shown = config(kind=kind, mask="token")
@@ -127,7 +129,8 @@ def test_settings_of_a_step_hold_the_keys_of_the_kind_and_no_empty_ones() -> Non
 
 def test_every_key_of_the_objective_may_change_between_steps() -> None:
     named = {key for key in leaves(config()) if key.startswith("objective.")}
-    assert named <= LOGGED
+    assert named - LOGGED == {"objective.options"} <= FROZEN
+    named.discard("objective.options")
     assert not named & FROZEN
 
 
@@ -135,7 +138,7 @@ def test_another_kind_starts_from_its_own_defaults() -> None:
     before = config(kl=0.1, clip_low=0.3)
     after = with_settings(before, {"objective.kind": "gspo", "objective.clip_high": 0.5})
     found = objective_of(after)
-    expected = {**KEYS["gspo"], "clip_high": 0.5}
+    expected = {**BUILT_IN["gspo"].keys, "clip_high": 0.5}
     assert {key: found[key] for key in expected} == expected
 
 
@@ -158,3 +161,35 @@ def test_key_that_was_changed_is_not_forgotten() -> None:
         "mask": "none",
         "mask_low": 0.1,
     }
+
+
+# An objective of a user's own: nothing of it is imported here.
+
+
+def test_own_kind_has_the_keys_of_all_and_its_options_reach_the_step(tmp_path: Path) -> None:
+    own = config(kind="mine:MINE", mask="token", options={"beta": 2.0, "how": "soft"})
+    assert own.objective.proximal == "behaviour" and own.objective.clip_low is None
+    found = settings_in_force(own)
+    assert found["objective.options.beta"] == 2.0 and found["objective.options.how"] == "soft"
+    assert step_settings({**OF_TRAINER, **found}).objective == own.objective
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(own))
+    assert load_config(file, []).objective == own.objective
+    with pytest.raises(ConfigError, match="does not use it"):
+        config(kind="mine:MINE", clip_low=0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("grpo", "ppo"), ("grpo", "mine:MINE"), ("mine:MINE", "grpo"), ("mine:MINE", "mine:OTHER")],
+)
+def test_own_kind_neither_comes_nor_goes_while_a_run_lasts(before: str, after: str) -> None:
+    old, words = config(kind=before), f"Invalid enum value '{after}' - at `$.objective.kind`"
+    with pytest.raises(ValueError) as caught:
+        with_settings(old, {"objective.kind": after})
+    assert str(caught.value) == words
+    if ":" in before + after:
+        assert changed_keys(old, config(kind=after))[0] == {"objective.kind"}
+    assert with_settings(old, {"objective.kl": 0.5}).objective.kl == 0.5
+    with pytest.raises(ValueError, match="not a logged key"):
+        with_settings(old, {"objective.options": {}})

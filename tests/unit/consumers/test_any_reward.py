@@ -7,24 +7,19 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from dora_pipe.config.objectives import KEYS, Advantage
+from dora_pipe.config.objectives import Advantage
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.objectives.advantage import batch_advantages
-from dora_pipe.consumers.objectives.table import terms_of
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.producers.tasks.server import NoAnswer, scored
 from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.batches import SETTINGS, make_batch
-from tests.support.objectives import KINDS, chosen, random_inputs
 
 RULES: tuple[Advantage, ...] = ("group", "leave-one-out", "version-baseline")
-LENGTHS = (3, 1, 5)
 anything = st.floats(allow_nan=False, allow_infinity=False)
 likely = st.one_of(anything, st.floats(-REWARD_MAX, REWARD_MAX), st.just(REWARD_MAX))
-three = st.lists(likely, min_size=3, max_size=3)
 
 
 def taken(reward: float) -> float | None:
@@ -35,29 +30,12 @@ def taken(reward: float) -> float | None:
         return None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@hypothesis_settings(max_examples=30)
-@given(
-    advantage=st.sampled_from(RULES),
-    divided=st.booleans(),
-    rewards=three,
-    seed=st.integers(0, 99),
-)
-def test_what_the_tasks_process_takes_has_a_finite_loss_and_gradient_under_every_objective(
-    kind: str, advantage: Advantage, divided: bool, rewards: list[float], seed: int
-) -> None:
-    found = batch_advantages([(0, [taken(one) for one in rewards])], advantage, divided)[0]
-    values = torch.tensor([one or 0.0 for one in found])  # float32, as a trainer has them
-    inputs = random_inputs(seed, LENGTHS, proximal="proximal" in KEYS[kind])
-    inputs = replace(
-        inputs,
-        advantages=values.repeat_interleave(torch.tensor(LENGTHS)),
-        logprobs=inputs.logprobs.detach().float().requires_grad_(),
-    )
-    loss = terms_of(inputs, chosen(kind)).loss.float().sum()
-    (gradient,) = torch.autograd.grad(loss, [inputs.logprobs])
-    assert math.isfinite(loss.detach())
-    assert math.isfinite(gradient.square().sum())
+@given(likely)
+def test_what_the_tasks_process_takes_is_what_every_objective_can_train(reward: float) -> None:
+    """See tests/contract/test_objective.py, which trains up to there."""
+    found = taken(reward)
+    assert found is None or abs(found) <= REWARD_MAX
+    assert (found is None) == (abs(reward) > REWARD_MAX)
 
 
 @pytest.mark.parametrize("advantage", RULES)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dora_pipe.consumers.objectives.kl import k3
-from dora_pipe.consumers.objectives.table import terms_of
+from dora_pipe.consumers.objectives.registry import k3, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_figures
 from tests.support.objectives import chosen
 

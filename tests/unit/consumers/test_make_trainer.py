@@ -1,15 +1,21 @@
 """A trainer that cannot be made is one line with a hint, before anything is trained."""
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config, Model, Run, Task
 from dora_pipe.config.model import Trainer as Section
 from dora_pipe.consumers.learners import registry as make
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import ConfigError
 
 
@@ -25,7 +31,10 @@ def _config(**trainer: object) -> Config:
 def test_absent_deepspeed_is_one_line_with_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else there(name)
+    )
     with pytest.raises(ConfigError, match="needs deepspeed, which is not installed") as caught:
         make.make_learner(assets=tmp_path, reference=tmp_path, config=_config(kind="deepspeed"))
     assert "make deepspeed" in str(caught.value.hint)
@@ -63,3 +72,85 @@ def test_process_that_torchrun_did_not_start_as_another_rank_is_the_trainer(
     assert not make.follows(_config(kind="deepspeed"), log, store)
     monkeypatch.setenv("RANK", "1")
     assert not make.follows(_config(kind="torch"), log, store)
+
+
+OWN = """
+from dataclasses import dataclass
+from dora_pipe.consumers.learners.registry import LearnerKind
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.objectives.grpo import grpo
+from dora_pipe.consumers.objectives.registry import ObjectiveKind
+
+@dataclass(frozen=True)
+class Options:
+    beta: float = 1.0
+    def __post_init__(self):
+        if self.beta < 0:
+            raise ValueError("beta is below 0")
+
+MINE = ObjectiveKind(terms=grpo, options=Options)
+TRAINER = LearnerKind(open=lambda assets, reference, config, log: SimulatedLearner())
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a module of a user's, and one that cannot be imported."""
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("nowhere\n")
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -> Config:
+    objective = {"kind": kinds.get("objective", "mine:MINE"), "options": options or {}}
+    return from_plain(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": "m"},
+            "task": {"kind": "arithmetic", "directory": str(folder)},
+            "trainer": {"kind": kinds.get("trainer", "torch")},
+            "objective": objective,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said", "hint"),
+    [
+        ({"objective": "none"}, "objective.kind: no objective `none`", "module:attribute"),
+        ({"objective": "gspoo"}, "objective.kind: no objective `gspoo`", "`gspo`"),
+        ({"objective": "nowhere:X"}, "objective.kind: cannot import `nowhere`", "task.directory"),
+        ({"objective": "broken:X"}, "objective.kind: cannot import `broken`: name", "first"),
+        ({"objective": "mine:MINES"}, "objective.kind: `mine` has no `MINES`", "`MINE`"),
+        ({"objective": "mine:TRAINER"}, "is a LearnerKind, not an ObjectiveKind", "extending"),
+        ({"options": {"bta": 1}}, "objective.options.bta: mine:MINE has no such key", "are beta"),
+        ({"options": {"beta": "x"}}, "objective.options.beta: expected `float`, got `str`", ""),
+        ({"options": {"beta": -1.0}}, "objective.options: beta is below 0", ""),
+        ({"options": {"beta": [1]}}, "objective.options", ""),
+        ({"objective": "grpo", "options": {"beta": 1}}, "kind `grpo` does not use it", "own"),
+        ({"trainer": "trch"}, "trainer.kind: no trainer `trch`", "`torch`"),
+        ({"trainer": "mine:Trainer"}, "trainer.kind: `mine` has no `Trainer`", ""),
+        ({"trainer": "mine:MINE"}, "not a LearnerKind", "extending"),
+    ],
+)
+def test_wrong_module_attribute_key_or_value_of_ones_own_is_one_line(
+    own: Path, wrong: dict[str, Any], said: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make.need_learner(_own(own, **wrong))
+    assert said in caught.value.message and "\n" not in caught.value.message
+    assert hint in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_trainer_of_ones_own_is_opened_and_its_source_is_in_the_fingerprint(own: Path) -> None:
+    config = _own(own, trainer="mine:TRAINER")
+    learner = make.make_learner(assets=own, reference=own, config=config)
+    source = sha256((own / "mine.py").read_bytes()).hexdigest()
+    assert learner.name == "simulated"
+    assert learner.numerics() == {
+        **SimulatedLearner().numerics(),
+        "trainer source": f"mine:TRAINER {source}",
+        "objective source": f"mine:MINE {source}",
+    }
+    assert str(own) not in sys.path

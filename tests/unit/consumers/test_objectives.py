@@ -9,129 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from dora_pipe.config.objectives import KEYS
-from dora_pipe.consumers.objectives.kl import k1, k2, k3
-from dora_pipe.consumers.objectives.table import RULES, needs, terms_of
+from dora_pipe.consumers.objectives.registry import k1, k2, k3, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs, row_figures, row_sums
-from tests.support.objectives import KINDS, chosen, gradient, random_inputs, rows, weights_of
+from tests.support.objectives import chosen, gradient, random_inputs, rows
 
 few = hypothesis_settings(max_examples=20)
 seeds = st.integers(0, 2**32 - 1)
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 CLIPPING = ("grpo", "dapo", "dr-grpo", "decoupled-ppo", "tis")
-
-
-def test_every_kind_of_the_configuration_has_a_rule() -> None:
-    assert set(RULES) == set(KEYS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("proximal", ["behaviour", "recomputed"])
-@few
-@given(seed=seeds, lengths=shapes)
-def test_on_policy_every_objective_has_the_gradient_of_plain_policy_gradient(
-    kind: str, proximal: str, seed: int, lengths: list[int]
-) -> None:
-    recomputes = "proximal" in KEYS[kind]
-    settings = chosen(kind, **({"proximal": proximal} if recomputes else {}))
-    inputs = random_inputs(seed, lengths, on_policy=True, proximal=proximal == "recomputed")
-    assert torch.allclose(gradient(inputs, settings), -inputs.advantages, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@few
-@given(seed=seeds)
-def test_what_one_trajectory_loses_does_not_depend_on_its_neighbours(kind: str, seed: int) -> None:
-    settings = chosen(kind)
-    inputs = random_inputs(seed, [3, 5], proximal=needs(settings).proximal)
-    whole = terms_of(inputs, settings).loss
-    for at, length in ((0, 3), (3, 5)):
-        part = slice(at, at + length)
-        alone = replace(
-            inputs,
-            logprobs=inputs.logprobs[part],
-            behaviour=inputs.behaviour[part],
-            advantages=inputs.advantages[part],
-            proximal=None if inputs.proximal is None else inputs.proximal[part],
-            lengths=(length,),
-        )
-        assert torch.allclose(terms_of(alone, settings).loss, whole[part], rtol=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@few
-@given(seed=seeds)
-def test_a_trajectory_without_advantage_has_no_gradient(kind: str, seed: int) -> None:
-    settings = chosen(kind)
-    inputs = random_inputs(seed, [4, 2], proximal=needs(settings).proximal)
-    nothing = replace(inputs, advantages=torch.zeros(6, dtype=torch.float64))
-    assert not gradient(nothing, settings).any()
-
-
-# Gradients, numerically. A weight without a gradient is held still while logprobs are moved.
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", [*CLIPPING, "gspo"])
-def test_gradient_of_a_clipped_ratio_is_the_slope_of_what_the_papers_write(
-    kind: str, seed: int
-) -> None:
-    keys: dict[str, Any] = {"weight_max": 1e3} if "weight_max" in KEYS[kind] else {}
-    settings = chosen(kind, clip_low=0.1, clip_high=0.15, **keys)
-    inputs = random_inputs(seed, [3, 1, 4], proximal=needs(settings).proximal)
-
-    def objective(logprobs: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        log_ratio = logprobs - inputs.around
-        weight = torch.ones_like(log_ratio)
-        if inputs.proximal is not None:
-            weight = (inputs.proximal - inputs.behaviour).exp()
-        assert settings.clip_low is not None
-        assert settings.clip_high is not None
-        columns = (log_ratio, inputs.advantages, weight)
-        for part, worth, scale in zip(*(rows(inputs, one) for one in columns), strict=True):
-            ratio = part.mean().exp().expand(len(part)) if kind == "gspo" else part.exp()
-            cut = ratio.clip(1 - settings.clip_low, 1 + settings.clip_high)
-            total = total - (scale * torch.minimum(ratio * worth, cut * worth)).sum()
-        return total
-
-    point = inputs.logprobs.detach().clone().requires_grad_()
-    assert torch.autograd.gradcheck(objective, (point,), eps=1e-7, atol=1e-5)
-    torch.autograd.backward(objective(point))
-    assert point.grad is not None
-    assert torch.allclose(gradient(inputs, settings), point.grad, atol=1e-12)
-    value = terms_of(inputs, settings).loss.sum()
-    assert value.item() == pytest.approx(objective(point).item(), abs=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("cispo", {}),
-        ("cispo", {"clip_low": 0.1, "clip_high": 0.1}),
-        ("topr", {}),
-        ("topr", {"level": "token"}),
-        ("weighted-topr", {"positive_weight": 0.7, "negative_weight": 1.6}),
-    ],
-)
-def test_gradient_of_a_weighted_objective_is_the_slope_with_the_weights_held_still(
-    kind: str, keys: dict[str, Any], seed: int
-) -> None:
-    settings = chosen(kind, **keys)
-    inputs = random_inputs(seed, [3, 1, 4])
-    held = weights_of(inputs, settings)
-
-    def objective(logprobs: Tensor) -> Tensor:
-        return -(held * inputs.advantages * logprobs).sum()
-
-    point = inputs.logprobs.detach().clone().requires_grad_()
-    assert torch.autograd.gradcheck(objective, (point,))
-    assert torch.allclose(gradient(inputs, settings), -held * inputs.advantages, atol=1e-12)
-    value = terms_of(inputs, settings).loss.sum()
-    assert value.item() == pytest.approx(objective(point).item(), abs=1e-10)
 
 
 @pytest.mark.parametrize("estimate", [k1, k2, k3])
@@ -234,35 +120,6 @@ def test_weighted_topr_with_weights_of_1_is_topr() -> None:
 
 
 # Masks.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mask", ["token", "sequence", "geometric"])
-@few
-@given(seed=seeds, kl=st.sampled_from([0.0, 0.2]))
-def test_mask_leaves_out_exactly_the_tokens_beyond_its_bounds(
-    kind: str, mask: str, seed: int, kl: float
-) -> None:
-    keys: dict[str, Any] = {"kl": kl} if "kl" in KEYS[kind] else {}
-    plain = chosen(kind, **keys)
-    masked = chosen(kind, mask=mask, mask_low=0.8, mask_high=1.3, **keys)
-    inputs = random_inputs(seed, [3, 1, 4], proximal=needs(plain).proximal)
-    before, after = terms_of(inputs, plain).loss, terms_of(inputs, masked)
-    trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
-    log_ratio = (trained - inputs.behaviour).detach()
-    expected: list[bool] = []
-    for part in rows(inputs, log_ratio):
-        whole = part.sum() if mask == "sequence" else part.mean()
-        ratio = part.exp() if mask == "token" else whole.exp().expand(len(part))
-        expected += [0.8 <= one <= 1.3 for one in ratio.tolist()]
-    assert after.kept is not None
-    assert after.kept.tolist() == expected
-    kept = after.kept
-    if (kind, mask) != ("gspo", "token"):  # there one ratio is that of all tokens that are kept
-        assert torch.equal(after.loss[kept], before[kept])
-        assert torch.allclose(gradient(inputs, masked)[kept], gradient(inputs, plain)[kept])
-    assert not after.loss[~kept].any()
-    assert not gradient(inputs, masked)[~kept].any()
 
 
 def test_mask_leaves_out_an_infinite_ratio_without_a_trace_in_the_gradient() -> None:

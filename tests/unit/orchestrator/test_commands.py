@@ -8,7 +8,7 @@ import pytest
 
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import LOGGED
-from dora_pipe.config.objectives import KEYS
+from dora_pipe.config.objectives import BUILT_IN
 from dora_pipe.schemas.rounds import Dispatch, Drain, End, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged
@@ -54,7 +54,7 @@ def test_set_is_in_force_from_the_next_step_and_stands_in_the_batch() -> None:
     assert stage.batch is not None
     assert stage.batch.settings["trainer.learning_rate"] == 0.5
     assert stage.batch.settings["objective.kl"] == 0.25
-    used = {"objective.kind", *(f"objective.{name}" for name in KEYS["grpo"])}
+    used = {"objective.kind", *(f"objective.{name}" for name in BUILT_IN["grpo"].keys)}
     expected = used | {one for one in LOGGED if one.startswith("trainer.")}
     assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config))
 

@@ -1,0 +1,173 @@
+"""Which function an objective is, and what all of them share: masks and the KL term.
+
+An objective is one file: an `ObjectiveKind` with the function and what its options may be. Those of
+the package are named by a row of `config.objectives.BUILT_IN`, a user's own by
+`objective.kind = "module:attribute"`; there is no other difference.
+
+Masks and KL are added here and nowhere else, so every kind can have them. A token that is left
+out has no loss and no KL, but still counts in the mean: how much the others weigh must not depend
+on how many are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dora_pipe.config.model import Config, Objective
+from dora_pipe.config.objectives import BUILT_IN, Mask, is_own
+from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_geometric, row_ratios
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.own_code import importable, load_attribute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KEY: Final = "objective.kind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveKind:
+    """An objective, as its file says it."""
+
+    terms: Callable[[Inputs, Any], Terms]
+    """The loss of every token: a pure function, which brings no torch of its own. Its second
+    argument is an `options`, or the whole section [objective] where there are none."""
+    options: type[Any] | None = None
+    """A frozen dataclass or msgspec.Struct: the keys of [objective.options] with their types and
+    defaults, each a number, a text or true/false. What it raises is said of the configuration."""
+
+    def argument(self, keys: Objective) -> Any:
+        """What `terms` gets of a step's keys. Raises ConfigError for options it does not have."""
+        if self.options is None:
+            if keys.options:
+                raise ConfigError(f"objective.options: {keys.kind} has none")
+            return keys
+        declared: Any = msgspec.inspect.type_info(self.options)
+        fields = sorted(one.name for one in declared.fields)
+        if odd := sorted(keys.options.keys() - set(fields)):
+            raise ConfigError(
+                f"objective.options.{odd[0]}: {keys.kind} has no such key",
+                hint=f"there are {', '.join(fields)}",
+            )
+        try:
+            return msgspec.convert(keys.options, self.options)
+        except msgspec.ValidationError as error:
+            what, _, place = str(error).partition(" - at `$")
+            what = what[0].lower() + what[1:]
+            raise ConfigError(f"objective.options{place.rstrip('`')}: {what}") from None
+
+
+def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
+    """The objective of this name; `directory` is where a user's file lies, unless it is imported.
+
+    Raises ConfigError for a module or attribute that is not there, or is no objective.
+    """
+    below = "" if is_own(name) else f"{__package__}."
+    reference = name if is_own(name) else BUILT_IN[name].function
+    with importable(directory):
+        found = load_attribute(KEY, below + reference)
+    if not below and not isinstance(found, ObjectiveKind):
+        raise ConfigError(
+            f"{KEY}: `{name}` is a {type(found).__name__}, not an ObjectiveKind",
+            hint="docs/extending.md says what an objective brings",
+        )
+    return found if isinstance(found, ObjectiveKind) else ObjectiveKind(terms=found)
+
+
+def need_objective(config: Config) -> None:
+    """Raise ConfigError, before anything starts, for an objective that cannot be used."""
+    objective_kind(config.objective.kind, config.task.directory).argument(config.objective)
+
+
+def needs_reference(keys: Objective) -> bool:
+    """Whether the trainer must compute log-probs of version 0."""
+    return bool(keys.kl)
+
+
+def needs_proximal(keys: Objective) -> bool:
+    """Whether it must compute those of the step's first weights."""
+    return keys.proximal == "recomputed"
+
+
+def terms_of(inputs: Inputs, keys: Objective) -> Terms:
+    """The loss of every token, masks and KL included.
+
+    Example: ``(terms_of(inputs, step.objective).loss * weights).sum().backward()`` with
+    `token_weights`.
+    """
+    kind = objective_kind(keys.kind)
+    argument = kind.argument(keys)
+    if keys.mask in (None, "none"):
+        return _with_kl(kind.terms(inputs, argument), inputs, keys)
+    assert keys.mask_low is not None
+    assert keys.mask_high is not None
+    kept = kept_tokens(inputs, keys.mask, low=keys.mask_low, high=keys.mask_high)
+    inputs = inputs.without(kept)
+    terms = _with_kl(kind.terms(inputs, argument), inputs, keys)
+    loss = terms.loss.where(kept, terms.loss.new_zeros(()))
+    return replace(terms, loss=loss, kept=kept if terms.kept is None else kept & terms.kept)
+
+
+# Which tokens are left out because trainer and engine disagree about them.
+
+
+def kept_tokens(inputs: Inputs, mask: Mask, *, low: float, high: float) -> Tensor:
+    """Bool [N]: whether low <= ratio <= high.
+
+    The ratio is proximal / behaviour where the trainer computed the proximal log-probs, else
+    pi_theta / behaviour: with equal weights on both sides it is the engine's error alone.
+
+    token: each token by its own ratio (IcePop, Ring-1T, arXiv 2510.18855; with `decoupled_ppo`
+    around it the whole of it). sequence: whole trajectories by the product of their ratios (masked
+    importance sampling, "When speed kills stability", richardli.xyz/rl-collapse). geometric: by the
+    product's root of the length, which does not punish long trajectories (the same, part 3).
+    """
+    trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
+    log_ratio = (trained - inputs.behaviour).detach()
+    if mask == "sequence":
+        ratio = row_ratios(log_ratio, inputs.lengths)
+    elif mask == "geometric":
+        ratio = row_geometric(log_ratio, inputs.lengths)
+    else:
+        assert mask == "token"
+        ratio = log_ratio.exp()
+    return (ratio >= low) & (ratio <= high)
+
+
+# Estimates of KL(pi_theta, pi_ref) per token: Schulman, "Approximating KL divergence"
+# (joschu.net/blog/kl-approx.html), with log_r = log pi_ref - log pi_theta. Over tokens of pi_theta
+# the mean of k1 and k3 is KL, that of k2 nearly. Their gradients differ: that of k1 has the mean 0
+# (it only adds noise), that of k2 the mean of KL's own, that of k3 the mean of the gradient of
+# KL(pi_ref, pi_theta).
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """-log_r: may be negative."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """log_r ^ 2 / 2: never negative."""
+    return 0.5 * (logprobs - reference).square()
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """r - log_r - 1: never negative; the one of GRPO (arXiv 2402.03300, equation 4)."""
+    log_r = reference - logprobs
+    return log_r.exp() - log_r - 1.0
+
+
+ESTIMATES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def _with_kl(terms: Terms, inputs: Inputs, keys: Objective) -> Terms:
+    if not keys.kl:
+        return terms
+    assert inputs.reference is not None
+    assert keys.kl_estimate is not None
+    estimate = ESTIMATES[keys.kl_estimate](inputs.logprobs, inputs.reference)
+    return replace(terms, loss=terms.loss + keys.kl * estimate, kl=estimate.detach())

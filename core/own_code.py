@@ -1,0 +1,78 @@
+"""How `module:attribute` of a user's becomes an object, from where, and which source it was."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError, DoraError
+
+_BROKEN: Final = (
+    ImportError,
+    SyntaxError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    OSError,
+)
+"""How a module says that it cannot be imported; what it does then is anybody's code."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """``did you mean `jsonl`?``, or None where nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean `{near[0]}`?" if near else None
+
+
+@contextmanager
+def importable(directory: str) -> Iterator[None]:
+    """Modules are looked for in this folder first; what is imported stays so. Empty: nowhere."""
+    if not directory:
+        yield
+        return
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
+    """The object that `module:attribute` (attribute may have dots) names.
+
+    `key` is the configuration key it stands in, for messages. Raises ConfigError for a reference
+    of another form, `error` where the module cannot be imported or has no such attribute.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(
+            f"{key}: `{reference}` is not of the form module:attribute",
+            hint='for instance "rewards:score" for the function `score` of rewards.py',
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except _BROKEN as reason:
+        raise error(
+            f"{key}: cannot import `{module_name}`: {reason}",
+            hint="modules are looked for in task.directory first, by default the folder of the"
+            " configuration file",
+        ) from reason
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")]
+            raise error(f"{key}: `{module_name}` has no `{attribute}`", hint=nearest(part, public))
+        found = getattr(found, part)
+    return found
+
+
+def source_sha256(reference: str) -> str:
+    """sha256 of the file of a module that `load_attribute` has imported."""
+    file = sys.modules[reference.partition(":")[0]].__file__
+    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()

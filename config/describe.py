@@ -32,7 +32,7 @@ from dora_pipe.config.paradigms import paradigm_of
 
 _WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections, telemetry_section)
 
-_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 _TYPES: Mapping[str, str] = {
     "Positive": "integer >= 1",
@@ -244,7 +244,7 @@ def _choice(values: Sequence[Any]) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE_KEY.match(name) else _quoted(name)
+    return name if _BARE_KEY.fullmatch(name) else _quoted(name)
 
 
 def _quoted(text: str) -> str:

@@ -28,7 +28,7 @@ from dora_pipe.consumers.objectives.registry import (
 )
 from dora_pipe.consumers.objectives.terms import Inputs
 from dora_pipe.core.own_code import importable
-from dora_pipe.schemas.finite import REWARD_MAX
+from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.objectives import chosen, gradient, random_inputs, rows, weights_of
 
 Value = Callable[[Inputs, Objective, Tensor], Callable[[Tensor], Tensor]]

@@ -26,7 +26,7 @@ from dora_pipe.launch.roles import be_torch_role
 from dora_pipe.launch.run import supervise
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.launch.supervisor import RunFailed, Supervisor
-from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.progress import RunProgress
 from dora_pipe.producers.engines.registry import need_engines
 from dora_pipe.schemas.topics import Topics
 
@@ -90,7 +90,7 @@ class _Killer:
         """Evaluation rewards by version."""
         return [self.evaluations[version] for version in sorted(self.evaluations)]
 
-    def __call__(self, progress: Progress, supervisor: Supervisor) -> None:
+    def __call__(self, progress: RunProgress, supervisor: Supervisor) -> None:
         self.evaluations = progress.evaluations
         pid = supervisor.pid("w1")
         late = progress.steps and progress.steps[-1].step >= KILL_AT_STEP

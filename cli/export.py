@@ -107,7 +107,7 @@ def export_traces(
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
         before = checkpoint.read()
-        sink = RetryingSink(HttpSink(target), clock=SystemClock(), chance=random, tell=waits)
+        sink = RetryingSink(HttpSink(target), clock=SystemClock(), chance=random, notify=waits)
         try:
             if follow:
                 done = _follow(run, sink, policy, checkpoint)

@@ -23,7 +23,7 @@ from dora_pipe.core.errors import printable
 from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.observe.top import Frame, Line, Panel, Style, frame, step_line
+from dora_pipe.observe.top import Line, Panel, Screen, Style, frame, step_line
 
 ASK_S: Final = 5.0
 """Between two questions to brokers about their disks."""
@@ -88,7 +88,7 @@ def _looking(run: OpenRun) -> Full:
     return full
 
 
-def _frame(stats: RunStats, full: Full, *, plain: bool) -> Frame:
+def _frame(stats: RunStats, full: Full, *, plain: bool) -> Screen:
     """The run as its log tells it, and what nobody can write into the log."""
     shown = frame(stats, time.time_ns(), plain=plain)
     found = "" if stats.over else full()
@@ -153,7 +153,7 @@ def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None
     emit_line(frame(stats, time.time_ns()).head)
 
 
-def layout(shown: Frame, width: int, height: int) -> Layout:
+def layout(shown: Screen, width: int, height: int) -> Layout:
     """A frame on a screen of this size."""
     whole = Layout()
     rows = height - HEAD_ROWS
@@ -178,7 +178,7 @@ def _longest(*panels: Panel) -> int:
     return max(len(panel.lines) for panel in panels)
 
 
-def _head(shown: Frame, width: int) -> Group:
+def _head(shown: Screen, width: int) -> Group:
     bar = ProgressBar(total=1.0, completed=shown.done, width=width)
     return Group(Text(printable(shown.head), style="bold", no_wrap=True, overflow="ellipsis"), bar)
 

@@ -18,7 +18,7 @@ from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.text import duration
-from dora_pipe.observe.why.answer import Answer, why_at, why_now, why_step
+from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
 from dora_pipe.observe.why.summary import RoleWaits, StepWait, Summary, summarise, waits_of
 
 STOPPED_AFTER_S: Final = 60.0
@@ -91,7 +91,7 @@ def _print_step(run: OpenRun, step: int, asked: Asked) -> None:
     _print_answer(found, asked)
 
 
-def _print_answer(found: Answer, asked: Asked) -> None:
+def _print_answer(found: WhyAnswer, asked: Asked) -> None:
     if asked.as_json:
         emit_json(asdict(found))
         return

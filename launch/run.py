@@ -33,7 +33,7 @@ from dora_pipe.launch.plan import Plan
 from dora_pipe.launch.run_dir import RunDir, locked, run_dir
 from dora_pipe.launch.supervisor import Supervisor, Workers
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.progress import RunProgress
 from dora_pipe.producers.engines.registry import check_engines, engine_kind, need_engines
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.open import need_transfers
@@ -44,7 +44,7 @@ RESUMABLE_CODES: Final = frozenset(
 """A run that ended so goes on when somebody has mended what was outside of it."""
 
 
-Watch = Callable[[Progress, Supervisor], None]
+Watch = Callable[[RunProgress, Supervisor], None]
 
 
 def supervise(
@@ -125,11 +125,11 @@ def _supervise(
             fork_server.close()
 
 
-def progress_of(bus: Bus, config: Config) -> Progress:
+def progress_of(bus: Bus, config: Config) -> RunProgress:
     """What the log says of a run from its beginning, with alarms from now on."""
     topics = Topics(config.run.name)
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
-    return Progress(bus, topics, alarms=alarms)
+    return RunProgress(bus, topics, alarms=alarms)
 
 
 def disk_watch(
@@ -140,7 +140,7 @@ def disk_watch(
     return DiskWatch(places, tell, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
 
 
-def workers_of(progress: Progress, names: tuple[str, ...]) -> Workers:
+def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
     """The workers that `run` starts, and what the log says of them and of others."""
     return Workers(
         names=names,
@@ -215,7 +215,7 @@ def _refuse_copy(directory: RunDir, root: Path) -> None:
 class RunConsole:
     """Tells what the log says of a run. An outage is told once: roles have their own patience."""
 
-    def __init__(self, progress: Progress, tell: Callable[[str], None]) -> None:
+    def __init__(self, progress: RunProgress, tell: Callable[[str], None]) -> None:
         self._progress = progress
         self._tell = tell
         self._away = False

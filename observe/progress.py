@@ -25,7 +25,7 @@ PIECES_MAX: Final = 8
 """Of the log in one look: whoever looks has other things to do."""
 
 
-class Progress(RunStats):
+class RunProgress(RunStats):
     """Follows a run; `lines` are what happened since the last call, with alarms where there are."""
 
     def __init__(self, bus: Bus, topics: Topics, *, alarms: Alarms | None = None) -> None:

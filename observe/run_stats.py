@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -190,6 +190,10 @@ class StepStats:
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups)."""
+
+
+Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
+"""The rows of a contributions file by its sha256; none where it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Screen:
     """A run at a moment."""
 
     head: str
@@ -94,11 +94,11 @@ def moment_of(stats: RunStats, now_ns: int) -> int:
     return stats.last_ns if stopped else max(now_ns, stats.last_ns)
 
 
-def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Frame:
+def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
     """The run as its log tells it; `now_ns` is the wall clock. `plain`: ASCII alone."""
     at_ns = moment_of(stats, now_ns)
     planned = stats.steps_planned or 0
-    return Frame(
+    return Screen(
         head=_head(stats, at_ns, stopped=at_ns < now_ns),
         done=min(1.0, stats.version / planned) if planned else 0.0,
         workers=Panel(title="workers", lines=tuple(_workers(stats, at_ns))),

@@ -9,10 +9,13 @@ A `gpu` test is skipped where there is no GPU, and with DORA_PIPE_DEVICE=cuda ev
 with CI=true, where that is a failure.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +23,10 @@ from hypothesis import HealthCheck, settings
 from tests.support.device import NO_GPU, has_gpu, need_device
 from tests.support.kafka_broker import KafkaBroker, missing_tools
 from tests.support.kafka_secure import Certificates, secure_broker
+
+if TYPE_CHECKING:
+    from tests.support.command_line import Call
+    from tests.support.recorded_run import RecordedRun
 
 settings.register_profile(
     "house",
@@ -47,6 +54,22 @@ def _clients_end() -> Iterator[None]:
         if thread.name.startswith(CLIENT_THREADS):
             thread.join(THREAD_LIMIT_S)
             assert not thread.is_alive(), f"this module leaves {thread.name} behind"
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """The session's eventful run, not to be changed."""
+    from tests.support.recorded_run import recorded_in
+
+    return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`dora-pipe` in this process: exit code, stdout, stderr."""
+    from tests.support.command_line import caller
+
+    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)

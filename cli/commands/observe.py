@@ -24,7 +24,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import LOOPBACK
 
 if TYPE_CHECKING:
-    from dora_pipe.observe.web.pages import Source
+    from dora_pipe.observe.web.pages import RunSource
     from dora_pipe.observe.web.query_worker import Opener
 
 FRAMES_EVERY_S: Final = 1.0
@@ -158,8 +158,8 @@ def ui(
     from dora_pipe.launch.run_dir import find_run
     from dora_pipe.observe.web.export import export_file
     from dora_pipe.observe.web.query_worker import QueryWorker
-    from dora_pipe.observe.web.replayed import read_replay
-    from dora_pipe.observe.web.server import Server
+    from dora_pipe.observe.web.samples import read_replay
+    from dora_pipe.observe.web.server import PageServer
 
     replayed = None if replay is None else read_replay(replay)
     with ExitStack() as stack:
@@ -175,7 +175,7 @@ def ui(
             done = export_file(workers, export)
             say(f"{export}: {done.bytes / 1e6:.1f} MB, {done.pages} pages")
             return
-        server = Server(workers, port=port)
+        server = PageServer(workers, port=port)
         stack.callback(server.server_close)
         for worker in workers:
             worker.start()
@@ -190,12 +190,12 @@ def source_opener(
     """Opens a run, or the archive of one, as the pages of `ui` need it."""
     from dora_pipe.cli.texts import decoder_of
     from dora_pipe.launch.run_dir import opened
-    from dora_pipe.observe.web.pages import Source
+    from dora_pipe.observe.web.pages import RunSource
 
     @contextmanager
-    def open_source() -> Iterator[Source]:
+    def open_source() -> Iterator[RunSource]:
         with opened(name, root, archive) as run:
-            yield Source(
+            yield RunSource(
                 bus=run.bus,
                 topics=run.topics,
                 policies=run.policies if run.has_policies else None,

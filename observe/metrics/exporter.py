@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.follower import LogFollower
@@ -22,7 +22,7 @@ from dora_pipe.core.errors import BusError, LogTruncated, TopicMissing
 from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.observe.metrics.exposition import CONTENT_TYPE, exposition
 from dora_pipe.observe.metrics.table import METRICS
-from dora_pipe.observe.run_stats import RunStats, contributed
+from dora_pipe.observe.run_stats import Contributions, RunStats, contributed
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
@@ -40,14 +40,11 @@ REQUESTS_MAX: Final = 8
 IDLE_S: Final = 10.0
 """A connection that sends nothing is closed."""
 
-Rows = Callable[[str], Iterable[Mapping[str, Any]]]
-"""The rows of a contributions file by its sha256; none where it cannot be read."""
-
 
 class Exporter:
     """The metrics of one run. Example: ``Exporter("demo", rows).follow(bus, topics, clock)``."""
 
-    def __init__(self, run: str, rows: Rows) -> None:
+    def __init__(self, run: str, rows: Contributions) -> None:
         self.page: bytes | None = None
         """What Prometheus is answered; None before the log was read once."""
         self._stats = RunStats(run)

@@ -45,7 +45,7 @@ TRACES_PATH: Final = "/v1/traces"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EndpointAnswer:
     """What an endpoint said that did not take a request."""
 
     status: int
@@ -70,7 +70,9 @@ class Answer:
 class NotTaken(ResourceError):
     """An endpoint did not take all spans of a call, only the first `taken`."""
 
-    def __init__(self, message: str, *, hint: str, taken: int, answer: Answer | None) -> None:
+    def __init__(
+        self, message: str, *, hint: str, taken: int, answer: EndpointAnswer | None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.taken = taken
         self.answer = answer
@@ -131,7 +133,7 @@ class HttpSink:
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         session = requests.Session()
         session.hooks["response"].append(self._heard)
-        self._answer: Answer | None = None
+        self._answer: EndpointAnswer | None = None
         self._exporter = OTLPSpanExporter(endpoint=self.address, timeout=timeout_s, session=session)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
@@ -157,7 +159,7 @@ class HttpSink:
         """
         if response.status_code >= HTTPStatus.BAD_REQUEST:
             after = response.headers.get("Retry-After", "").strip()
-            self._answer = Answer(response.status_code, response.reason or "", after)
+            self._answer = EndpointAnswer(response.status_code, response.reason or "", after)
             raise _Refused
 
     def _not_taken(self, taken: int) -> NotTaken:
@@ -240,9 +242,9 @@ def jittered(pause_s: float, chance: Callable[[], float]) -> float:
 
 
 class RetryingSink:
-    """Sends through another sink. `tell` hears of every wait, for people.
+    """Sends through another sink. `notify` hears of every wait, for people.
 
-    Example: ``RetryingSink(HttpSink(url), clock=SystemClock(), chance=random.random, tell=say)``
+    Example: ``RetryingSink(HttpSink(url), clock=SystemClock(), chance=random.random, notify=say)``
     """
 
     def __init__(
@@ -251,9 +253,9 @@ class RetryingSink:
         *,
         clock: Clock,
         chance: Callable[[], float],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
-        self._sink, self._clock, self._chance, self._tell = sink, clock, chance, tell
+        self._sink, self._clock, self._chance, self._notify = sink, clock, chance, notify
         self._pause_s = BACKOFF_FIRST_S
         self._since_ns: int | None = None
         self.sent = 0
@@ -295,6 +297,6 @@ class RetryingSink:
                 f"{error.message}: {self.sent} spans were sent, then none for {waited_s:.0f} s",
                 hint="later, the same command goes on where this one ended",
             ) from error
-        self._tell(f"{error.message}; {self.sent} spans sent, the next try in {pause_s:.1f} s")
+        self._notify(f"{error.message}; {self.sent} spans sent, the next try in {pause_s:.1f} s")
         self._pause_s = min(2 * self._pause_s, BACKOFF_MAX_S)
         self._clock.sleep(pause_s)

@@ -113,7 +113,7 @@ class TrajectorySpans:
         attrs: Attributes = {
             names.TRAJECTORY: request.trajectory,
             names.CONVERSATION: request.trajectory,
-            names.STAYS: len(request.attempts),
+            names.ATTEMPTS: len(request.attempts),
             names.MOVES: None if content is None else content.moves,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,

@@ -122,8 +122,8 @@ def _trajectory(attrs: Attributes) -> Iterator[str]:
     yield str(attrs[names.TRAJECTORY])
     if names.REWARD in attrs:
         yield f"reward {attrs[names.REWARD]:g}"
-    if attrs[names.STAYS] != 1:
-        yield f"{attrs[names.STAYS]} stays"
+    if attrs[names.ATTEMPTS] != 1:
+        yield f"{attrs[names.ATTEMPTS]} stays"
 
 
 def _queued(attrs: Attributes) -> Iterator[str]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from dora_pipe.catalogue.account import EvaluationEnded, StepEnded, rewards_of
-from dora_pipe.observe.run_stats import Contributed, RunStats, StepStats, contributed
+from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.trackers.port import Figure, Spread
 from dora_pipe.schemas.control import RunStarted
-
-Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
-"""The rows of a contributions file by its sha256; none where it cannot be read."""
 
 FIGURES: Final = {
     "reward/valid": "Mean of the batch's valid rewards.",
@@ -54,7 +51,7 @@ FIGURES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FigureRow:
     """Figures at a step; those that are not known are left out."""
 
     step: int
@@ -75,7 +72,7 @@ class FigureStats(RunStats):
     """Numbers of a run, and a row of figures for every step and evaluation. `begin` is told of the
     run, once, and says how many rows are not wanted: they were given before.
 
-    Example: ``FigureStats("demo", lambda sha256: [], begin=lambda fact: 0)``, then `take` after
+    Example: ``FigureStats("demo", lambda sha256: [], begin=lambda fact: 0)``, then `drain` after
     every piece of the log.
     """
 
@@ -86,10 +83,10 @@ class FigureStats(RunStats):
         self._contributions = contributions
         self._on_begin = begin
         self._skip = 0
-        self._rows: list[Row] = []
+        self._rows: list[FigureRow] = []
         self._before = self._sums()
 
-    def take(self) -> list[Row]:
+    def drain(self) -> list[FigureRow]:
         """The rows since the last call, in the order of the log."""
         rows, self._rows = self._rows, []
         return rows
@@ -102,14 +99,14 @@ class FigureStats(RunStats):
         super()._evaluated(ended)
         if ended.reward is not None:
             figures: dict[str, Figure] = {"evaluation/reward": ended.reward}
-            self._add(lambda: Row(step=ended.version, at_ns=ended.ended_ns, figures=figures))
+            self._add(lambda: FigureRow(step=ended.version, at_ns=ended.ended_ns, figures=figures))
 
     def _step(self, ended: StepEnded) -> None:
         super()._step(ended)
         step, before, now = self.steps[-1], self._before, self._sums()
         self._before = now
         self._add(
-            lambda: Row(
+            lambda: FigureRow(
                 step=step.step,
                 at_ns=step.committed_ns,
                 figures={
@@ -125,7 +122,7 @@ class FigureStats(RunStats):
             )
         )
 
-    def _add(self, row: Callable[[], Row]) -> None:
+    def _add(self, row: Callable[[], FigureRow]) -> None:
         if self._skip:
             self._skip -= 1
         else:

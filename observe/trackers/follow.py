@@ -16,7 +16,8 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, LogTruncated
-from dora_pipe.observe.trackers.figures import Contributions, FigureStats
+from dora_pipe.observe.run_stats import Contributions
+from dora_pipe.observe.trackers.figures import FigureStats
 from dora_pipe.observe.trackers.port import TrackedRun, Tracker
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
@@ -106,7 +107,7 @@ class Tracking:
     def _turn(self, stats: FigureStats, follower: LogFollower) -> bool:
         """Read a piece and give its rows; whether there was something to read."""
         more = follower.advance()
-        for row in stats.take():
+        for row in stats.drain():
             self._tracker.step(row.step, row.figures, at_ns=row.at_ns)
             self._given += 1
         return more

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,15 +93,15 @@ class TensorBoardTracker:
 
     def _write(self, event: Any) -> None:
         """One record, in one write, as a whole. Raises ResourceError."""
-        record = _Record()
+        record = BytesIO()
         self._protos.record_writer(record).write(event.SerializeToString())
         try:
             if self._file is None:
                 self._file = FileIO(self._path, "xb")
-            written = self._file.write(record.bytes)
+            written = self._file.write(record.getvalue())
         except OSError as error:
             raise _failed(self._path, error) from None
-        if written != len(record.bytes):
+        if written != len(record.getvalue()):
             raise ResourceError(f"{self._path} has no room", hint="the same command goes on")
 
     def _rows(self, path: Path, run_id: str) -> int:
@@ -114,16 +114,6 @@ class TensorBoardTracker:
                 )
             rows += bool(event.summary.value) and event.summary.value[0].tag != CONFIG
         return rows
-
-
-class _Record:
-    """Takes what tensorboard's writer makes of a record."""
-
-    def __init__(self) -> None:
-        self.bytes = b""
-
-    def write(self, data: bytes) -> None:
-        self.bytes += data
 
 
 class _Protos:

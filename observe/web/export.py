@@ -21,11 +21,9 @@ import msgspec
 
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.figures import spaced
-from dora_pipe.observe.web.query import Query
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import static_files
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.view import Query, RunView, spaced
 
 FILE_BYTES_MAX: Final = 9_500_000
 
@@ -61,7 +59,7 @@ _EXPORT: Final = re.compile(r"^export (?=async function|function|const|let|class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportedFile:
     """What was written."""
 
     bytes: int
@@ -89,7 +87,7 @@ class _Room:
         return True
 
 
-def export_file(workers: Sequence[QueryWorker], path: Path) -> Exported:
+def export_file(workers: Sequence[QueryWorker], path: Path) -> ExportedFile:
     """Write the pages of runs that were read, all or nothing. Raises ResourceError."""
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
     room.put("runs", {"runs": [worker.ask(Query(path=("run",), fields={})) for worker in workers]})
@@ -105,7 +103,7 @@ def export_file(workers: Sequence[QueryWorker], path: Path) -> Exported:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ResourceError(f"{path} cannot be written: {error.strerror}") from None
-    return Exported(bytes=len(page), pages=len(room.pages))
+    return ExportedFile(bytes=len(page), pages=len(room.pages))
 
 
 def _fill(worker: QueryWorker, run: str, room: _Room, runs: int) -> None:
@@ -223,6 +221,7 @@ def _listed(view: RunView, listing: tables.Listing, rows: list[tables.Row]) -> d
         "total": len(rows),
         "offset": 0,
         "columns": listing.names,
+        "numbers": listing.numbers,
         "rows": rows,
         "kept": len(rows),
         "of": listing.count(view),

@@ -10,10 +10,9 @@ import msgspec
 
 from dora_pipe.audit.report import FATES
 from dora_pipe.audit.sums import Bucket, bucket_of
-from dora_pipe.observe.web.figures import short
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.view import RunView, short
 
 POINTS_MAX: Final = 400
 """Points of a series on a chart; neighbouring steps are taken together beyond."""
@@ -57,7 +56,7 @@ def overview(view: RunView) -> dict[str, Any]:
 
 def run_of(view: RunView) -> dict[str, Any]:
     """What a run is, and how far it is."""
-    found = view.row("select config, seed, planner, package from runs")
+    found = view.catalogue.one("select config, seed, planner, package from runs")
     text, seed, planner, package = found or ("{}", None, None, None)
     config = msgspec.json.decode(text)
     groups, staleness = config.get("groups", {}), config.get("staleness", {})

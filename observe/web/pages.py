@@ -20,9 +20,7 @@ from dora_pipe.catalogue.logged import counting_record
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.figures import short
-from dora_pipe.observe.web.query import Query
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.view import Query, RunView, short
 from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -44,7 +42,7 @@ _GROUP: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RunSource:
     """Where a run's records lie; one thread uses it."""
 
     bus: Bus
@@ -66,7 +64,7 @@ class Source:
         return stored_contributions(self.policies, sha256)
 
 
-def step_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     """A step: what it was made of, and what it made. Raises UsageError."""
     number = _number(asked.path[-1])
     listed = tables.STEPS.one(view, "step", number)
@@ -108,7 +106,7 @@ def step_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
     }
 
 
-def group_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     """A group: its dispatch, its siblings, its fate. Raises UsageError."""
     name = asked.path[-1]
     listed = tables.GROUPS.one(view, "g.group_id", name)
@@ -127,7 +125,7 @@ def group_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
 
 
 def _group(view: RunView, name: str) -> dict[str, Any]:
-    (found,) = view.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
+    (found,) = view.catalogue.keyed(", ".join(_GROUP), "groups", "group_id", name, order="group_id")
     return dict(zip(_GROUP, found, strict=True))
 
 
@@ -155,7 +153,7 @@ def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def version_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     """A version: who made it, who hosted it, what was sampled from it. Raises UsageError."""
     number = _number(asked.path[-1])
     if not 0 <= number <= view.version:
@@ -187,7 +185,7 @@ def version_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
     }
 
 
-def trajectory_page(view: RunView, source: Source, asked: Query) -> dict[str, Any]:
+def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     """A trajectory, with at most `TOKENS_MAX` tokens from `from` on. Raises UsageError."""
     name = asked.path[-1]
     listed = tables.TRAJECTORIES.one(view, "t.trajectory_id", name)
@@ -195,9 +193,9 @@ def trajectory_page(view: RunView, source: Source, asked: Query) -> dict[str, An
         raise UsageError(f"no trajectory {name!r} in run {view.run}")
     group = _group(view, group_of(name))
     columns = "attempt, placed_ns, worker, incarnation, resumed, reason"
-    attempts = view.keyed(columns, "attempts", "trajectory_id", name, order="attempt")
+    attempts = view.catalogue.keyed(columns, "attempts", "trajectory_id", name, order="attempt")
     columns = "concat('attempt ', attempt, ': ', error, ': ', message)"
-    errors = view.keyed(columns, "failures", "trajectory_id", name, order="rowid")
+    errors = view.catalogue.keyed(columns, "failures", "trajectory_id", name, order="rowid")
     return {
         "row": listed,
         "group": group["group_id"],
@@ -215,16 +213,16 @@ def trajectory_page(view: RunView, source: Source, asked: Query) -> dict[str, An
 
 
 def _contribution(
-    view: RunView, source: Source, group: dict[str, Any], name: str
+    view: RunView, source: RunSource, group: dict[str, Any], name: str
 ) -> dict[str, Any] | None:
     if group["fate"] != "trained":
         return None
-    digests = view.keyed("contributions", "steps", "step", group["step"], order="step")
+    digests = view.catalogue.keyed("contributions", "steps", "step", group["step"], order="step")
     rows = [row for (digest,) in digests for row in source.contributions(digest)]
     return next((one for one in rows if one["trajectory"] == name), None)
 
 
-def _record(view: RunView, source: Source, name: str, start: int) -> dict[str, Any]:
+def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str, Any]:
     """What the record says; why it says nothing, where it does not."""
     named = counting_record(view.catalogue, name)
     if named is None:
@@ -262,7 +260,7 @@ def _times(found: Trajectory) -> list[list[Any]]:
     return [[name, short((at - times.placed) / 1e6, 6)] for name, at in marks if at is not None]
 
 
-def _segments(source: Source, found: Trajectory) -> dict[str, Any]:
+def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:
     rows = [
         [
             one.kind,
@@ -279,7 +277,7 @@ def _segments(source: Source, found: Trajectory) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
-def _tokens(source: Source, found: Trajectory, start: int) -> dict[str, Any]:
+def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
     """Arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
 
     `text` is null where there is no tokenizer, ids and text are null where they are hidden. A token

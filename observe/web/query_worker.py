@@ -12,21 +12,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from dora_pipe.catalogue.database import Catalogue, fresh_catalogue
-from dora_pipe.catalogue.database import Source as LogSource
+from dora_pipe.catalogue.database import fresh_catalogue
 from dora_pipe.catalogue.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import pages, tables
-from dora_pipe.observe.web.mismatch import mismatch
 from dora_pipe.observe.web.overview import overview, run_of
-from dora_pipe.observe.web.pages import Source
-from dora_pipe.observe.web.query import Query
-from dora_pipe.observe.web.replayed import ReplayLine, replay_page
-from dora_pipe.observe.web.sampled import sampled_times
+from dora_pipe.observe.web.pages import RunSource
+from dora_pipe.observe.web.samples import ReplayLine, mismatch, replay_page, sampled_times
 from dora_pipe.observe.web.timeline import timeline
-from dora_pipe.observe.web.view import RunView, view_of
+from dora_pipe.observe.web.view import Query, RunView, view_of
 
 ANSWER_S: Final = 60.0
 """Of one query."""
@@ -37,72 +33,60 @@ LOOK_S: Final = 0.25
 PIECES_MAX: Final = 4
 """Of a log that has grown, before a query about it is answered with what is known."""
 
-Opener = Callable[[], AbstractContextManager[Source]]
+Opener = Callable[[], AbstractContextManager[RunSource]]
 
 
-class Tables(Protocol):
-    """The tables of a run, whether they grow or not."""
+class _Tables:
+    """The tables of a run: those that were kept, or those of a log that is read. The latter are
+    kept when it turns out that the run is over."""
+
+    def __init__(self, source: RunSource, stack: ExitStack) -> None:
+        self._source = source
+        self._end = saved = None
+        if source.catalogue is not None:
+            self._end = log_source(source.bus, source.topics)
+        if source.catalogue is not None and self._end is not None:
+            saved = fresh_catalogue(source.catalogue, self._end)
+        self._living = None
+        self._view: RunView | None = None
+        if saved is not None:
+            stack.callback(saved.close)
+            self._view = view_of(saved, source.topics.run)
+        else:
+            self._living = LivingCatalogue(source.bus, source.topics)
+            stack.callback(self._living.catalogue.close)
+            stack.callback(self._living.close)
 
     def advance(self) -> bool:
         """Read one piece of the log; whether there is more. Raises BusError, LogTruncated."""
-        ...
-
-    def view(self) -> RunView:
-        """The tables as of now."""
-        ...
-
-
-class SavedTables:
-    """Of a run that is over, as they were kept."""
-
-    def __init__(self, catalogue: Catalogue, run: str) -> None:
-        self._view = view_of(catalogue, run)
-
-    def advance(self) -> bool:
-        """See the port: everything is there."""
-        return False
-
-    def view(self) -> RunView:
-        """See the port."""
-        return self._view
-
-
-class GrowingTables:
-    """Of a log that is read; they are kept at `path` when it turns out that the run is over."""
-
-    def __init__(self, source: Source, end: LogSource | None) -> None:
-        self.living = LivingCatalogue(source.bus, source.topics)
-        self._run = source.topics.run
-        self._path, self._end = source.catalogue, end
-        self._view: RunView | None = None
-
-    def advance(self) -> bool:
-        """See the port."""
-        before = self.living.follower.places
-        more = self.living.advance()
-        if self.living.follower.places != before:
+        if self._living is None:
+            return False
+        before = self._living.follower.places
+        more = self._living.advance()
+        if self._living.follower.places != before:
             self._view = None
         elif not more:
-            self._keep()
+            self._keep(self._living)
         return more
 
     def view(self) -> RunView:
-        """See the port."""
+        """The tables as of now."""
         if self._view is None:
-            self.living.refresh()
-            follower = self.living.follower
+            assert self._living is not None
+            self._living.refresh()
+            follower = self._living.follower
             self._view = view_of(
-                self.living.catalogue,
-                self._run,
+                self._living.catalogue,
+                self._source.topics.run,
                 read=follower.share,
                 revision=sum(follower.places),
             )
         return self._view
 
-    def _keep(self) -> None:
-        if self._path is not None and self._end is not None and self.living.follower.over:
+    def _keep(self, living: LivingCatalogue) -> None:
+        if self._source.catalogue is not None and self._end is not None and living.follower.over:
             self.view()
-            save_finished(self.living, self._path, self._end)
+            save_finished(living, self._source.catalogue, self._end)
         self._end = None
 
 
@@ -131,15 +115,16 @@ class QueryWorker:
 
     def read_all(self) -> None:
         """Wait until the log was read up to its present end. Raises the log's errors."""
-        self._later()
+        self.start()
         while not self._run(lambda: self._whole):
             pass  # behind every piece
         if self._failed is not None:
             raise self._failed
 
     def start(self) -> None:
-        """Read the log from its beginning while queries are answered."""
-        self._later()
+        """Read the log, piece by piece, while queries are answered."""
+        if not self._closing:
+            self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
 
     def close(self) -> None:
         """Stop reading and let go of the log."""
@@ -156,31 +141,14 @@ class QueryWorker:
         return found.result(ANSWER_S)
 
     def _open(self) -> None:
-        self._source = source = self._stack.enter_context(self._opener())
-        end = saved = None
-        if source.catalogue is not None:
-            end = log_source(source.bus, source.topics)
-        if source.catalogue is not None and end is not None:
-            saved = fresh_catalogue(source.catalogue, end)
-        self._tables: Tables
-        if saved is not None:
-            self._stack.callback(saved.close)
-            self._tables = SavedTables(saved, source.topics.run)
-            return
-        growing = GrowingTables(source, end)
-        self._stack.callback(growing.living.catalogue.close)
-        self._stack.callback(growing.living.close)
-        self._tables = growing
-
-    def _later(self) -> None:
-        if not self._closing:
-            self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
+        self._source = self._stack.enter_context(self._opener())
+        self._tables = _Tables(self._source, self._stack)
 
     def _read_on(self, piece: Future[bool]) -> None:
         """Another piece; queries that came meanwhile are answered before it."""
         self._failed = piece.exception()
         if self._failed is None and piece.result():
-            self._later()
+            self.start()
         else:
             self._whole = True
 

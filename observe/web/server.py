@@ -22,8 +22,8 @@ import msgspec
 
 from dora_pipe.core.errors import DoraError, UsageError
 from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
-from dora_pipe.observe.web.query import Query, parse_query
 from dora_pipe.observe.web.query_worker import QueryWorker
+from dora_pipe.observe.web.view import Query, parse_query
 
 REQUESTS_MAX: Final = 32
 """At once; more are refused."""
@@ -69,8 +69,8 @@ def static_files() -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
 
 
-class Server(LocalServer):
-    """The pages of some runs. Example: ``Server([worker], port=0).serve_forever()``."""
+class PageServer(LocalServer):
+    """The pages of some runs. Example: ``PageServer([worker], port=0).serve_forever()``."""
 
     def __init__(self, workers: Sequence[QueryWorker], *, port: int) -> None:
         self.workers = workers
@@ -89,7 +89,7 @@ class Server(LocalServer):
 
 
 class _Handler(LocalHandler):
-    server: Server
+    server: PageServer
     timeout = IDLE_S
 
     def answer(self) -> None:

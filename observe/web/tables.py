@@ -1,19 +1,24 @@
 """Lists of steps, groups, trajectories and decisions, filtered and in pages; it decides the order.
 
-A list is ``{"total", "offset", "columns", "rows"}``: rows are arrays, so that many of them are
-short. What is asked for is bound to a query, never written into it.
+A list is ``{"total", "offset", "columns", "numbers", "rows"}``: rows are arrays, so that many of
+them are short; `numbers` are the columns that can be bounded. What is asked for is bound to a
+query, never written into it.
+
+A trajectory's columns are those of the catalogue's table: a new one is listed, filtered and sorted
+without a line here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dora_pipe.catalogue.tables import EventRow, GroupRow, StepRow, TrajectoryRow, columns_of
+from dora_pipe.catalogue.tables import Row as TableRow
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.web.figures import short
-from dora_pipe.observe.web.query import Query
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.view import Query, RunView, short
 
 ROWS: Final = 50
 """Of a page that does not say how many."""
@@ -24,13 +29,26 @@ Row = list[Any]
 Condition = tuple[str, Any]
 """SQL with one mark, and the value that is bound to it."""
 
-_SECONDS: Final = frozenset({"committed_s", "dispatched_s", "logged_s", "at_s"})
-"""Columns that are moments: ns in the tables, seconds of the run on a page."""
+_ROWS: Final[dict[str, type[TableRow]]] = {
+    "s": StepRow,
+    "g": GroupRow,
+    "t": TrajectoryRow,
+    "e": EventRow,
+}
+
+_TYPES: Final = {
+    f"{alias}.{one.name}": one.sql for alias, row in _ROWS.items() for one in columns_of(row)
+}
+"""Of what stands in columns, as the catalogue declares it; anything else is text."""
+
+_BOUNDS: Final = {"": "=", "_min": ">=", "_max": "<="}
+"""What is behind a column's name in a field that filters by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What stands in the columns of a list: SQL by name."""
+    """What stands in the columns of a list: SQL by name. Moments (`..._ns`) are seconds of the run
+    on a page."""
 
     columns: Mapping[str, str]
     source: str
@@ -42,6 +60,35 @@ class Listing:
     def names(self) -> list[str]:
         """Of the columns, in order."""
         return list(self.columns)
+
+    @property
+    def numbers(self) -> list[str]:
+        """Names of the columns that have numbers or moments."""
+        return [
+            name for name, sql in self.columns.items() if _TYPES.get(sql, "VARCHAR") != "VARCHAR"
+        ]
+
+    def conditions(self, view: RunView, asked: Query) -> list[Condition]:
+        """`NAME`, `NAME_min` and `NAME_max` for every column; a bound is for those that have a
+        value. Raises UsageError for what is no number."""
+        return [
+            (f"{sql} {sign} ?", self._bound(view, asked, name, name + suffix))
+            for name, sql in self.columns.items()
+            for suffix, sign in _BOUNDS.items()
+            if asked.text(name + suffix)
+        ]
+
+    def _bound(self, view: RunView, asked: Query, name: str, key: str) -> Any:
+        sql = self.columns[name]
+        match _TYPES.get(sql, "VARCHAR"):
+            case "VARCHAR":
+                return asked.text(key)
+            case _ if sql.endswith("_ns"):
+                return view.first_ns + (asked.number(key) or 0.0) * 1e9
+            case "DOUBLE":
+                return asked.number(key)
+            case _:
+                return asked.whole(key)
 
     def count(self, view: RunView, conditions: Sequence[Condition] = ()) -> int:
         """How many rows fit."""
@@ -78,6 +125,7 @@ class Listing:
             "total": self.count(view, conditions),
             "offset": offset,
             "columns": self.names,
+            "numbers": self.numbers,
             "rows": self.rows(
                 view, conditions, order=asked.text("sort"), limit=limit, offset=offset
             ),
@@ -86,7 +134,7 @@ class Listing:
     def of(self, view: RunView, key: str, value: Any) -> list[Row]:
         """The rows in which a key has a value."""
         columns = ", ".join(self.columns.values())
-        found = view.keyed(columns, self.source, key, value, order=self.order)
+        found = view.catalogue.keyed(columns, self.source, key, value, order=self.order)
         return [self._shown(view, row) for row in found]
 
     def one(self, view: RunView, key: str, value: Any) -> dict[str, Any] | None:
@@ -102,31 +150,26 @@ class Listing:
         return f"{sql} {'desc' if order.startswith('-') else 'asc'} nulls last"
 
     def _shown(self, view: RunView, row: Sequence[Any]) -> Row:
-        out: Row = []
-        for name, value in zip(self.columns, row, strict=True):
-            if name in _SECONDS:
-                out.append(view.seconds(value))
-            else:
-                out.append(short(value) if name in self.short else value)
-        return out
+        return [
+            view.seconds(value)
+            if sql.endswith("_ns")
+            else (short(value) if name in self.short else value)
+            for (name, sql), value in zip(self.columns.items(), row, strict=True)
+        ]
 
 
 STEPS: Final = Listing(
     columns={
-        "step": "step",
-        "reward": "reward",
-        "invalid": "trajectories - valid",
-        "staleness": "staleness_mean",
-        "staleness_max": "staleness_max",
-        "groups": "groups",
-        "tokens": "tokens",
-        "waited_s": "waited_s",
-        "compute_s": "compute_s",
-        "loss": "loss",
-        "committed_s": "committed_ns",
+        "step": "s.step",
+        "reward": "s.reward",
+        "invalid": "s.trajectories - s.valid",
+        "staleness": "s.staleness_mean",
+        **{name: f"s.{name}" for name in ("staleness_max", "groups", "tokens")},
+        **{name: f"s.{name}" for name in ("waited_s", "compute_s", "loss")},
+        "committed_s": "s.committed_ns",
     },
-    source="steps",
-    order="step desc",
+    source="steps s",
+    order="s.step desc",
     short=frozenset({"reward", "staleness", "waited_s", "compute_s", "loss"}),
 )
 """Newest first, as the other lists."""
@@ -134,13 +177,8 @@ STEPS: Final = Listing(
 GROUPS: Final = Listing(
     columns={
         "group": "g.group_id",
-        "version": "g.version",
-        "deadline": "g.deadline",
-        "fate": "g.fate",
-        "step": "g.step",
-        "staleness": "g.staleness",
-        "reward": "g.reward",
-        "tokens": "g.tokens",
+        **{name: f"g.{name}" for name in ("version", "deadline", "fate", "step", "staleness")},
+        **{name: f"g.{name}" for name in ("reward", "tokens")},
         "siblings": "g.size",
         "dispatched_s": "g.dispatched_ns",
         "why": "g.why",
@@ -150,78 +188,69 @@ GROUPS: Final = Listing(
     short=frozenset({"reward"}),
 )
 
+ELSEWHERE: Final = frozenset(
+    {"trajectory_id", "group_id", "sibling", "placed_ns", "incarnation", "attempt"}
+    | {"partition", "record_offset"}
+)
+"""Columns of a trajectory that its own page has."""
+
 TRAJECTORIES: Final = Listing(
     columns={
         "trajectory": "t.trajectory_id",
-        "fate": "g.fate",
-        "step": "g.step",
-        "version": "g.version",
-        "staleness": "g.staleness",
-        "reward": "t.reward",
-        "tokens": "t.tokens",
-        "finish": "t.finish",
-        "worker": "t.worker",
-        "attempts": "t.attempts",
-        "logged_s": "t.logged_ns",
+        **{name: f"g.{name}" for name in ("fate", "step", "version", "staleness")},
+        **{name: f"t.{name}" for name in ("reward", "tokens", "finish", "worker", "attempts")},
+        **{
+            re.sub("_ns$", "_s", one.name): f"t.{one.name}"
+            for one in columns_of(TrajectoryRow)
+            if one.name not in ELSEWHERE
+        },
     },
     source="trajectories t join groups g using (group_id)",
     order=f"{GROUPS.order}, t.sibling",
 )
+"""What people look for first, then whatever else the table of trajectories has."""
 
 DECISIONS: Final = Listing(
     columns={
-        "at_s": "at_ns",
-        "round": "round",
-        "kind": "kind",
-        "subject": "subject",
-        "reason": "reason",
+        "at_s": "e.at_ns",
+        **{name: f"e.{name}" for name in ("round", "kind", "subject", "reason")},
     },
-    source="events",
-    order="rowid desc",
+    source="events e",
+    order="e.rowid desc",
 )
 
 
 def steps(view: RunView, asked: Query) -> dict[str, Any]:
     """Committed steps."""
-    return STEPS.page(view, asked, [])
+    return STEPS.page(view, asked, STEPS.conditions(view, asked))
 
 
 def groups(view: RunView, asked: Query) -> dict[str, Any]:
-    """Groups that fit `q`, `fate`, `purpose`, `version`, `step` and `staleness`."""
-    return GROUPS.page(view, asked, _of_groups(asked))
+    """Groups that fit the columns asked for, `q` and `purpose`."""
+    wanted: list[Condition] = [
+        ("contains(g.group_id, ?)", asked.text("q").partition("-")[0]),
+        ("g.purpose = ?", asked.text("purpose")),
+    ]
+    return GROUPS.page(view, asked, GROUPS.conditions(view, asked) + _given(wanted))
 
 
 def trajectories(view: RunView, asked: Query) -> dict[str, Any]:
-    """Trajectories whose groups fit as in `groups`, and that fit `worker`, `finish`, `valid` (yes
-    or no), `reward_min`, `reward_max`, `tokens_min`, `tokens_max`, `attempts_min`; a bound is for
-    those that have a value.
-    """
-    conditions = _of_groups(asked)
-    q = asked.text("q")
+    """Trajectories that fit the columns asked for, `q`, `purpose` and `valid` (yes or no)."""
     valid = asked.text("valid")
     wanted: list[Condition] = [
-        ("contains(t.trajectory_id, ?)", q if "-" in q else None),
-        ("t.worker = ?", asked.text("worker")),
-        ("t.finish = ?", asked.text("finish")),
+        ("contains(t.trajectory_id, ?)", asked.text("q")),
+        ("g.purpose = ?", asked.text("purpose")),
         ("(t.reward is not null) = ?", valid == "yes" if valid else None),
-        ("t.reward >= ?", asked.number("reward_min")),
-        ("t.reward <= ?", asked.number("reward_max")),
-        ("t.tokens >= ?", _whole(asked, "tokens_min")),
-        ("t.tokens <= ?", _whole(asked, "tokens_max")),
-        ("t.attempts >= ?", _whole(asked, "attempts_min")),
     ]
-    return TRAJECTORIES.page(view, asked, conditions + _given(wanted))
+    return TRAJECTORIES.page(view, asked, TRAJECTORIES.conditions(view, asked) + _given(wanted))
 
 
 def decisions(view: RunView, asked: Query) -> dict[str, Any]:
-    """Decisions that fit `kind` and `q` (in subject or reason)."""
-    wanted: list[Condition] = [
-        ("kind = ?", asked.text("kind")),
-        ("contains(lower(concat_ws(chr(10), subject, reason)), ?)", asked.text("q").lower()),
-    ]
-    counts = decision_counts(view)
-    listed = DECISIONS.page(view, asked, _given(wanted))
-    return {**listed, "counts": counts, "kept": DECISIONS.count(view)}
+    """Decisions that fit the columns asked for, and `q` (in subject or reason)."""
+    sought = "contains(lower(concat_ws(chr(10), subject, reason)), ?)"
+    wanted = DECISIONS.conditions(view, asked) + _given([(sought, asked.text("q").lower())])
+    listed = DECISIONS.page(view, asked, wanted)
+    return {**listed, "counts": decision_counts(view), "kept": DECISIONS.count(view)}
 
 
 def decision_counts(view: RunView) -> dict[str, int]:
@@ -232,24 +261,6 @@ def decision_counts(view: RunView) -> dict[str, int]:
            union all select 'place', count(*) from attempts"""
     )
     return {kind: count for kind, count in sorted(found) if count}
-
-
-def _of_groups(asked: Query) -> list[Condition]:
-    """What is said of groups."""
-    return _given(
-        [
-            ("contains(g.group_id, ?)", asked.text("q").partition("-")[0]),
-            ("g.fate = ?", asked.text("fate")),
-            ("g.purpose = ?", asked.text("purpose")),
-            ("g.version = ?", _whole(asked, "version")),
-            ("g.step = ?", _whole(asked, "step")),
-            ("g.staleness = ?", _whole(asked, "staleness")),
-        ]
-    )
-
-
-def _whole(asked: Query, name: str) -> int | None:
-    return asked.whole(name) if asked.text(name) else None
 
 
 def _given(conditions: Sequence[Condition]) -> list[Condition]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Final
 
-from dora_pipe.observe.web.figures import short
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.view import RunView, short
 
 PIECES_MAX: Final = 4000
 """Hostings on one time line, of all workers together."""

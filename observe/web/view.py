@@ -1,13 +1,68 @@
-"""A run's tables at one moment, as pages ask them; only values."""
+"""What a page asks for, as it stands in an address, and a run's tables at one moment.
+
+It decides which addresses are too long or no number, and what of a long series is looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.observe.web.figures import seconds
+from dora_pipe.core.errors import UsageError
+
+T = TypeVar("T")
+
+TEXT_MAX: Final = 200
+"""Characters of one value."""
+
+FIELDS_MAX: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """Example: ``parse_query("/api/0/trajectories?worker=w1&limit=50")``."""
+
+    path: tuple[str, ...]
+    fields: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """A value; empty without one. Raises UsageError for one that is too long."""
+        value = self.fields.get(name, "").strip()
+        if len(value) > TEXT_MAX:
+            raise UsageError(f"{name} has {len(value)} characters, at most {TEXT_MAX} are read")
+        return value
+
+    def whole(self, name: str, default: int = 0) -> int:
+        """A whole number. Raises UsageError."""
+        found = self.text(name)
+        if not found:
+            return default
+        try:
+            return int(found)
+        except ValueError:
+            raise UsageError(f"{name}={found} is no whole number") from None
+
+    def number(self, name: str) -> float | None:
+        """A number; None without one. Raises UsageError."""
+        found = self.text(name)
+        try:
+            return float(found) if found else None
+        except ValueError:
+            raise UsageError(f"{name}={found} is no number") from None
+
+
+def parse_query(address: str) -> Query:
+    """A path with its fields. Raises UsageError for one that has too many."""
+    parts = urlsplit(address)
+    path = tuple(unquote(one) for one in parts.path.split("/") if one)
+    try:
+        fields = dict(parse_qsl(parts.query, max_num_fields=FIELDS_MAX))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Query(path=path, fields=fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +85,13 @@ class RunView:
         """The rows of a query; `values` are bound to its marks."""
         return self.catalogue.query(sql, values)
 
-    def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
-        """The first row of a query."""
-        return self.catalogue.one(sql, values)
-
     def records(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a query by the names of their columns."""
         return self.catalogue.records(sql, values)
 
-    def keyed(
-        self, columns: str, source: str, key: str, value: Any, *, order: str
-    ) -> list[tuple[Any, ...]]:
-        """The rows in which a key has a value; see `Catalogue.keyed`."""
-        return self.catalogue.keyed(columns, source, key, value, order=order)
-
     def value(self, sql: str, *values: Any) -> Any:
         """The one value of a query; None where it has no row."""
-        found = self.row(sql, *values)
+        found = self.catalogue.one(sql, values)
         return None if found is None else found[0]
 
     def seconds(self, at_ns: int | None) -> float | None:
@@ -85,3 +130,36 @@ def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int 
         read=read,
         revision=revision,
     )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The value below which this share lies, by nearest rank; None of nothing.
+
+    Example: ``quantile([1, 2, 3, 4], .5) == 2``
+    """
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+def spaced(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of these, evenly spaced, the first and the last among them.
+
+    Example: ``spaced([1, 2, 3, 4, 5], 3) == [1, 3, 5]``
+    """
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[-1]]
+    last = len(values) - 1
+    return [values[place * last // (most - 1)] for place in range(most)]
+
+
+def short(value: float | None, digits: int = 4) -> float | None:
+    """A number with so many digits that count, for JSON; None stays None."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def seconds(at_ns: int | None, first_ns: int) -> float | None:
+    """A moment in seconds of the run, to the millisecond; None for one that never was."""
+    return round((at_ns - first_ns) / 1e9, 3) if at_ns else None

@@ -23,7 +23,7 @@ INDENT: Final = "  "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WhyAnswer:
     """What every role does or waits for at one moment."""
 
     run: str
@@ -85,17 +85,17 @@ class Answer:
         return f"{self.run}: step {self.step} of {self.steps} is next{when}"
 
 
-def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> Answer:
+def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
     """What the run waits for at present; `now_ns` is the wall clock. Raises what `look` raises."""
     return _answer(look(bus, topics, now_ns=now_ns), topics)
 
 
-def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> Answer:
+def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
     """What the run waited for at a moment of the past. Raises what `look` raises."""
     return _answer(look_back(bus, topics, at_ns=at_ns), topics)
 
 
-def why_step(bus: Bus, topics: Topics, *, step: int) -> Answer:
+def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
     """What the run waited for last, before the batch of a step was taken.
 
     Raises UsageError for a step that was not taken yet, and what `look` raises.
@@ -108,12 +108,12 @@ def why_step(bus: Bus, topics: Topics, *, step: int) -> Answer:
     return _answer(picture, topics)
 
 
-def _answer(picture: Picture, topics: Topics) -> Answer:
+def _answer(picture: Picture, topics: Topics) -> WhyAnswer:
     state = picture.state
     known = state.config is not None and state.facts is not None
     roles = tuple(roles_of(picture))
     heard = [one.status.at_ns for one in picture.heard.values()]
-    return Answer(
+    return WhyAnswer(
         run=topics.run,
         at_ns=picture.at_ns,
         run_s=(picture.at_ns - picture.started_ns) / 1e9 if picture.started_ns else None,

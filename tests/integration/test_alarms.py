@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.observe.alarms import Alarms
-from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.progress import RunProgress
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.request import Phase
 from tests.support.cluster import ORCHESTRATOR, TICK_NS, Cluster, make_config
@@ -17,13 +17,13 @@ from tests.support.inline_tasks import InlineTasks
 SECOND_TICKS = 1_000_000_000 // TICK_NS
 
 
-def follow(cluster: Cluster) -> Progress:
+def follow(cluster: Cluster) -> RunProgress:
     lease_s = cluster.config.timing.lease_s
     alarms = Alarms(cluster.bus, cluster.topics, lease_s=lease_s, clock=cluster.clock)
-    return Progress(cluster.bus, cluster.topics, alarms=alarms)
+    return RunProgress(cluster.bus, cluster.topics, alarms=alarms)
 
 
-def alarms(progress: Progress) -> list[str]:
+def alarms(progress: RunProgress) -> list[str]:
     return [line for line in progress.lines() if line.startswith("ALARM")]
 
 

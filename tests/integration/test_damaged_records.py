@@ -21,9 +21,9 @@ from dora_pipe.consumers.trainer.batch_source import batch_of_commit
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.observe.traces import names
-from dora_pipe.observe.web import sampled
+from dora_pipe.observe.web import samples
 from dora_pipe.observe.web.pages import trajectory_page
-from dora_pipe.observe.web.query import parse_query
+from dora_pipe.observe.web.view import parse_query
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.identity import group_of
 from tests.support import damage
@@ -152,9 +152,9 @@ def test_page_of_times_is_made_of_sound_records(
     damaged: tuple[RecordedRun, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, name, text = damaged
-    monkeypatch.setattr(sampled, "RECORDS_MAX", 10_000)
+    monkeypatch.setattr(samples, "RECORDS_MAX", 10_000)
     with source_of(run) as source, view_of_log(source) as view:
-        page = sampled.sampled_times(view, source)
+        page = samples.sampled_times(view, source)
     assert any(line.startswith(f"{name}: ") and text in line for line in page["damaged"])
     assert 0 < page["sampled"] < page["of"]
 

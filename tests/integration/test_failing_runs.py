@@ -7,7 +7,7 @@ from pathlib import Path
 from dora_pipe.audit.audit import audit
 from dora_pipe.bus.port import Append
 from dora_pipe.cli.records import run_state
-from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.why.answer import why_now
 from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
@@ -65,7 +65,7 @@ def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
 ) -> None:
     config = make_config(run__steps=3, groups__filter_zero_advantage=True)
     with Cluster(tmp_path, config, on_disk=False, tasks=InlineTasks) as cluster:
-        progress = Progress(cluster.bus, cluster.topics)
+        progress = RunProgress(cluster.bus, cluster.topics)
         said: list[str] = []
 
         def twice() -> bool:

@@ -20,16 +20,10 @@ from dora_pipe.observe.metrics.exposition import CONTENT_TYPE
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
-from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.command_line import Call
+from tests.support.recorded_run import STEPS, RecordedRun
 
 Answer = tuple[int, str, str]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
@@ -37,12 +31,6 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
     """Its log."""
     with closing(recorded.open()) as opened:
         yield opened
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """The command line."""
-    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture

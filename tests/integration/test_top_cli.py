@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.terminal import COLOUR, OUT, environment, in_terminal
 
 SIZES = [(80, 24), (200, 60)]
 TITLES = ("workers", "run", "who waits for whom", "last decisions")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

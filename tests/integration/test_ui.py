@@ -14,22 +14,20 @@ import pytest
 
 from dora_pipe.catalogue.reading import FILE
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.web.mismatch import mismatch
 from dora_pipe.observe.web.overview import overview
 from dora_pipe.observe.web.pages import (
     HIDDEN,
-    Source,
+    RunSource,
     group_page,
     step_page,
     trajectory_page,
     version_page,
 )
-from dora_pipe.observe.web.query import parse_query
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.sampled import sampled_times
-from dora_pipe.observe.web.view import RunView
+from dora_pipe.observe.web.samples import mismatch, sampled_times
+from dora_pipe.observe.web.view import RunView, parse_query
 from tests.support.cluster import Cluster, make_config
-from tests.support.command_line import Call, caller
+from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.ui_stage import source_of, view_of_log
 
@@ -44,23 +42,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 @pytest.fixture(scope="module")
-def source(recorded: RecordedRun) -> Iterator[Source]:
+def source(recorded: RecordedRun) -> Iterator[RunSource]:
     """Its log, with a tokenizer that names each token."""
     with source_of(recorded, decode=lambda ids: "".join(f"<{one}>" for one in ids)) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def view(source: Source) -> Iterator[RunView]:
+def view(source: RunSource) -> Iterator[RunView]:
     """Everything that its log says."""
     with view_of_log(source) as found:
         yield found
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr."""
-    return caller(monkeypatch, capsys)
 
 
 def test_overview_has_every_step_and_every_group(view: RunView) -> None:
@@ -83,7 +75,7 @@ def _group_of_step(view: RunView, step: int) -> str:
 
 
 def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
-    view: RunView, source: Source
+    view: RunView, source: RunSource
 ) -> None:
     name = _group_of_step(view, 5)
     sibling = f"{name}-000"
@@ -98,7 +90,7 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
     assert group["lineage"] == page["lineage"]
 
 
-def test_tokens_have_what_the_log_has_of_each(view: RunView, source: Source) -> None:
+def test_tokens_have_what_the_log_has_of_each(view: RunView, source: RunSource) -> None:
     name = f"{_group_of_step(view, 3)}-000"
     record = trajectory_page(view, source, parse_query(f"/trajectory/{name}"))["record"]
     tokens = record["tokens"]
@@ -112,7 +104,7 @@ def test_tokens_have_what_the_log_has_of_each(view: RunView, source: Source) -> 
 
 
 def test_redaction_hides_ids_texts_and_what_tasks_said(
-    view: RunView, recorded: RecordedRun, source: Source
+    view: RunView, recorded: RecordedRun, source: RunSource
 ) -> None:
     invalid = view.value(
         """select trajectory_id from trajectories
@@ -142,14 +134,14 @@ def test_redaction_hides_ids_texts_and_what_tasks_said(
     ],
 )
 def test_what_is_not_there_is_a_line(
-    view: RunView, source: Source, address: str, page: Any
+    view: RunView, source: RunSource, address: str, page: Any
 ) -> None:
     with pytest.raises(UsageError):
         page(view, source, parse_query(address))
 
 
 def test_mismatch_and_times_come_from_records_and_contributions(
-    view: RunView, source: Source
+    view: RunView, source: RunSource
 ) -> None:
     found = mismatch(view, source)
     assert found["looked"] == found["steps"] == STEPS

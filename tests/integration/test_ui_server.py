@@ -13,25 +13,19 @@ import pytest
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.server import REQUESTS_MAX, Server
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from dora_pipe.observe.web.server import REQUESTS_MAX, PageServer
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.ui_stage import source_of
 
 Answer = tuple[int, dict[str, str], bytes]
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
-def server(recorded: RecordedRun) -> Iterator[Server]:
+def server(recorded: RecordedRun) -> Iterator[PageServer]:
     """Pages of the recorded run at a free port."""
     worker = QueryWorker(lambda: source_of(recorded))
     worker.read_all()
-    with closing(worker), Server([worker], port=0) as found:
+    with closing(worker), PageServer([worker], port=0) as found:
         thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         yield found
@@ -39,7 +33,7 @@ def server(recorded: RecordedRun) -> Iterator[Server]:
         thread.join()
 
 
-def _ask(server: Server, path: str, method: str = "GET", host: str | None = None) -> Answer:
+def _ask(server: PageServer, path: str, method: str = "GET", host: str | None = None) -> Answer:
     port = server.server_address[1]
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
         headers = {} if host is None else {"Host": host}
@@ -48,13 +42,13 @@ def _ask(server: Server, path: str, method: str = "GET", host: str | None = None
         return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
 
 
-def test_it_listens_on_this_machine_alone(server: Server) -> None:
+def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert server.address == f"http://127.0.0.1:{server.server_address[1]}/"
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/style.css", "/api/runs"])
-def test_answers_forbid_everything_from_elsewhere(server: Server, path: str) -> None:
+def test_answers_forbid_everything_from_elsewhere(server: PageServer, path: str) -> None:
     status, headers, body = _ask(server, path)
     assert status == 200
     assert body
@@ -66,14 +60,14 @@ def test_answers_forbid_everything_from_elsewhere(server: Server, path: str) -> 
     assert "access-control-allow-origin" not in headers
 
 
-def test_page_has_no_script_or_style_inside(server: Server) -> None:
+def test_page_has_no_script_or_style_inside(server: PageServer) -> None:
     page = _ask(server, "/")[2].decode()
     assert "<style" not in page and " style=" not in page
     assert page.count("<script") == page.count('<script type="module" src=')
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js"])
-def test_name_of_elsewhere_is_not_answered(server: Server, path: str) -> None:
+def test_name_of_elsewhere_is_not_answered(server: PageServer, path: str) -> None:
     port = server.server_address[1]
     for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
         status, _, body = _ask(server, path, host=host)
@@ -83,13 +77,13 @@ def test_name_of_elsewhere_is_not_answered(server: Server, path: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_only_reading_is_possible(server: Server, method: str) -> None:
+def test_only_reading_is_possible(server: PageServer, method: str) -> None:
     status, headers, _ = _ask(server, "/api/runs", method)
     assert status == 405
     assert headers["content-security-policy"]
 
 
-def test_head_is_a_get_without_its_body(server: Server) -> None:
+def test_head_is_a_get_without_its_body(server: PageServer) -> None:
     status, headers, body = _ask(server, "/api/runs", "HEAD")
     assert (status, body) == (200, b"")
     assert int(headers["content-length"]) > 0
@@ -107,7 +101,7 @@ def test_head_is_a_get_without_its_body(server: Server) -> None:
         "//evil.example/",
     ],
 )
-def test_other_files_are_not_there(server: Server, path: str) -> None:
+def test_other_files_are_not_there(server: PageServer, path: str) -> None:
     assert _ask(server, path)[0] == 404
 
 
@@ -125,7 +119,7 @@ def test_other_files_are_not_there(server: Server, path: str) -> None:
         "/api/0/trajectories?" + "&".join(f"a{one}=1" for one in range(99)),
     ],
 )
-def test_question_without_an_answer_is_a_line_of_json(server: Server, path: str) -> None:
+def test_question_without_an_answer_is_a_line_of_json(server: PageServer, path: str) -> None:
     status, headers, body = _ask(server, path)
     assert (status, headers["content-type"]) == (404, "application/json")
     assert json.loads(body)["error"]
@@ -147,18 +141,18 @@ def test_question_without_an_answer_is_a_line_of_json(server: Server, path: str)
         "/api/0/replay",
     ],
 )
-def test_every_question_of_the_pages_has_an_answer(server: Server, path: str) -> None:
+def test_every_question_of_the_pages_has_an_answer(server: PageServer, path: str) -> None:
     status, _, body = _ask(server, path)
     assert status == 200
     assert isinstance(json.loads(body), dict)
 
 
-def test_runs_say_how_far_they_are(server: Server) -> None:
+def test_runs_say_how_far_they_are(server: PageServer) -> None:
     (run,) = json.loads(_ask(server, "/api/runs")[2])["runs"]
     assert (run["name"], run["steps"], run["state"]) == ("recorded", STEPS, "finished")
 
 
-def test_many_ask_at_once_and_each_is_answered(server: Server) -> None:
+def test_many_ask_at_once_and_each_is_answered(server: PageServer) -> None:
     found: list[int] = []
     ask = lambda: found.append(_ask(server, "/api/0/overview")[0])  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(REQUESTS_MAX // 2)]
@@ -169,7 +163,7 @@ def test_many_ask_at_once_and_each_is_answered(server: Server) -> None:
     assert found == [200] * len(threads)
 
 
-def test_more_than_there_is_room_for_are_refused(server: Server) -> None:
+def test_more_than_there_is_room_for_are_refused(server: PageServer) -> None:
     for _ in range(REQUESTS_MAX):
         server.room.acquire()
     try:
@@ -179,13 +173,13 @@ def test_more_than_there_is_room_for_are_refused(server: Server) -> None:
     assert _ask(server, "/")[0] == 200
 
 
-def test_what_is_no_http_is_refused(server: Server) -> None:
+def test_what_is_no_http_is_refused(server: PageServer) -> None:
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b"Bad Request" in connection.recv(4096)
 
 
-def test_port_that_is_taken_is_one_line(server: Server) -> None:
+def test_port_that_is_taken_is_one_line(server: PageServer) -> None:
     with pytest.raises(ResourceError) as error:
-        Server(server.workers, port=server.server_address[1])
+        PageServer(server.workers, port=server.server_address[1])
     assert "--port" in (error.value.hint or "")

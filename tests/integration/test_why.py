@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.why.answer import Answer, why_at, why_now, why_step
+from dora_pipe.observe.why.answer import WhyAnswer, why_at, why_now, why_step
 from dora_pipe.observe.why.chain import Node
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
@@ -27,11 +27,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def now(cluster: Cluster) -> Answer:
+def now(cluster: Cluster) -> WhyAnswer:
     return why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
 
 
-def role(answer: Answer, name: str) -> Node:
+def role(answer: WhyAnswer, name: str) -> Node:
     (found,) = [one for one in answer.roles if one.id == name]
     return found
 

@@ -13,22 +13,10 @@ import pytest
 from dora_pipe.config.load import dump_toml
 from dora_pipe.observe.why.advice import ADVICE, SILENT
 from tests.support.cluster import TICK_NS, Cluster, make_config
-from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.command_line import Call
+from tests.support.recorded_run import STEPS, RecordedRun
 
 SECOND_TICKS = 1_000_000_000 // TICK_NS
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr."""
-    return caller(monkeypatch, capsys)
 
 
 def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> None:

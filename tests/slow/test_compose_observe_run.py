@@ -29,7 +29,7 @@ from dora_pipe.observe.traces import names
 from tests.support.compose import Containers, read
 from tests.support.kafka_broker import KafkaBroker, free_ports
 from tests.support.otlp_endpoint import OtlpEndpoint
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole
 from tests.support.user_run import until
 
@@ -43,12 +43,6 @@ COUNTED = (
     "dora_pipe_staleness_steps_",
 )
 """Metrics of records that were read, whatever log they are on."""
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_run_is_shown_from_before_it_begins_until_it_is_over(

@@ -19,15 +19,15 @@ from dora_pipe.catalogue.reading import FILE
 from dora_pipe.config.load import dump_toml
 from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.overview import overview
-from dora_pipe.observe.web.query import parse_query
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.server import Server
+from dora_pipe.observe.web.server import PageServer
+from dora_pipe.observe.web.view import parse_query
 from tests.support import chromium
 from tests.support.axe import AXE, violations
 from tests.support.chromium import Page
 from tests.support.cluster import Cluster, make_config
 from tests.support.page_checks import CONTRAST, DASHES, LABELS, TABLES_EMPTY
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.ui_stage import source_of
 
 pytestmark = [
@@ -57,12 +57,6 @@ PLACES = (
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """One tab for all tests of this file."""
     with chromium.browser(tmp_path_factory.mktemp("chromium")) as found:
@@ -84,7 +78,7 @@ def _nothing_goes_wrong(page: Page) -> Iterator[None]:
 @contextmanager
 def served(*workers: QueryWorker) -> Iterator[str]:
     """The address of a server of these."""
-    with Server(list(workers), port=0) as server:
+    with PageServer(list(workers), port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

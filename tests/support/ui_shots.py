@@ -14,9 +14,9 @@ from pathlib import Path
 
 from dora_pipe.cli.commands.observe import source_opener
 from dora_pipe.core.console import RUNS
-from dora_pipe.observe.web.query import parse_query
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.server import Server
+from dora_pipe.observe.web.server import PageServer
+from dora_pipe.observe.web.view import parse_query
 from tests.support.chromium import Page, browser
 from tests.support.tidy import ROOT
 
@@ -30,7 +30,7 @@ def served(run: str) -> Iterator[tuple[QueryWorker, str]]:
     """The pages of a run, and where they are."""
     with closing(QueryWorker(source_opener(run, RUNS))) as worker:
         worker.read_all()
-        with Server([worker], port=0) as server:
+        with PageServer([worker], port=0) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.observe.web.pages import Decode, Source
+from dora_pipe.observe.web.pages import Decode, RunSource
 from dora_pipe.observe.web.view import RunView, view_of
 from dora_pipe.store.store import PolicyStore
 from tests.support import orchestrator_records as records
@@ -27,10 +27,10 @@ def source_of(
     redact: bool = False,
     decode: Decode | None = None,
     catalogue: Path | None = None,
-) -> Iterator[Source]:
+) -> Iterator[RunSource]:
     """The recorded run as pages see it."""
     with closing(recorded.open()) as bus:
-        yield Source(
+        yield RunSource(
             bus=bus,
             topics=recorded.topics,
             policies=PolicyStore(recorded.store),
@@ -41,7 +41,7 @@ def source_of(
 
 
 @contextmanager
-def view_of_log(source: Source) -> Iterator[RunView]:
+def view_of_log(source: RunSource) -> Iterator[RunView]:
     """Everything that a log has."""
     with closing(read_catalogue(source.bus, source.topics)) as catalogue:
         yield view_of(catalogue, source.topics.run)

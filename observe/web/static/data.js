@@ -30,15 +30,6 @@ function fromFile(path) {
   return LISTS.has(name) ? filtered(found, new URLSearchParams(query || "")) : found;
 }
 
-const NUMBERS = {
-  version: "version", step: "step", staleness: "staleness",
-};
-const WORDS = { fate: "fate", worker: "worker", finish: "finish", kind: "kind" };
-const BOUNDS = {
-  reward_min: ["reward", 1], reward_max: ["reward", -1],
-  tokens_min: ["tokens", 1], tokens_max: ["tokens", -1], attempts_min: ["attempts", 1],
-};
-
 // The same filters as the server has, on rows that are in the file.
 export function filtered(list, asked) {
   const at = Object.fromEntries(list.columns.map((name, place) => [name, place]));
@@ -46,15 +37,16 @@ export function filtered(list, asked) {
   for (const [key, value] of asked) {
     const text = value.trim();
     if (text === "") continue;
-    if (key in NUMBERS) tests.push((row) => row[at[NUMBERS[key]]] === Number(text));
-    else if (key in WORDS) tests.push((row) => row[at[WORDS[key]]] === text);
-    else if (key === "valid") tests.push((row) => (row[at.reward] !== null) === (text === "yes"));
+    const [, column, bound] = /^(.*?)(_min|_max)?$/.exec(key);
+    if (key in at) {
+      const wanted = list.numbers.includes(key) ? Number(text) : text;
+      tests.push((row) => row[at[key]] === wanted);
+    } else if (bound && column in at) {
+      const sign = bound === "_min" ? 1 : -1;
+      tests.push((row) => row[at[column]] !== null && sign * (row[at[column]] - Number(text)) >= 0);
+    } else if (key === "valid") tests.push((row) => (row[at.reward] !== null) === (text === "yes"));
     else if (key === "purpose") tests.push((row) => row[0][0] === (text === "eval" ? "e" : "g"));
     else if (key === "q") tests.push((row) => sought(row, at, text.toLowerCase()));
-    else if (key in BOUNDS) {
-      const [column, sign] = BOUNDS[key];
-      tests.push((row) => row[at[column]] !== null && sign * (row[at[column]] - Number(text)) >= 0);
-    }
   }
   let rows = list.rows.filter((row) => tests.every((test) => test(row)));
   const order = asked.get("sort");

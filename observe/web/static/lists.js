@@ -19,15 +19,35 @@ const FIELDS = {
     ["valid", "reward is valid", ["", "yes", "no"]], ["reward_min", "reward from", "number"],
     ["reward_max", "reward to", "number"], ["tokens_min", "tokens from", "number"],
     ["tokens_max", "tokens to", "number"], ["attempts_min", "attempts from", "number"],
-    ["sort", "sort by", ["", "-tokens", "tokens", "-reward", "reward", "-attempts", "-logged_s"]],
   ],
   decisions: [["kind", "kind", null], ["q", "subject or reason contains"]],
 };
 const TITLES = {
   steps: "Steps", groups: "Groups", trajectories: "Trajectories", decisions: "Decisions",
 };
-const SORTS = { "-tokens": "most tokens", tokens: "fewest tokens", "-reward": "highest reward",
-  reward: "lowest reward", "-attempts": "most attempts", "-logged_s": "logged last" };
+
+// A column of the trajectories that has no field above gets one.
+function fieldsOf(name, found) {
+  if (name !== "trajectories") return FIELDS[name];
+  const known = new Set(FIELDS[name].map(([field]) => field.replace(/_(min|max)$/, "")));
+  const rest = found.columns.slice(1).filter((one) => !known.has(one));
+  return [...FIELDS[name], ...rest.flatMap((one) => {
+    const words = one.replaceAll("_", " ");
+    return found.numbers.includes(one) ? [[`${one}_min`, `${words} from`, "number"],
+      [`${one}_max`, `${words} to`, "number"]] : [[one, words]];
+  })];
+}
+
+// A heading sorts by its column: descending first, then ascending.
+function heading(run, name, asked) {
+  return (column) => {
+    const now = asked.get("sort"), next = new URLSearchParams(asked);
+    next.set("sort", now === `-${column}` ? column : `-${column}`);
+    next.delete("offset");
+    const mark = now === column ? " \u2191" : now === `-${column}` ? " \u2193" : "";
+    return h("a", { href: `#/${run}/${name}?${next}` }, column.replaceAll("_", " ") + mark);
+  };
+}
 
 export async function listPage(run, name, fields) {
   const asked = new URLSearchParams(fields);
@@ -43,7 +63,7 @@ export async function listPage(run, name, fields) {
         `This file holds a sample of ${show(found.kept)} of ${show(found.of)}.`) : null,
       FIELDS[name].length ? filters(run, name, asked, found) : null,
       h("p", { role: "status", id: "range" }, `${TITLES[name]}: ${range}`),
-      table(run, found, { caption: TITLES[name], has }),
+      table(run, found, { caption: TITLES[name], has, headers: heading(run, name, asked) }),
       turns(run, name, asked, found),
       name === "decisions" ? counts(run, found.counts) : null,
     ],
@@ -54,19 +74,20 @@ function filters(run, name, asked, found) {
   const go = (event) => {
     event.preventDefault();
     const chosen = new URLSearchParams();
+    if (asked.get("sort")) chosen.set("sort", asked.get("sort"));
     for (const [field, value] of new FormData(event.target)) {
       if (String(value).trim()) chosen.set(field, String(value).trim());
     }
     location.hash = `#/${run}/${name}?${chosen}`;
   };
   return h("form", { class: "filters", onsubmit: go, role: "search" },
-    FIELDS[name].map(([field, label, kind]) => {
+    fieldsOf(name, found).map(([field, label, kind]) => {
       const options = field === "kind" ? ["", ...Object.keys(found.counts)
         .filter((one) => one !== "dispatch" && one !== "place")] : kind;
       const now = asked.get(field) || "";
       const input = Array.isArray(options) ?
         h("select", { name: field, id: `f-${field}` }, options.map((one) => h("option",
-          { value: one, selected: one === now }, one ? SORTS[one] || one : "any"))) :
+          { value: one, selected: one === now }, one || "any"))) :
         h("input", { name: field, id: `f-${field}`, value: now,
           type: kind === "number" ? "number" : "text", step: "any", maxlength: 200 });
       return h("div", null, h("label", { for: `f-${field}` }, label), input);

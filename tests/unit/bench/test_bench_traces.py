@@ -11,14 +11,8 @@ import pytest
 from dora_pipe.bench.traces import WARM_STEPS, Endpoint, TracedRun, Traces, costs, measure, order
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import UsageError
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import stats_of
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -13,15 +13,9 @@ from dora_pipe.observe.metrics.exposition import counter, exposition, gauge, his
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import Histogram, RunStats
 from tests.support.metrics_page import page
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.stats_stage import Stage, stats_of
 from tests.support.tidy import ROOT
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_docs_page_says_what_the_code_says() -> None:

@@ -15,19 +15,13 @@ from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
 from dora_pipe.observe.traces import follow
 from dora_pipe.observe.traces.follow import Checkpoint, Follower, is_over
 from dora_pipe.observe.traces.ids import RunFacts
-from dora_pipe.observe.traces.sinks import Answer, NotTaken
+from dora_pipe.observe.traces.sinks import EndpointAnswer, NotTaken
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.traces import traces_of
 from tests.support.worker import VirtualClock
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +125,7 @@ def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
 
 
 def _busy(taken: int, retry_after: str) -> NotTaken:
-    answer = Answer(503, "Service Unavailable", retry_after)
+    answer = EndpointAnswer(503, "Service Unavailable", retry_after)
     return NotTaken("busy", hint="h", taken=taken, answer=answer)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.observe.progress import Progress
+from dora_pipe.observe.progress import RunProgress
 from dora_pipe.schemas.control import WorkerLeft
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
@@ -31,7 +31,7 @@ def test_workers_of_others_are_those_that_joined_and_have_not_left() -> None:
     ready = records.ready("w0", epochs["w0"], 0)
     say(ready)
     say(ready)
-    progress = Progress(bus, TOPICS)
+    progress = RunProgress(bus, TOPICS)
     progress.lines()
     assert progress.elsewhere(("w0",)) == 2
     assert (progress.hosted["w0"], progress.hosted["far"]) == (2, 0)

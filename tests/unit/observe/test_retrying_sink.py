@@ -13,7 +13,7 @@ from dora_pipe.observe.traces.sinks import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     BUSY_MAX_S,
-    Answer,
+    EndpointAnswer,
     NotTaken,
     RetryingSink,
 )
@@ -21,13 +21,13 @@ from tests.support.worker import VirtualClock
 
 RUN: Any = None
 SPANS: Any = list(range(10))
-BUSY = Answer(503, "Service Unavailable")
+BUSY = EndpointAnswer(503, "Service Unavailable")
 
 
 class Endpoint:
     """Takes so many of a call's spans as `takes` says of it, with the answer to the others."""
 
-    def __init__(self, takes: Callable[[int], tuple[int, Answer | None] | None]) -> None:
+    def __init__(self, takes: Callable[[int], tuple[int, EndpointAnswer | None] | None]) -> None:
         self.spans: list[Any] = []
         self.calls = 0
         self._takes = takes
@@ -47,7 +47,7 @@ class Endpoint:
 
 
 def _patient(endpoint: Endpoint, clock: VirtualClock, chance: float = 0.5) -> RetryingSink:
-    return RetryingSink(endpoint, clock=clock, chance=lambda: chance, tell=lambda line: None)
+    return RetryingSink(endpoint, clock=clock, chance=lambda: chance, notify=lambda line: None)
 
 
 def test_hundred_requests_are_taken_and_then_a_full_queue_is_waited_out() -> None:
@@ -79,7 +79,7 @@ def test_pauses_are_varied_by_the_chance_that_is_handed_in(chance: float) -> Non
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_endpoint_is_left_alone_for_as_long_as_it_asks(status: int) -> None:
     clock = VirtualClock()
-    at = Answer(status, "", "37")
+    at = EndpointAnswer(status, "", "37")
     _patient(Endpoint(lambda call: (0, at) if call < 3 else None), clock).send(RUN, SPANS)
     assert clock.ns / 1e9 == pytest.approx(2 * 37)
 
@@ -88,13 +88,13 @@ def test_time_of_the_next_try_may_be_a_date() -> None:
     from datetime import UTC, datetime
 
     now = datetime(2026, 11, 23, 12, 0, 0, tzinfo=UTC)
-    later = Answer(503, "", format_datetime(now.replace(minute=2), usegmt=True))
+    later = EndpointAnswer(503, "", format_datetime(now.replace(minute=2), usegmt=True))
     wall_ns = int(now.timestamp() * 1e9)
     assert later.retry_after_s(wall_ns) == 120.0
     assert later.retry_after_s(wall_ns + 10**12) == 0.0, "it is over"
-    assert Answer(503, "", "tomorrow or so").retry_after_s(wall_ns) is None
-    assert Answer(503, "", "-3").retry_after_s(wall_ns) is None
-    assert Answer(503, "").retry_after_s(wall_ns) is None
+    assert EndpointAnswer(503, "", "tomorrow or so").retry_after_s(wall_ns) is None
+    assert EndpointAnswer(503, "", "-3").retry_after_s(wall_ns) is None
+    assert EndpointAnswer(503, "").retry_after_s(wall_ns) is None
 
 
 def test_endpoint_that_stays_busy_is_given_up_in_bounded_time() -> None:
@@ -108,8 +108,10 @@ def test_endpoint_that_stays_busy_is_given_up_in_bounded_time() -> None:
     assert "goes on where" in (error.value.hint or "")
 
 
-@pytest.mark.parametrize("answer", [Answer(400, "Bad Request"), Answer(404, "Not Found"), None])
-def test_what_no_wait_mends_is_not_waited_for(answer: Answer | None) -> None:
+@pytest.mark.parametrize(
+    "answer", [EndpointAnswer(400, "Bad Request"), EndpointAnswer(404, "Not Found"), None]
+)
+def test_what_no_wait_mends_is_not_waited_for(answer: EndpointAnswer | None) -> None:
     clock = VirtualClock()
     with pytest.raises(NotTaken):
         _patient(Endpoint(lambda call: (0, answer)), clock).send(RUN, SPANS)

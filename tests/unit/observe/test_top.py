@@ -8,7 +8,7 @@ import pytest
 
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import bar, short, sparkline
-from dora_pipe.observe.top import STOPPED_NS, Frame, Line, Panel, frame, step_line
+from dora_pipe.observe.top import STOPPED_NS, Line, Panel, Screen, frame, step_line
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.metrics import Blocker, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
@@ -22,7 +22,7 @@ def _texts(panel: Panel) -> list[str]:
     return [line.text for line in panel.lines]
 
 
-def _shown(stage: Stage) -> Frame:
+def _shown(stage: Stage) -> Screen:
     return frame(stage.stats, stage.now_ns)
 
 

@@ -20,14 +20,8 @@ from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.rounds import decode_round
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.traces import check_whole, traces_of
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

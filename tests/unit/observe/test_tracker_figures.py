@@ -15,11 +15,12 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.observe.run_stats import Contributions
 from dora_pipe.observe.trackers import follow as under_test
-from dora_pipe.observe.trackers.figures import FIGURES, Contributions, Row
+from dora_pipe.observe.trackers.figures import FIGURES, FigureRow
 from dora_pipe.observe.trackers.follow import Tracked, Tracking
 from dora_pipe.observe.trackers.port import Figure, Spread, TrackedRun
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import stats_of
 from tests.support.tidy import ROOT
 
@@ -30,7 +31,7 @@ class Kept:
     def __init__(self, there: int = 0) -> None:
         self.there = there
         self.runs: list[TrackedRun] = []
-        self.rows: list[Row] = []
+        self.rows: list[FigureRow] = []
 
     def begin(self, run: TrackedRun) -> int:
         """See Tracker."""
@@ -39,7 +40,7 @@ class Kept:
 
     def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
         """See Tracker."""
-        self.rows.append(Row(step=step, at_ns=at_ns, figures=dict(figures)))
+        self.rows.append(FigureRow(step=step, at_ns=at_ns, figures=dict(figures)))
 
     def close(self) -> None:
         """See Tracker."""
@@ -54,12 +55,6 @@ class Clock(SystemClock):
     def sleep(self, seconds: float) -> None:
         """Remembered."""
         self.slept.append(seconds)
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def _tracking(
 
 
 @pytest.fixture(scope="module")
-def rows(bus: SqliteBus, recorded: RecordedRun) -> list[Row]:
+def rows(bus: SqliteBus, recorded: RecordedRun) -> list[FigureRow]:
     """All rows of the run."""
     kept = Kept()
     done = _tracking(bus, recorded, kept, contributions).whole()
@@ -91,12 +86,12 @@ def rows(bus: SqliteBus, recorded: RecordedRun) -> list[Row]:
     return kept.rows
 
 
-def _steps(rows: list[Row]) -> list[Row]:
+def _steps(rows: list[FigureRow]) -> list[FigureRow]:
     return [row for row in rows if "train/loss" in row.figures]
 
 
 def test_every_step_has_a_row_with_what_the_log_says_of_it(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     stats, steps = stats_of(bus, recorded.topics), _steps(rows)
     assert [row.step for row in steps] == list(range(STEPS))
@@ -111,7 +106,7 @@ def test_every_step_has_a_row_with_what_the_log_says_of_it(
     assert newest == stats.commit.figures
 
 
-def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
+def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[FigureRow]) -> None:
     invalid = [row for row in _steps(rows) if row.figures["reward/invalid"]]
     assert len(invalid) > 0
     for row in invalid:
@@ -121,7 +116,7 @@ def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
 
 
 def test_counts_of_all_rows_add_up_to_those_of_the_run(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     stats = stats_of(bus, recorded.topics)
     trained = sum(_number(row, "groups/trained") for row in _steps(rows))
@@ -131,14 +126,14 @@ def test_counts_of_all_rows_add_up_to_those_of_the_run(
     assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
 
 
-def _number(row: Row, name: str) -> float:
+def _number(row: FigureRow, name: str) -> float:
     found = row.figures.get(name, 0.0)
     assert not isinstance(found, Spread)
     return found
 
 
 def test_an_evaluation_has_a_row_at_its_version(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     found = {row.step: row.figures for row in rows if "evaluation/reward" in row.figures}
     stats = stats_of(bus, recorded.topics)
@@ -149,7 +144,7 @@ def test_an_evaluation_has_a_row_at_its_version(
 
 
 def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     bare = Kept()
     _tracking(bus, recorded, bare).whole()
@@ -164,7 +159,7 @@ def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
 
 @pytest.mark.parametrize("there", [1, 7, STEPS])
 def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
-    rows: list[Row],
+    rows: list[FigureRow],
     bus: SqliteBus,
     recorded: RecordedRun,
     there: int,
@@ -175,7 +170,7 @@ def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
     assert done == Tracked(rows=len(rows) - there, before=there, over=True)
 
 
-def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
+def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[FigureRow]) -> None:
     page = (ROOT / "docs" / "observe.md").read_text().partition("## Experiment trackers")[2]
     told = dict(re.findall(r"^\| `([a-z_/*]+)` \| (.+) \|$", page, re.M))
     assert told == FIGURES
@@ -187,7 +182,7 @@ def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Ro
 
 
 def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
-    rows: list[Row], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, clock, kept = LogFollower.advance, Clock(), Kept()
     monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 40)

@@ -14,7 +14,7 @@ import pytest
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.local_http import is_own_name
 from dora_pipe.observe.web.export import MODULES, file_of, joined
-from dora_pipe.observe.web.replayed import read_replay, replay_page
+from dora_pipe.observe.web.samples import read_replay, replay_page
 from dora_pipe.observe.web.server import static_files
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.observe.web.figures import quantile, seconds, short, spaced
+from dora_pipe.observe.web.view import quantile, seconds, short, spaced
 
 FLOATS = st.floats(-1e9, 1e9, allow_nan=False)
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.query import Query, parse_query
 from dora_pipe.observe.web.timeline import merged, timeline, utilisation
-from dora_pipe.observe.web.view import view_of
+from dora_pipe.observe.web.view import Query, parse_query, view_of
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import CatalogueStage
 from tests.support.told_run import SECOND_NS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import UsageError
-from dora_pipe.observe.web.query import FIELDS_MAX, TEXT_MAX, parse_query
+from dora_pipe.observe.web.view import FIELDS_MAX, TEXT_MAX, parse_query
 
 
 def test_path_and_fields_are_taken_apart() -> None:

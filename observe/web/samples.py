@@ -1,0 +1,197 @@
+"""Figures of a whole run that its tables do not have; it decides which steps and records it opens.
+
+How far ratios were from 1, from the steps' contributions; where the time of trajectories on their
+workers went, from records; and what `dora-pipe replay --json` said of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.audit.reading import records_at
+from dora_pipe.audit.sums import Bucket, bucket_of
+from dora_pipe.bus.logged import Damage
+from dora_pipe.bus.port import TopicPartition
+from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
+from dora_pipe.core.errors import SchemaError, UsageError
+from dora_pipe.observe.web.pages import RunSource
+from dora_pipe.observe.web.view import RunView, quantile, short, spaced
+from dora_pipe.schemas.fast_validate import FastValidator, Glance
+from dora_pipe.schemas.trajectory import Times
+
+STEPS_MAX: Final = 40
+"""Steps that are looked at, evenly spaced."""
+
+RECORDS_MAX: Final = 240
+"""Records that are opened, evenly spaced over the run."""
+
+PARTS: Final = ("slot", "first token", "sampling", "reward")
+"""From placed to started, to the first token, to the last (environments included), to the reward.
+A trajectory that was placed again counts from its last placement on."""
+
+_OF_TRAINING: Final = f"{COUNTS} and starts_with(trajectory_id, 'g')"
+"""Records of training groups that count."""
+
+LINES_MAX: Final = 1_000_000
+
+
+def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
+    """Per staleness: trajectories, and quantiles of |ln(mean ratio)| and of the clipped share.
+
+    Also [step, staleness, median] for the course over the run. Trajectories without a gradient have
+    no ratio and are left out.
+    """
+    sizes: dict[int, list[float]] = {}
+    clipped: dict[int, list[float]] = {}
+    course: list[list[float | None]] = []
+    chosen = spaced(view.steps(), STEPS_MAX)
+    looked = 0
+    for step, digest in chosen:
+        own: dict[int, list[float]] = {}
+        rows = source.contributions(digest)
+        looked += bool(rows)
+        for row in rows:
+            ratio, stale = row["ratio_mean"], row["staleness"]
+            if ratio is None or ratio <= 0:
+                continue
+            own.setdefault(stale, []).append(abs(math.log(ratio)))
+            clipped.setdefault(stale, []).append(row["clipped_share"] or 0.0)
+        for stale, values in sorted(own.items()):
+            course.append([step, stale, short(quantile(sorted(values), 0.5))])
+            sizes.setdefault(stale, []).extend(values)
+    return {
+        "steps": len(chosen),
+        "looked": looked,
+        "rows": [
+            {
+                "staleness": stale,
+                "n": len(values),
+                **{
+                    name: short(quantile(sorted(values), share))
+                    for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("max", 1.0))
+                },
+                "clipped": short(sum(clipped[stale]) / len(values)),
+            }
+            for stale, values in sorted(sizes.items())
+        ],
+        "course": course,
+    }
+
+
+def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
+    """Mean seconds of every part, by length bucket."""
+    of = int(view.value(f"select count(*) from records where {_OF_TRAINING}"))
+    chosen = logged_records(
+        view.catalogue,
+        f"""rowid in (select row_id from (
+                select rowid as row_id, row_number() over (order by rowid) - 1 as place
+                from records where {_OF_TRAINING})
+            where place in (select unnest(?::bigint[])))""",
+        [spaced(range(of), RECORDS_MAX)],
+    )
+    sums: dict[Bucket, list[float]] = {}
+    damage = Damage()
+    for found in _sound(source, chosen.values(), damage):
+        parts = _parts(found.meta.times)
+        if parts is not None:
+            own = sums.setdefault(bucket_of(found.sampled), [0.0] * (1 + len(PARTS)))
+            own[0] += 1
+            for place, value in enumerate(parts, 1):
+                own[place] += value
+    return {
+        "phases": list(PARTS),
+        "of": of,
+        "sampled": int(sum(one[0] for one in sums.values())),
+        "damaged": list(damage.lines),
+        "rows": [
+            {
+                "low": low,
+                "high": high,
+                "n": int(own[0]),
+                "seconds": [short(value / own[0]) for value in own[1:]],
+            }
+            for (low, high), own in sorted(sums.items())
+        ],
+    }
+
+
+def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Glance]:
+    """What the records of these rows say, partition by partition; of the others, the damage."""
+    places: dict[int, dict[int, LoggedRecord]] = {}
+    for row in rows:
+        places.setdefault(row.partition, {})[row.offset] = row
+    glancer = FastValidator()
+    for partition, left in sorted(places.items()):
+        at = TopicPartition(source.topics.trajectories, partition)
+        for record in records_at(source.bus, at, list(left)):
+            if damage.is_sound(record, left.pop(record.offset)):
+                with suppress(SchemaError):  # it is among the dead letters
+                    yield glancer.look(record.value)
+        damage.look_for_the_rest({(partition, offset): row for offset, row in left.items()})
+
+
+def _parts(times: Times) -> list[float] | None:
+    """Seconds of every part; None where the record does not say all."""
+    marks = (times.placed, times.started, times.first_token, times.finished)
+    known = [one for one in marks if one is not None]
+    if len(known) < len(marks):
+        return None
+    known.append(times.rewarded if times.rewarded is not None else known[-1])
+    return [max(0, b - a) / 1e9 for a, b in pairwise(known)]
+
+
+class ReplayLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One replayed step, as far as it is shown."""
+
+    step: int
+    wanted: bool
+    equal: bool
+    digest_committed: str
+    digest_replayed: str
+    tensor: str | None
+    compute_s_committed: float
+    compute_s_replayed: float
+    other_numerics: Any = None
+
+
+def read_replay(path: Path) -> list[ReplayLine]:
+    """The lines of a file that `replay RUN --json` wrote. Raises UsageError."""
+    hint = "write it with: dora-pipe replay RUN --json > FILE"
+    decode = msgspec.json.Decoder(ReplayLine).decode
+    found: list[ReplayLine] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number > LINES_MAX:
+                    raise UsageError(f"{path} has more than {LINES_MAX} lines")
+                if line.strip():
+                    found.append(decode(line))
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{path} is no replay: {error}", hint=hint) from None
+    return found
+
+
+def replay_page(lines: list[ReplayLine]) -> dict[str, Any]:
+    """Every replayed step: bits and times, then and now."""
+    rows = [
+        [
+            one.step,
+            one.equal,
+            one.digest_committed[:16],
+            one.digest_replayed[:16],
+            one.tensor or None,
+            short(one.compute_s_committed),
+            short(one.compute_s_replayed),
+        ]
+        for one in lines
+        if one.wanted
+    ]
+    columns = ["step", "bit-equal", "committed", "replayed", "differs first in", "then s", "now s"]
+    return {"equal": sum(row[1] for row in rows), "columns": columns, "rows": rows}

@@ -11,14 +11,15 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Final
 
-from dora_pipe.bench.audit_log import LogPlan, write_log
-from dora_pipe.bench.audit_records import (
+from dora_pipe.bench.audit_log import (
     START_NS,
+    LogPlan,
     config_of,
     role_started,
     run_started,
     weights,
     worker_joined,
+    write_log,
 )
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.builder import CatalogueBuilder

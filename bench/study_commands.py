@@ -191,7 +191,7 @@ def faults(
 
     On Kafka the broker is killed too.
     """
-    from dora_pipe.bench.faults.rounds import Played, Session
+    from dora_pipe.bench.faults.rounds import RoundResult, Session
     from dora_pipe.bench.faults.series import (
         COLUMNS,
         play_round,
@@ -203,7 +203,7 @@ def faults(
 
     series = series_of(bus, brokers, role, seed, stay_dead=stay_dead)
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".faults-"))
-    played: list[Played] = []
+    played: list[RoundResult] = []
     with closing(Session(folder, brokers=series.brokers)) as session:
         session.model()
         for number in range(first, first + rounds):

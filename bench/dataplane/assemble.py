@@ -1,7 +1,7 @@
 """The trainer's half of the bench: its own work on its own reader, batch after batch.
 
 The orchestrator's part, which records a batch is made of, is played here from the records'
-headers, and booked as the bench's own. It decides nothing else.
+headers, and counted as the bench's own. It decides nothing else.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
-from dora_pipe.bench.dataplane.planes import open_plane
+from msgspec.structs import replace
+
+from dora_pipe.bench.dataplane.pipe import open_plane
+from dora_pipe.bench.dataplane.process import WARM, Assemble, Done, Inside
 from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of
-from dora_pipe.bench.dataplane.tasks import WARM, Assemble, Done
-from dora_pipe.bench.dataplane.wire import Inside
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.trainer.checks import Known
@@ -35,35 +37,26 @@ SILENT_S: Final = 30.0
 """Without a record for so long, something is broken."""
 
 
-class _Noted:
+class _Noted(BusWrapper):
     """A bus whose readers' records are noted: what the orchestrator hears on the control topic."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+        super().__init__(bus)
         self.records: list[Record] = []
 
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the bus itself."""
-        return getattr(self._bus, name)
-
-    def reader(self, positions: Mapping[TopicPartition, int]) -> _NotedReader:
-        """A reader that notes what it returns."""
-        return _NotedReader(self._bus.reader(positions), self.records)
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        return _NotedReader(self.inner.reader(positions), self.records)
 
 
-class _NotedReader:
-    """Hands through every call."""
-
-    def __init__(self, reader: Reader, notes: list[Record]) -> None:
-        self._reader = reader
+class _NotedReader(ReaderWrapper):
+    def __init__(self, inner: Reader, notes: list[Record]) -> None:
+        super().__init__(inner)
         self._notes = notes
-        self.position = reader.position
-        self.seek = reader.seek
-        self.close = reader.close
 
-    def poll(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records, noted."""
-        found = self._reader.poll(timeout_s=timeout_s, records_max=records_max)
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        found = super().poll(timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max)
         self._notes += found
         return found
 
@@ -81,7 +74,7 @@ class Assembler:
         )
         self._work = EffectHandlers(
             setup,
-            bus=cast("Bus", self._noted),
+            bus=self._noted,
             store=PolicyStore(folder),
             make_learner=_nobody,
             clock=SystemClock(),
@@ -92,7 +85,7 @@ class Assembler:
         self.forget()
 
     def forget(self) -> None:
-        """Begin the books again."""
+        """Begin to count again."""
         self.records = self.bytes = 0
         self.own_s = 0.0
         self._begin = self.meter.cost()
@@ -149,11 +142,11 @@ class Assembler:
         fetched = events[-1]
         if not isinstance(fetched, BatchFetched) or fetched.offenders or len(events) > 1:
             raise InvariantBroken(f"a batch of the bench was refused: {events[-1]}")
-        self._book(effect, now_ns)
+        self._count(effect, now_ns)
         self.bytes += sum(len(one.value) for one in records)
         self.own_s += time.thread_time() - start_s
 
-    def _book(self, effect: FetchBatch, now_ns: int) -> None:
+    def _count(self, effect: FetchBatch, now_ns: int) -> None:
         self._step += 1
         for group in effect.decision.groups:
             for one in group.trajectories:
@@ -171,22 +164,22 @@ def assemble(task: Assemble, inside: Inside) -> Done:
         while assembler.records < WARM:
             assembler.read()
             assembler.take_all(rest=True)
-        inside.ready()
         assembler.forget()
-        start_ns, start_cpu_s = time.monotonic_ns(), time.process_time()
+        watch = inside.ready()
         with inside.listening():
             while inside.total is None or assembler.records < inside.total:
                 assembler.read()
                 assembler.take_all(rest=assembler.come == inside.total)
-        cpu_s = time.process_time() - start_cpu_s
+        done = watch.stop(
+            records=assembler.records,
+            value_bytes=assembler.bytes,
+            end_ns=max(assembler.batched_ns.values(), default=watch.start_ns),
+        )
         assembler.close()
         bus.close()
-    return Done(
-        records=assembler.records,
-        bytes=assembler.bytes,
-        start_ns=start_ns,
-        end_ns=max(assembler.batched_ns.values(), default=start_ns),
-        cpu_s=cpu_s - assembler.own_s,
+    return replace(
+        done,
+        cpu_s=done.cpu_s - assembler.own_s,
         stages=assembler.stages(),
         moments={
             "polled": [moment for _, moment in sorted(assembler.polled_ns.items())],

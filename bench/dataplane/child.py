@@ -9,9 +9,8 @@ from typing import Final
 
 from dora_pipe.bench.dataplane.assemble import assemble
 from dora_pipe.bench.dataplane.layer import run_layer
+from dora_pipe.bench.dataplane.process import TASK, Assemble, Done, Inside, Publish, Task
 from dora_pipe.bench.dataplane.publish import publish
-from dora_pipe.bench.dataplane.tasks import TASK, Assemble, Done, Publish, Task
-from dora_pipe.bench.dataplane.wire import Inside
 from dora_pipe.core.errors import DoraError
 
 COLLECT_AFTER: Final = (50_000, 20, 100)

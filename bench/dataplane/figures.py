@@ -10,11 +10,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from dora_pipe.bench.dataplane.tasks import Done
+from dora_pipe.bench.dataplane.process import Done, Side
 
 Phase = Literal["append", "read", "through"]
+SIDES: Final[tuple[Side, ...]] = ("raw", "bus")
 STAGES = ("encode", "append", "broker", "fetch", "decode", "assembly")
 
 
@@ -115,37 +116,26 @@ class DelayFigure:
     bus_p99_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DelayRound:
-    """One repeat of both sides: delays, ms."""
-
-    raw_ms: list[float]
-    bus_ms: list[float]
-    record_bytes: float
+LayerRound = Mapping[Side, Sequence[Done]]
+"""One repeat of one phase on both sides: its one process, or who appended and who read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRound:
-    """One repeat of one phase: bytes per second and CPU microseconds per record of both sides."""
-
-    raw_per_s: float
-    bus_per_s: float
-    raw_cpu_us: float
-    bus_cpu_us: float
-    record_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneRound:
-    """One repeat of one plane: who published, who assembled, at full load and at a third."""
+class Load:
+    """One load on one plane: who published, who assembled."""
 
     published: Done
     assembled: Done
     broker_s: float | None
-    """CPU seconds of the broker at full load; 0 where there is none, None if unknown."""
-    published_third: Done
-    assembled_third: Done
-    broker_third_s: float | None
+    """CPU seconds of the broker; 0 where there is none, None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneRound:
+    """One repeat of one plane: at full load, and at a third of it."""
+
+    full: Load
+    third: Load
 
 
 def rate(begun: Done, ended: Done) -> float:
@@ -160,18 +150,26 @@ def cpu_us(*of: Done) -> float:
 
 def layer_figure(phase: Phase, tokens: int, rounds: Sequence[LayerRound]) -> LayerFigure:
     """The row of one phase."""
-    ratios = [one.bus_per_s / one.raw_per_s for one in rounds]
+    size = statistics.median(map(_record_bytes, rounds))
+    raw, bus = (
+        [rate(one[side][0], one[side][-1]) * _record_bytes(one) for one in rounds] for side in SIDES
+    )
+    ratios = [ours / theirs for theirs, ours in zip(raw, bus, strict=True)]
     return LayerFigure(
         phase=phase,
         tokens=tokens,
-        bytes=round(statistics.median(one.record_bytes for one in rounds)),
-        raw_mb_per_s=statistics.median(one.raw_per_s for one in rounds) / 1e6,
-        bus_mb_per_s=statistics.median(one.bus_per_s for one in rounds) / 1e6,
+        bytes=round(size),
+        raw_mb_per_s=statistics.median(raw) / 1e6,
+        bus_mb_per_s=statistics.median(bus) / 1e6,
         ratio=statistics.median(ratios),
         spread=spread(ratios, digits=2),
-        raw_cpu_us=statistics.median(one.raw_cpu_us for one in rounds),
-        bus_cpu_us=statistics.median(one.bus_cpu_us for one in rounds),
+        raw_cpu_us=statistics.median(cpu_us(*one["raw"]) for one in rounds),
+        bus_cpu_us=statistics.median(cpu_us(*one["bus"]) for one in rounds),
     )
+
+
+def _record_bytes(one: LayerRound) -> float:
+    return one["bus"][-1].bytes / one["bus"][-1].records
 
 
 def delays_ms(written: Done, read: Done) -> list[float]:
@@ -180,26 +178,29 @@ def delays_ms(written: Done, read: Done) -> list[float]:
     return [(polled - begun) / 1e6 for begun, polled in pairs if begun]
 
 
-def delay_figure(tokens: int, per_s: float, rounds: Sequence[DelayRound]) -> DelayFigure:
-    """The row of one length."""
-    ours = [percentile(one.bus_ms, 50) for one in rounds]
+def delay_figure(tokens: int, per_s: float, rounds: Sequence[LayerRound]) -> DelayFigure:
+    """The row of one length; in each round a writer and a reader on each side."""
+    raw, bus = ([delays_ms(*one[side]) for one in rounds] for side in SIDES)
+    ours = [percentile(one, 50) for one in bus]
     return DelayFigure(
         tokens=tokens,
-        bytes=round(statistics.median(one.record_bytes for one in rounds)),
+        bytes=round(statistics.median(map(_record_bytes, rounds))),
         per_s=per_s,
-        raw_p50_ms=statistics.median(percentile(one.raw_ms, 50) for one in rounds),
+        raw_p50_ms=statistics.median(percentile(one, 50) for one in raw),
         bus_p50_ms=statistics.median(ours),
         bus_spread=spread(ours, digits=2),
-        raw_p99_ms=statistics.median(percentile(one.raw_ms, 99) for one in rounds),
-        bus_p99_ms=statistics.median(percentile(one.bus_ms, 99) for one in rounds),
+        raw_p99_ms=statistics.median(percentile(one, 99) for one in raw),
+        bus_p99_ms=statistics.median(percentile(one, 99) for one in bus),
     )
 
 
 def plane_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> PlaneFigure:
     """The row of one plane."""
-    rates = [rate(one.published, one.assembled) for one in rounds]
-    record_bytes = statistics.median(one.assembled.bytes / one.assembled.records for one in rounds)
-    p50s = [percentile(latencies_ms(one), 50) for one in rounds]
+    rates = [rate(one.full.published, one.full.assembled) for one in rounds]
+    read = [one.full.assembled for one in rounds]
+    record_bytes = statistics.median(one.bytes / one.records for one in read)
+    latencies = [latencies_ms(one.third) for one in rounds]
+    p50s = [percentile(one, 50) for one in latencies]
     return PlaneFigure(
         plane=plane,
         tokens=tokens,
@@ -207,24 +208,24 @@ def plane_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> Plane
         trajectories_per_s=statistics.median(rates),
         spread=spread(rates, digits=0),
         mb_per_s=statistics.median(rates) * record_bytes / 1e6,
-        cpu_s_per_gb=_median_or_none([_cpu_s_per_gb(one) for one in rounds]),
+        cpu_s_per_gb=_median_or_none([_cpu_s_per_gb(one.full) for one in rounds]),
         p50_ms=statistics.median(p50s),
         p50_spread=spread(p50s, digits=2),
-        p99_ms=statistics.median(percentile(latencies_ms(one), 99) for one in rounds),
+        p99_ms=statistics.median(percentile(one, 99) for one in latencies),
     )
 
 
 def split_figure(plane: str, tokens: int, rounds: Sequence[PlaneRound]) -> SplitFigure:
     """The row of one plane's split."""
-    stages = [stages_us(one) for one in rounds]
-    parts = [_latency_parts_ms(one) for one in rounds]
+    stages = [stages_us(one.full) for one in rounds]
+    parts = [_latency_parts_ms(one.third) for one in rounds]
     figures = {f"{name}_us": _median_or_none([one[name] for one in stages]) for name in STAGES}
     figures |= {name: statistics.median(one[name] for one in parts) for name in parts[0]}
-    figures["third_cores"] = _median_or_none([_third_cores(one) for one in rounds])
+    figures["third_cores"] = _median_or_none([_cores(one.third) for one in rounds])
     return SplitFigure(plane=plane, tokens=tokens, **figures)  # type: ignore[arg-type]
 
 
-def stages_us(one: PlaneRound) -> dict[str, float | None]:
+def stages_us(one: Load) -> dict[str, float | None]:
     """CPU microseconds per trajectory by stage; what is no named part is the log's own."""
     count = one.assembled.records / 1e6
     encode_s = one.published.stages["encode"]
@@ -239,9 +240,9 @@ def stages_us(one: PlaneRound) -> dict[str, float | None]:
     }
 
 
-def latencies_ms(one: PlaneRound) -> list[float]:
-    """From finish to batch, per trajectory, at a third of full load."""
-    return _between_ms(one.published_third, "finished", one.assembled_third, "batched")
+def latencies_ms(one: Load) -> list[float]:
+    """From finish to batch, per trajectory."""
+    return _between_ms(one.published, "finished", one.assembled, "batched")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -259,9 +260,9 @@ def spread(values: Sequence[float], *, digits: int) -> str:
     return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
 
 
-def _latency_parts_ms(one: PlaneRound) -> dict[str, float]:
+def _latency_parts_ms(one: Load) -> dict[str, float]:
     """Medians of the parts of the latency, and of the append that is part of none."""
-    writer, reader = one.published_third, one.assembled_third
+    writer, reader = one.published, one.assembled
     return {
         "to_encode_ms": statistics.median(_between_ms(writer, "finished", writer, "begun")),
         "to_append_ms": statistics.median(_between_ms(writer, "begun", writer, "appended")),
@@ -271,12 +272,17 @@ def _latency_parts_ms(one: PlaneRound) -> dict[str, float]:
     }
 
 
-def _third_cores(one: PlaneRound) -> float | None:
-    if one.broker_third_s is None:
+def _cores(one: Load) -> float | None:
+    spent_s = _spent_s(one)
+    wall_s = (one.assembled.end_ns - one.published.start_ns) / 1e9
+    return None if spent_s is None else spent_s / wall_s
+
+
+def _spent_s(one: Load) -> float | None:
+    """CPU seconds of both processes and the broker."""
+    if one.broker_s is None:
         return None
-    writer, reader = one.published_third, one.assembled_third
-    wall_s = (reader.end_ns - writer.start_ns) / 1e9
-    return (writer.cpu_s + reader.cpu_s + one.broker_third_s) / wall_s
+    return one.published.cpu_s + one.assembled.cpu_s + one.broker_s
 
 
 def _between_ms(first: Done, this: str, second: Done, that: str) -> list[float]:
@@ -284,13 +290,11 @@ def _between_ms(first: Done, this: str, second: Done, that: str) -> list[float]:
     return [(after - before) / 1e6 for before, after in pairs]
 
 
-def _cpu_s_per_gb(one: PlaneRound) -> float | None:
-    if one.broker_s is None:
-        return None
-    spent_s = one.published.cpu_s + one.assembled.cpu_s + one.broker_s
-    return spent_s / one.assembled.bytes * 1e9
+def _cpu_s_per_gb(one: Load) -> float | None:
+    spent_s = _spent_s(one)
+    return None if spent_s is None else spent_s / one.assembled.bytes * 1e9
 
 
 def _median_or_none(values: Sequence[float | None]) -> float | None:
-    known: Mapping[int, float] = {n: one for n, one in enumerate(values) if one is not None}
-    return statistics.median(known.values()) if known else None
+    known = [one for one in values if one is not None]
+    return statistics.median(known) if known else None

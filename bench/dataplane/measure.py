@@ -17,36 +17,35 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from dora_pipe.bench.dataplane.figures import (
+    SIDES,
     DelayFigure,
-    DelayRound,
     LayerFigure,
     LayerRound,
+    Load,
     Phase,
     PlaneFigure,
     PlaneRound,
     SplitFigure,
-    cpu_us,
     delay_figure,
-    delays_ms,
     layer_figure,
     plane_figure,
     rate,
     split_figure,
 )
-from dora_pipe.bench.dataplane.planes import PIPE
-from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
-from dora_pipe.bench.dataplane.tasks import (
+from dora_pipe.bench.dataplane.pipe import PIPE
+from dora_pipe.bench.dataplane.process import (
     GROUP_SIZE,
     PARTITIONS,
     WARM,
     Assemble,
+    Child,
     Done,
     Layer,
     Publish,
     Side,
     Task,
 )
-from dora_pipe.bench.dataplane.wire import Child
+from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import UsageError
@@ -106,7 +105,7 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
     for tokens in setup.tokens:
         say(f"{tokens} tokens")
         layers: dict[Phase, list[LayerRound]] = {}
-        delays: list[DelayRound] = []
+        delays: list[LayerRound] = []
         planes: dict[str, list[PlaneRound]] = {}
         for repeat in range(setup.repeats):
             if setup.kafka:
@@ -125,50 +124,27 @@ def bench_dataplane(setup: Setup, say: Say) -> Measured:
 
 def _layers(setup: Setup, tokens: int, *, raw_first: bool) -> Iterator[tuple[Phase, LayerRound]]:
     """One repeat of the three phases; who goes first takes turns."""
-    order: tuple[Side, Side] = ("raw", "bus") if raw_first else ("bus", "raw")
-    found: dict[Side, dict[Phase, tuple[Done, ...]]] = {}
-    for side in order:
+    found: dict[Phase, dict[Side, Sequence[Done]]] = {"append": {}, "read": {}, "through": {}}
+    for side in SIDES if raw_first else SIDES[::-1]:
         with _topic(setup.kafka) as topic:
             write, read = _layer_tasks(setup, side, topic, tokens)
             appended = _alone(write, total=0)
-            read_again = _alone(read, total=appended.records + WARM)
+            found["append"][side] = [appended]
+            found["read"][side] = [_alone(read, total=appended.records + WARM)]
         with _topic(setup.kafka) as topic:
             write, read = _layer_tasks(setup, side, topic, tokens)
-            both = _together(write, read, behind=WARM)
-        found[side] = {
-            "append": (appended,),
-            "read": (read_again,),
-            "through": both,
-        }
-    for phase, raw in found["raw"].items():
-        yield phase, _layer_round(raw, found["bus"][phase])
+            found["through"][side] = _together(write, read, behind=WARM)
+    yield from found.items()
 
 
-def _layer_round(raw: tuple[Done, ...], bus: tuple[Done, ...]) -> LayerRound:
-    """One process of each side, or a writer and a reader."""
-    record_bytes = raw[-1].bytes / raw[-1].records
-    return LayerRound(
-        raw_per_s=rate(raw[0], raw[-1]) * record_bytes,
-        bus_per_s=rate(bus[0], bus[-1]) * record_bytes,
-        raw_cpu_us=cpu_us(*raw),
-        bus_cpu_us=cpu_us(*bus),
-        record_bytes=record_bytes,
-    )
-
-
-def _delays(setup: Setup, tokens: int) -> DelayRound:
+def _delays(setup: Setup, tokens: int) -> LayerRound:
     """One repeat of single records, on both sides."""
-    found: dict[Side, tuple[Done, Done]] = {}
-    sides: tuple[Side, Side] = ("raw", "bus")
-    for side in sides:
+    found: dict[Side, Sequence[Done]] = {}
+    for side in SIDES:
         with _topic(setup.kafka) as topic:
             write, read = _layer_tasks(setup, side, topic, tokens, per_s=DELAYS_PER_S)
             found[side] = _together(write, read, behind=WARM)
-    return DelayRound(
-        raw_ms=delays_ms(*found["raw"]),
-        bus_ms=delays_ms(*found["bus"]),
-        record_bytes=found["bus"][1].bytes / found["bus"][1].records,
-    )
+    return found
 
 
 def _layer_tasks(
@@ -191,22 +167,11 @@ def _planes(setup: Setup, tokens: int) -> Iterator[tuple[str, PlaneRound]]:
     """One repeat of every plane: full load first, because a third is a third of that."""
     kafka = [("kafka", setup.kafka)] if setup.kafka else []
     for name, address in (*kafka, ("sqlite", "sqlite:"), (PIPE, PIPE)):
-        batch = batch_of(tokens)
-        *full, broker_s = _plane(setup, address, tokens, batch, setup.seconds, per_s=0.0)
-        per_s = rate(*full) * LOAD
+        full = _plane(setup, address, tokens, batch_of(tokens), setup.seconds, per_s=0.0)
+        per_s = rate(full.published, full.assembled) * LOAD
         seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
-        *third, broker_third_s = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
-        yield (
-            name,
-            PlaneRound(
-                published=full[0],
-                assembled=full[1],
-                broker_s=broker_s,
-                published_third=third[0],
-                assembled_third=third[1],
-                broker_third_s=broker_third_s,
-            ),
-        )
+        third = _plane(setup, address, tokens, 0, seconds, per_s=per_s)
+        yield name, PlaneRound(full=full, third=third)
 
 
 def batch_of(tokens: int) -> int:
@@ -217,8 +182,8 @@ def batch_of(tokens: int) -> int:
 
 def _plane(
     setup: Setup, address: str, tokens: int, batch: int, seconds: float, *, per_s: float
-) -> tuple[Done, Done, float | None]:
-    """Publish and assemble at once; with the broker's CPU seconds."""
+) -> Load:
+    """Publish and assemble at once."""
     with ExitStack() as stack:
         run = f"bench-{uuid4().hex[:12]}"
         fds: tuple[int, ...] = ()
@@ -237,8 +202,8 @@ def _plane(
         write = Publish(address=ends[0], run=run, tokens=tokens, seconds=seconds, per_s=per_s)
         read = Assemble(address=ends[1], run=run, batch=batch)
         broker = _Broker(address)
-        both = _together(write, read, behind=0, fds=fds)
-        return *both, broker.spent_s()
+        published, assembled = _together(write, read, behind=0, fds=fds)
+        return Load(published=published, assembled=assembled, broker_s=broker.spent_s())
 
 
 def _alone(task: Layer, *, total: int) -> Done:
@@ -273,16 +238,10 @@ class _Broker:
 
     def spent_s(self) -> float | None:
         """CPU seconds; None if one of them is not on this machine."""
-        now_s = self._now_s()
-        return None if now_s is None or self._before_s is None else now_s - self._before_s
+        return None if None in self._pids else self._now_s() - self._before_s
 
-    def _now_s(self) -> float | None:
-        total_s = 0.0
-        for pid in self._pids:
-            if pid is None:
-                return None
-            total_s += cpu_s(pid)
-        return total_s
+    def _now_s(self) -> float:
+        return sum(cpu_s(pid) for pid in self._pids if pid is not None)
 
 
 @contextmanager

@@ -13,15 +13,24 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.bench.dataplane.tasks import PARTITIONS
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bench.dataplane.process import PARTITIONS
+from dora_pipe.bus import open_bus
+from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError
+
+PIPE: Final = "pipe"
 
 _Message = tuple[str, int, bytes, bytes, tuple[tuple[str, bytes], ...]]
 _MESSAGE: Final = msgspec.msgpack.Decoder(_Message)
 
 
-class PipeBus:
+def open_plane(address: str, *, reads: bool) -> Bus:
+    """A log by its address, or one end of a pipe: ``pipe:FD``. Raises what `open_bus` raises."""
+    kind, _, rest = address.partition(":")
+    return PipeBus(int(rest), reads=reads) if kind == PIPE else open_bus(address)
+
+
+class PipeBus(Bus):
     """One end of a pipe, by its file descriptor; `reads` says which end it is."""
 
     def __init__(self, fd: int, *, reads: bool) -> None:
@@ -67,7 +76,7 @@ class PipeBus:
         self._end.close()
 
 
-class PipeWriter:
+class PipeWriter(Writer):
     """Puts one message per record into the pipe."""
 
     def __init__(self, end: Connection) -> None:
@@ -89,7 +98,7 @@ class PipeWriter:
         """The bus closes the end."""
 
 
-class PipeReader:
+class PipeReader(Reader):
     """Takes messages out of the pipe and counts them per partition."""
 
     def __init__(self, end: Connection, positions: Mapping[TopicPartition, int]) -> None:

@@ -11,11 +11,11 @@ import time
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
-from dora_pipe.bench.dataplane.planes import open_plane
+from dora_pipe.bench.dataplane.pipe import open_plane
+from dora_pipe.bench.dataplane.process import WARM, Done, Inside, Publish
 from dora_pipe.bench.dataplane.source import Source, encoded
-from dora_pipe.bench.dataplane.tasks import WARM, Done, Publish
-from dora_pipe.bench.dataplane.wire import Inside
 from dora_pipe.bus.port import Append, Writer
 from dora_pipe.core.runtime import BUS_TURN_NS
 from dora_pipe.schemas.topics import Topics
@@ -27,7 +27,7 @@ _SEED: Final = 30
 
 
 class Publisher:
-    """Appends trajectories of one run and keeps the books on each."""
+    """Appends trajectories of one run and counts what each took."""
 
     def __init__(self, task: Publish, writer: Writer) -> None:
         self._source = Source(task.run, task.tokens)
@@ -39,7 +39,7 @@ class Publisher:
         self.forget()
 
     def forget(self) -> None:
-        """Begin the books again; numbers go on."""
+        """Begin to count again; numbers go on."""
         self.bytes = 0
         self.encode_s = 0.0
         self.own_s = 0.0
@@ -87,21 +87,17 @@ def publish(task: Publish, inside: Inside) -> Done:
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())
         publisher.append()
-    inside.ready()
     publisher.forget()
-    start_ns, start_cpu_s = time.monotonic_ns(), time.process_time()
+    watch = inside.ready()
     if task.per_s:
-        _paced(publisher, start_ns, task)
+        _paced(publisher, watch.start_ns, task)
     else:
-        _flat_out(publisher, start_ns + round(task.seconds * 1e9))
-    end_ns, cpu_s = time.monotonic_ns(), time.process_time() - start_cpu_s
+        _flat_out(publisher, watch.start_ns + round(task.seconds * 1e9))
+    done = watch.stop(records=len(publisher.finished_ns), value_bytes=publisher.bytes)
     bus.close()
-    return Done(
-        records=len(publisher.finished_ns),
-        bytes=publisher.bytes,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        cpu_s=cpu_s - publisher.own_s,
+    return replace(
+        done,
+        cpu_s=done.cpu_s - publisher.own_s,
         stages={"encode": publisher.encode_s},
         moments={
             "finished": publisher.finished_ns,

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from dora_pipe.bench.codec import sample_trajectory
-from dora_pipe.bench.dataplane.tasks import GROUP_SIZE, PARTITIONS
+from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
 from dora_pipe.schemas.trajectory import Trajectory

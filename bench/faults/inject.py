@@ -1,9 +1,8 @@
-"""Strikes a role at the moment that it was ordered to, and keeps book of what was acknowledged.
+"""Strikes a role at the moment that it was ordered to, and writes down what was acknowledged.
 
 It wraps what a role is handed (bus, policy store, engine, trainer); the role itself is production
-code and knows nothing. Of a process that was killed two files tell afterwards: the *book*, a line
-for each record whose append was acknowledged, and the *whereabouts*, a page of memory that says
-what the process was doing.
+code and knows nothing. Of a process that was killed two files tell afterwards: a line for each
+record whose append was acknowledged, and a page of memory that says what the process was doing.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from dora_pipe.bench.faults.inside import Inside, KafkaInside, SqliteInside
 from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bus.base import BusWrapper
 from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
@@ -71,25 +70,25 @@ class Files:
         self.order = directory / "order.json"
         self.hit = directory / "hit.json"
 
-    def book(self, role: str) -> Path:
+    def acks_path(self, role: str) -> Path:
         """The acknowledged records of a role, all its incarnations."""
         return self.directory / f"{role}.acks"
 
-    def whereabouts(self, role: str) -> Path:
+    def doing_path(self, role: str) -> Path:
         """What the newest incarnation of a role is doing."""
         return self.directory / f"{role}.where"
 
     def acks(self, role: str) -> list[Ack]:
-        """The book of a role; a last line that was cut off is left out."""
-        if not self.book(role).exists():
+        """The acknowledged records of a role; a last line that was cut off is left out."""
+        if not self.acks_path(role).exists():
             return []
         decode = msgspec.json.Decoder(Ack).decode
-        *lines, _ = self.book(role).read_bytes().split(b"\n")
+        *lines, _ = self.acks_path(role).read_bytes().split(b"\n")
         return [decode(line) for line in lines]
 
     def doing(self, role: str) -> str:
-        """The whereabouts in words."""
-        path = self.whereabouts(role)
+        """What it is doing, in words."""
+        path = self.doing_path(role)
         text = path.read_bytes() if path.exists() else b""
         return text.rstrip(b" \0").decode(errors="replace") or "being forked"
 
@@ -132,8 +131,8 @@ class Injector:
         self._main = threading.get_ident()
         self._marks: dict[int, list[str]] = {self._main: []}
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._book = os.open(files.book(role), flags, 0o644)
-        self._page = _page(files.whereabouts(role))
+        self._acks = os.open(files.acks_path(role), flags, 0o644)
+        self._page = _page(files.doing_path(role))
         self._say("starting")
 
     def _claim(self) -> Order | None:
@@ -187,21 +186,21 @@ class Injector:
             Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value), began_ns)
             for one, offset in zip(records, offsets, strict=True)
         )
-        os.write(self._book, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
+        os.write(self._acks, b"".join(msgspec.json.encode(ack) + b"\n" for ack in acks))
 
     @contextmanager
     def mark(self, doing: str) -> Iterator[None]:
         """Inside the block, this thread is doing that; other threads count only inside of one."""
         marks = self._marks.setdefault(threading.get_ident(), [])
         marks.append(doing)
-        self._tell()
+        self._say_what()
         try:
             yield
         finally:
             marks.pop()
-            self._tell()
+            self._say_what()
 
-    def _tell(self) -> None:
+    def _say_what(self) -> None:
         main = self._marks[self._main]
         doing = [main[-1] if main else IN_THE_LOOP]
         for thread, marks in list(self._marks.items()):
@@ -212,11 +211,61 @@ class Injector:
         self._page[:] = text.encode()[:PAGE_BYTES].ljust(PAGE_BYTES)
 
 
+Arm = Callable[[Point, Callable[[], None]], None]
+"""Strike once, inside of the append that comes next.
+
+There is no hook in production code. SQLite calls a trace with each statement as it begins: the rows
+are in when COMMIT does. The Kafka client is wrapped in the process that is to be struck, and only
+there: an exclusive writer's records are acknowledged when its commit begins; a plain writer has no
+commit, and is met when its first record was handed to the client, which sends it a moment later.
+"""
+
+
+def _arm_sqlite(file: SqliteFile, point: Point, strike: Callable[[], None]) -> None:
+    """Inside of the transaction of one writer's connection."""
+    commits = [point]
+
+    def on(statement: str) -> None:
+        if statement == "COMMIT" and commits:
+            _strike(commits.pop(), strike)
+
+    file.connection.set_trace_callback(on)
+
+
+def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> None:
+    """Of all producers of this process that are, or are not, exclusive; a role has one of each."""
+    from kafka import KafkaProducer
+
+    name = "commit_transaction" if exclusive else "send"
+    whole = getattr(KafkaProducer, name)
+
+    def commit(producer: Any, *arguments: Any, **named: Any) -> Any:
+        setattr(KafkaProducer, name, whole)
+        _strike(point, strike)
+        return whole(producer, *arguments, **named)
+
+    def send(producer: Any, *arguments: Any, **named: Any) -> Any:
+        future = whole(producer, *arguments, **named)
+        if producer.config["transactional_id"] is None:  # the other one may be at it too
+            setattr(KafkaProducer, name, whole)
+            _strike(point, strike)
+        return future
+
+    setattr(KafkaProducer, name, commit if exclusive else send)
+
+
+def _strike(point: Point, strike: Callable[[], None]) -> None:
+    if point.moment == "commit":
+        threading.Timer(point.delay_s, strike).start()
+    else:
+        strike()
+
+
 class FaultBus(BusWrapper):
     """A bus whose writers strike their own process when they are told to.
 
     Its writers on SQLite have their connection made here: that is how a moment inside of the
-    transaction can be met without a hook in production code. See `inside` for Kafka.
+    transaction can be met.
     """
 
     def __init__(self, inner: Bus, injector: Injector) -> None:
@@ -225,45 +274,49 @@ class FaultBus(BusWrapper):
         self._writers: list[Writer] = []
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
-        """See Bus."""
         return watched(self.inner.reader(positions), {"poll": "reading"}, self._injector)
 
     def writer(self, *, exclusive: str | None = None) -> Writer:
-        """See Bus."""
         with self._injector.mark("opening a writer"):
-            if isinstance(self.inner, SqliteBus):
-                file = SqliteFile(self.inner.path, patient=False)
-                self._writers.append(SqliteWriter(file, exclusive))
-                return FaultWriter(self._writers[-1], SqliteInside(file), self._injector)
-            inner = self.inner.writer(exclusive=exclusive)
-            inside = _inside_of(self.inner, exclusive=exclusive is not None)
-            return FaultWriter(inner, inside, self._injector)
+            inner, arm = self._open(exclusive)
+        return FaultWriter(inner, arm, self._injector)
+
+    def _open(self, exclusive: str | None) -> tuple[Writer, Arm | None]:
+        if not isinstance(self.inner, SqliteBus):
+            from dora_pipe.bus.kafka.bus import (
+                KafkaBus,  # a round on SQLite does without the client
+            )
+
+            on_kafka = isinstance(self.inner, KafkaBus)
+            arm = partial(_arm_kafka, exclusive is not None) if on_kafka else None
+            return self.inner.writer(exclusive=exclusive), arm
+        file = SqliteFile(self.inner.path, patient=False)
+        self._writers.append(SqliteWriter(file, exclusive))
+        return self._writers[-1], partial(_arm_sqlite, file)
 
     def close(self) -> None:
-        """See Bus."""
         for writer in self._writers:
             writer.close()
         self.inner.close()
 
 
-class FaultWriter:
-    """See FaultBus. Without `inside` the moments `middle` and `commit` never come."""
+class FaultWriter(Writer):
+    """See FaultBus. Without `arm` the moments `middle` and `commit` never come."""
 
-    def __init__(self, inner: Writer, inside: Inside | None, injector: Injector) -> None:
+    def __init__(self, inner: Writer, arm: Arm | None, injector: Injector) -> None:
         self._inner = inner
-        self._inside = inside
+        self._arm = arm
         self._injector = injector
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """See Writer."""
         injector = self._injector
         point = injector.due(records)
         moment = None if point is None else point.moment
         with injector.mark(f"appending {kinds_of(records, injector.topics)}"):
             if moment == "before":
                 injector.strike()
-            if point is not None and moment in ("middle", "commit") and self._inside is not None:
-                self._inside.arm(point, injector.strike)
+            if point is not None and moment in ("middle", "commit") and self._arm is not None:
+                self._arm(point, injector.strike)
             began_ns = time.monotonic_ns()
             offsets = self._inner.append(records)
             injector.acknowledged(records, offsets, began_ns=began_ns)
@@ -272,7 +325,6 @@ class FaultWriter:
         return offsets
 
     def close(self) -> None:
-        """See Writer."""
         self._inner.close()
 
 
@@ -337,13 +389,6 @@ def kinds_of(records: Sequence[Append], topics: Topics) -> str:
             name = str(msgspec.json.decode(one.value)["kind"])
         names[name] = None
     return ", ".join(names)
-
-
-def _inside_of(bus: Bus, *, exclusive: bool) -> Inside | None:
-    """Imported late: a round on SQLite does without the client."""
-    from dora_pipe.bus.kafka.bus import KafkaBus
-
-    return KafkaInside(exclusive=exclusive) if isinstance(bus, KafkaBus) else None
 
 
 def _page(path: Path) -> mmap.mmap:

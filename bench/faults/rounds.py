@@ -68,7 +68,7 @@ Watch = Callable[[Supervisor, Files], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class RoundResult:
     """What a round was."""
 
     order: Order
@@ -123,7 +123,7 @@ class Session:
 
     def play(
         self, order: Order, *, changes: dict[str, Any] | None = None, watch: Watch | None = None
-    ) -> Played:
+    ) -> RoundResult:
         """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
         began_s = time.monotonic()
         directory = self.directory(order)
@@ -139,7 +139,7 @@ class Session:
         if not trouble:
             verdict, trouble = self._judge(directory)
         hit = files.read_hit()
-        return Played(
+        return RoundResult(
             order=order,
             hit=hit,
             recovered_s=None if hit is None else recovered_s(files, hit, NAMES),

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from dora_pipe.bench.faults.brokers import CLUSTER
 from dora_pipe.bench.faults.order import BROKER, KINDS, ROLE_KINDS, WORKERS, Kind, order_of
-from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, Played, Session
+from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
 
@@ -34,6 +36,9 @@ COLUMNS: Final = (
 )
 
 
+_ONLY_JSON: Final = ("steps", "acknowledged", "trajectories", "finished", "moved")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """Which rounds are played."""
@@ -48,33 +53,30 @@ class Series:
     """How long roles stay dead; 0: they are started again at once."""
 
 
-def row(played: Played) -> dict[str, Any]:
+def row(played: RoundResult) -> dict[str, Any]:
     """A round as the table shows it, then what only JSON shows."""
     verdict = played.verdict
+    said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     return {
         "round": played.order.number,
         "seed": played.order.seed,
         "role": played.order.role,
         "phase": "the moment never came" if played.hit is None else played.hit.phase,
         "recovered_s": played.recovered_s,
-        "lost": None if verdict is None else verdict.lost,
-        "trained_twice": None if verdict is None else verdict.trained_twice,
+        "lost": said.get("lost"),
+        "trained_twice": said.get("trained_twice"),
         "audit": None if verdict is None else "broken" if verdict.violations else "clean",
         "weights_equal": None if verdict is None else verdict.weights_equal,
-        "steps": None if verdict is None else verdict.steps,
-        "acknowledged": None if verdict is None else verdict.acknowledged,
-        "trajectories": None if verdict is None else verdict.trajectories,
-        "finished": None if verdict is None else verdict.finished,
-        "moved": None if verdict is None else verdict.moved,
-        "violations": () if verdict is None else verdict.violations,
-        "others": () if verdict is None else verdict.others,
+        **{name: said.get(name) for name in _ONLY_JSON},
+        "violations": said.get("violations", ()),
+        "others": said.get("others", ()),
         "trouble": played.trouble,
         "seconds": played.seconds,
         "clean": played.clean,
     }
 
 
-def sum_up(played: Sequence[Played], folder: Path) -> None:
+def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
     """The last lines. Raises InvariantBroken unless every round was clean."""
     clean = sum(one.clean for one in played)
     verdicts = [one.verdict for one in played if one.verdict is not None]
@@ -97,7 +99,7 @@ def sum_up(played: Sequence[Played], folder: Path) -> None:
     )
 
 
-def _recovery(played: Sequence[Played]) -> list[str]:
+def _recovery(played: Sequence[RoundResult]) -> list[str]:
     """Times to recover: over all, and for each kind if there are several."""
     times: dict[str, list[float]] = {}
     for one in played:
@@ -135,7 +137,7 @@ def series_of(bus: str, brokers: int, role: str | None, seed: int, *, stay_dead:
     )
 
 
-def play_round(session: Session, series: Series, number: int) -> Played:
+def play_round(session: Session, series: Series, number: int) -> RoundResult:
     """Play a round; a moment that never came is drawn again."""
     again = 0
     while True:
@@ -156,7 +158,7 @@ def play_round(session: Session, series: Series, number: int) -> Played:
         session.forget(order)
 
 
-def sentence_of(played: Played) -> str:
+def sentence_of(played: RoundResult) -> str:
     """A round in one line."""
     if played.trouble:
         return f"NOT CLEAN, {played.order.role}: {played.trouble}"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dora_pipe.bench.dataplane.tasks import Assemble
-from dora_pipe.bench.dataplane.wire import Child
+from dora_pipe.bench.dataplane.process import Assemble, Child
 from dora_pipe.cli.app import app
 from dora_pipe.core.errors import ResourceError
 

@@ -215,11 +215,11 @@ def test_a_bus_that_is_no_file_has_no_moment_inside_an_append(tmp_path: Path) ->
     assert files.read_hit() is None
 
 
-def test_a_line_cut_off_in_the_book_is_left_out(tmp_path: Path) -> None:
+def test_a_line_of_acknowledgements_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     path, files = _log(tmp_path), Files(tmp_path)
     assert _in_child(lambda: _write(path, files)) == 99
     whole = files.acks("w0")
-    files.book("w0").write_bytes(files.book("w0").read_bytes()[:-5])
+    files.acks_path("w0").write_bytes(files.acks_path("w0").read_bytes()[:-5])
     assert files.acks("w0") == whole[:-1]
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bench.audit_log import LogPlan, write_log
-from dora_pipe.bench.audit_records import config_of
+from dora_pipe.bench.audit_log import LogPlan, config_of, write_log
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import FILE
 from dora_pipe.config.load import dump_toml

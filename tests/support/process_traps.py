@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from dora_pipe.bench.faults.inject import Files
 from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.bench.faults.rounds import Played, Session
+from dora_pipe.bench.faults.rounds import RoundResult, Session
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.run_dir import RunDir
@@ -141,7 +141,7 @@ def _never_end(model: Path) -> None:
         )
 
 
-def _check(played: Played) -> None:
+def _check(played: RoundResult) -> None:
     assert not played.trouble, played.trouble
     assert played.verdict is not None and played.verdict.clean, played.verdict
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.dataplane.figures import (
-    DelayRound,
-    LayerRound,
+    Load,
     PlaneRound,
     cpu_us,
     delay_figure,
@@ -22,7 +23,7 @@ from dora_pipe.bench.dataplane.figures import (
     spread,
     stages_us,
 )
-from dora_pipe.bench.dataplane.tasks import Done
+from dora_pipe.bench.dataplane.process import Done
 
 MS = 1_000_000
 
@@ -63,13 +64,29 @@ def assembled(*, records: int = 100, end_ms: int = 3000, took_ms: int = 5) -> Do
 
 def round_of(*, end_ms: int = 3000, took_ms: int = 5, broker_s: float | None = 0.1) -> PlaneRound:
     return PlaneRound(
-        published=published(),
-        assembled=assembled(end_ms=end_ms),
-        broker_s=broker_s,
-        published_third=published(records=10),
-        assembled_third=assembled(records=10, took_ms=took_ms),
-        broker_third_s=broker_s,
+        full=Load(published=published(), assembled=assembled(end_ms=end_ms), broker_s=broker_s),
+        third=Load(
+            published=published(records=10),
+            assembled=assembled(records=10, took_ms=took_ms),
+            broker_s=broker_s,
+        ),
     )
+
+
+def alone(mb_per_s: float, *, cpu_us: float = 1.0) -> list[Done]:
+    """One process that handled 100 records of 1000 bytes at this speed."""
+    took_ns = round(0.1 / mb_per_s * 1e9)
+    return [Done(records=100, bytes=100_000, start_ns=0, end_ns=took_ns, cpu_s=cpu_us / 1e4)]
+
+
+def delayed(*delays_ms: float) -> list[Done]:
+    """A writer of so many records behind a warm one, and their reader."""
+    polled = [0, *(round(one * MS) + 1 for one in delays_ms)]
+    begun = [0, *(1 for _ in delays_ms)]
+    return [
+        Done(records=1, bytes=10, start_ns=0, end_ns=1, cpu_s=0.1, moments={name: moments})
+        for name, moments in (("begun", begun), ("polled", polled))
+    ]
 
 
 def test_a_rate_is_from_the_writers_start_to_the_readers_end() -> None:
@@ -79,16 +96,14 @@ def test_a_rate_is_from_the_writers_start_to_the_readers_end() -> None:
 
 def test_a_layers_ratio_is_the_median_of_the_repeats_and_not_of_the_sides() -> None:
     rounds = [
-        LayerRound(
-            raw_per_s=raw, bus_per_s=bus, raw_cpu_us=raw / 1e6, bus_cpu_us=1.0, record_bytes=1000
-        )
-        for raw, bus in ((100e6, 90e6), (200e6, 160e6), (50e6, 50e6))
+        {"raw": alone(raw, cpu_us=raw), "bus": alone(bus)}
+        for raw, bus in ((100, 90), (200, 160), (50, 50))
     ]
     figure = layer_figure("append", 256, rounds)
-    assert (figure.raw_mb_per_s, figure.bus_mb_per_s) == (100.0, 90.0)
-    assert figure.ratio == 0.9
+    assert (figure.raw_mb_per_s, figure.bus_mb_per_s) == pytest.approx((100.0, 90.0))
+    assert figure.ratio == pytest.approx(0.9)
     assert figure.spread == "0.80-1.00"
-    assert (figure.raw_cpu_us, figure.bus_cpu_us) == (100.0, 1.0)
+    assert (figure.raw_cpu_us, figure.bus_cpu_us) == pytest.approx((100.0, 1.0))
     assert (figure.phase, figure.tokens, figure.bytes) == ("append", 256, 1000)
 
 
@@ -108,7 +123,7 @@ def test_a_planes_row_is_made_of_medians() -> None:
 
 
 def test_the_stages_of_a_trajectory_add_up_to_all_that_was_spent() -> None:
-    stages = stages_us(round_of())
+    stages = stages_us(round_of().full)
     assert stages == {
         "encode": pytest.approx(3000),
         "append": pytest.approx(2000),
@@ -137,15 +152,7 @@ def test_what_a_broker_elsewhere_spends_is_not_made_up() -> None:
 
 
 def test_a_trajectory_that_never_came_is_no_latency_but_an_error() -> None:
-    one = round_of()
-    lost = PlaneRound(
-        published=one.published,
-        assembled=one.assembled,
-        broker_s=0.0,
-        published_third=one.published_third,
-        assembled_third=assembled(records=9),
-        broker_third_s=0.0,
-    )
+    lost = replace(round_of().third, assembled=assembled(records=9))
     with pytest.raises(ValueError, match="shorter"):
         latencies_ms(lost)
 
@@ -168,22 +175,15 @@ def test_a_spread_names_both_ends() -> None:
 
 
 def test_delay_of_a_record_is_from_its_append_to_its_poll_without_the_warm_ones() -> None:
-    written = Done(
-        records=2, bytes=20, start_ns=0, end_ns=1, cpu_s=0.1, moments={"begun": [0, MS, 0, 5 * MS]}
-    )
-    polled = [7 * MS, 3 * MS, 8 * MS, 9 * MS]
-    read = Done(records=4, bytes=40, start_ns=0, end_ns=1, cpu_s=0.1, moments={"polled": polled})
+    written, read = delayed(2.0, 4.0)
     assert delays_ms(written, read) == [2.0, 4.0]
     with pytest.raises(ValueError, match="shorter"):
-        delays_ms(
-            written,
-            Done(records=0, bytes=0, start_ns=0, end_ns=1, cpu_s=0.1, moments={"polled": []}),
-        )
+        delays_ms(written, delayed(2.0)[1])
 
 
 def test_delays_of_both_sides_stand_in_one_row() -> None:
     rounds = [
-        DelayRound(raw_ms=[4.0, 3.0, 9.0], bus_ms=[middle - 1, middle, 7.0], record_bytes=10.4)
+        {"raw": delayed(4.0, 3.0, 9.0), "bus": delayed(middle - 1, middle, 7.0)}
         for middle in (2.0, 3.0, 2.5)
     ]
     row = delay_figure(256, 100.0, rounds)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from dora_pipe.bench.dataplane.layer import CALL_BYTES, CALL_RECORDS, calls_of
 from dora_pipe.bench.dataplane.measure import BATCH_TOKENS, Setup, batch_of, bench_dataplane
 from dora_pipe.bench.dataplane.pipe import PipeBus
+from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bench.dataplane.procfs import cpu_s, listener_of, tree_cpu_s
 from dora_pipe.bench.dataplane.publish import finish_moments
 from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded, number_of
-from dora_pipe.bench.dataplane.tasks import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.core.errors import BusError, UsageError
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, matches, parse_headers

@@ -20,7 +20,7 @@ def book(files: Files, role: str, *acks: tuple[int, int, str, int]) -> None:
         Ack(at * S, pid, topic, 0, number, "0" * 64, began * S)
         for number, (began, at, topic, pid) in enumerate(acks)
     )
-    files.book(role).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    files.acks_path(role).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
 
 
 def hit(role: str, *led: tuple[str, int]) -> Hit:

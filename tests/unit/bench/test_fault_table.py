@@ -13,7 +13,7 @@ from dora_pipe.bench.faults import series as faults
 from dora_pipe.bench.faults.inject import Hit
 from dora_pipe.bench.faults.judge import Verdict
 from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.bench.faults.rounds import CONTROL_FACTS, Played, round_config
+from dora_pipe.bench.faults.rounds import CONTROL_FACTS, RoundResult, round_config
 from dora_pipe.cli.app import app
 from dora_pipe.core.errors import InvariantBroken, UsageError
 
@@ -41,8 +41,8 @@ def _played(
     recovered_s: float | None = 0.5,
     verdict: Verdict | None = SOUND,
     trouble: str = "",
-) -> Played:
-    return Played(
+) -> RoundResult:
+    return RoundResult(
         order=ORDER,
         hit=hit,
         recovered_s=recovered_s,
@@ -76,7 +76,7 @@ def test_a_sound_round_is_clean_and_its_row_says_so() -> None:
     ],
 )
 def test_a_round_that_is_not_sound_ends_the_command_with_exit_code_5_and_keeps_what_is_left(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: RoundResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not played.clean
     with pytest.raises(InvariantBroken, match="round 4 is not clean") as caught:

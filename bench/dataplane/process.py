@@ -1,4 +1,9 @@
-"""Both ends of the line between the bench and its processes; decides how long it waits for one."""
+"""A process of the bench, from both sides: what it is told, what it answers, how long it may take.
+
+A task is one JSON argument. The process opens and warms whatever it needs, says `READY` on stdout,
+waits for a line on stdin, works, and prints its `Done` as one line of JSON. One that reads is told
+on a second line how many records there are in all, once that is known.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,98 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from dora_pipe.bench.dataplane.tasks import DONE, GO, READY, Done, Task
 from dora_pipe.bench.processes import end
 from dora_pipe.core.errors import ResourceError
+
+READY: Final = b"ready\n"
+GO: Final = b"go\n"
+
+WARM: Final = 16
+"""Trajectories that are published and fetched before the clock starts."""
+
+GROUP_SIZE: Final = 8
+PARTITIONS: Final = 4
+"""Of the trajectories topic; the configuration's default."""
+
+Side = Literal["raw", "bus"]
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True, tag="layer"):
+    """Append records that were encoded before, or read them; nobody looks into them."""
+
+    side: Side
+    does: Literal["append", "read"]
+    servers: str
+    topic: str
+    tokens: int
+    seconds: float
+    """Of appending."""
+    per_s: float = 0.0
+    """One record a call, so many a second at even gaps; 0: many a call, as fast as it goes."""
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
+    """Encode trajectories and append them."""
+
+    address: str
+    run: str
+    tokens: int
+    seconds: float
+    per_s: float = 0.0
+    """They finish at random moments, so many a second; 0: the next one when the last is encoded."""
+
+
+class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
+    """Read, check and decode batches of trajectories as the trainer does."""
+
+    address: str
+    run: str
+    batch: int
+    """Trajectories; 0: whatever has come."""
+
+
+Task = Layer | Publish | Assemble
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process did between its start and its end (ns of the machine's monotonic clock)."""
+
+    records: int
+    bytes: int
+    """Of their values."""
+    start_ns: int
+    end_ns: int
+    cpu_s: float
+    stages: dict[str, float] = {}
+    """CPU seconds by stage; `own` is what only the bench does, and counts nowhere."""
+    moments: dict[str, list[int]] = {}
+    """For each trajectory behind the warm ones, in order: when it had come so far (ns)."""
+
+
+class Stopwatch:
+    """What this process spends from now on."""
+
+    def __init__(self) -> None:
+        self.start_ns = time.monotonic_ns()
+        self._start_cpu_s = time.process_time()
+
+    def stop(self, *, records: int, value_bytes: int, end_ns: int = 0) -> Done:
+        """What it did until now, or until `end_ns`."""
+        return Done(
+            records=records,
+            bytes=value_bytes,
+            start_ns=self.start_ns,
+            end_ns=end_ns or time.monotonic_ns(),
+            cpu_s=time.process_time() - self._start_cpu_s,
+        )
+
+
+TASK: Final = msgspec.json.Decoder(Task)
+DONE: Final = msgspec.json.Decoder(Done)
 
 LINE_LIMIT_S: Final = 120.0
 """For one line of a process that works: to be ready, or done."""
@@ -105,12 +195,13 @@ class Inside:
         self.total: int | None = None
         """Records in all, once it is known."""
 
-    def ready(self) -> None:
+    def ready(self) -> Stopwatch:
         """Say so, and wait for the start."""
         sys.stdout.buffer.write(READY)
         sys.stdout.buffer.flush()
         if sys.stdin.buffer.readline() != GO:
             sys.exit("the bench has gone")
+        return Stopwatch()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

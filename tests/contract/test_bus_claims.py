@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, ClaimWriter
 from dora_pipe.bus.port import Bus, Writer
-from tests.support import bus_checks_writing as writing
+from tests.support import bus_contract as writing
 from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import MemoryHarness, SqliteHarness
 from tests.support.bus_steps import Check

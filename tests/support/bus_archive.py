@@ -14,8 +14,9 @@ from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.archive.reader import ArchiveBus
 from dora_pipe.bus.archive.tiered import TieredBus
 from dora_pipe.bus.archive.writer import ArchiveWriter
+from dora_pipe.bus.base import BusWrapper
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer
 from tests.support.bus_harness import MemoryHarness
 
 SMALL_BYTES = 64
@@ -41,7 +42,7 @@ def partitions_of(topics: Mapping[str, int]) -> list[TopicPartition]:
     return [TopicPartition(topic, one) for topic, count in topics.items() for one in range(count)]
 
 
-class ArchivedBus:
+class ArchivedBus(BusWrapper):
     """Appends to a log in memory and archives it; reads the archive."""
 
     def __init__(self, log: MemoryLog, folder: Path) -> None:
@@ -57,29 +58,15 @@ class ArchivedBus:
         self._open.append(made)
         return made
 
+    @property
+    def inner(self) -> Bus:  # type: ignore[override]
+        return self.view()
+
     def create(self, topics: Sequence[TopicSpec]) -> None:
         self.live.create(topics)
 
-    def topics(self) -> list[str]:
-        return self.view().topics()
-
-    def partitions(self, topic: str) -> int:
-        return self.view().partitions(topic)
-
-    def begin(self, tp: TopicPartition) -> int:
-        return self.view().begin(tp)
-
     def trim(self, tp: TopicPartition, before: int) -> bool:
         return self.live.trim(tp, before)
-
-    def end(self, tp: TopicPartition) -> int:
-        return self.view().end(tp)
-
-    def written_end(self, tp: TopicPartition) -> int:
-        return self.view().written_end(tp)
-
-    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
-        return self.view().reader(positions)
 
     def writer(self, *, exclusive: str | None = None) -> Writer:
         return _ArchivingWriter(self, self.live.writer(exclusive=exclusive))
@@ -89,7 +76,7 @@ class ArchivedBus:
             bus.close()
 
 
-class _ArchivingWriter:
+class _ArchivingWriter(Writer):
     """Archives behind every append, so that readers that are open find it."""
 
     def __init__(self, bus: ArchivedBus, inner: Writer) -> None:

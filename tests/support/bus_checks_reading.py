@@ -12,10 +12,11 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import BusError, LogTruncated
 from tests.support.bus_steps import (
     PATIENCE_S,
-    Check,
     Harness,
     appends,
     catch_up,
+    checks_of,
+    opened,
     read,
     read_poll,
     topic_on,
@@ -25,20 +26,17 @@ from tests.support.bus_steps import (
 
 def offsets_increase_and_leave_gaps(harness: Harness) -> None:
     """A reader that computes "last offset + 1" must meet a gap here, on every bus."""
-    bus = harness.open()
-    topic = topic_on(harness, bus)
+    bus, topic, at = opened(harness)
     writer = bus.writer(exclusive=harness.topic("w"))
     offsets = [offset for i in range(5) for offset in writer.append(appends(topic, f"{i}", "b"))]
     assert offsets == sorted(set(offsets)), "offsets must increase"
     assert offsets[-1] > len(offsets) - 1, "this bus is dense: no reader learns to pass gaps"
-    reader = bus.reader({TopicPartition(topic, 0): 0})
+    reader = bus.reader({at: 0})
     assert [record.offset for record in read(reader, 10)] == offsets
 
 
 def caught_up_means_position_and_not_last_offset(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     reader = bus.reader({at: 0})
     assert (reader.position(at), bus.begin(at), bus.end(at)) == (0, 0, 0)
     assert reader.poll(timeout_s=0) == []
@@ -52,8 +50,7 @@ def caught_up_means_position_and_not_last_offset(harness: Harness) -> None:
 
 
 def headers_keys_and_values_come_back_as_they_were(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus, partitions=2)
+    bus, topic, _ = opened(harness, partitions=2)
     headers = (("run", b"first"), ("sha256", b"0" * 64), ("run", b"again"), ("empty", b""))
     every_byte = bytes(range(256))
     given = [
@@ -70,17 +67,15 @@ def headers_keys_and_values_come_back_as_they_were(harness: Harness) -> None:
 
 
 def a_record_of_eight_mebibytes_passes(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
+    bus, topic, at = opened(harness)
     value = os.urandom(1024) * 8192
     bus.writer().append([Append(topic=topic, value=value)])
-    reader = bus.reader({TopicPartition(topic, 0): 0})
+    reader = bus.reader({at: 0})
     assert values(read(reader, 1)) == [value]
 
 
 def order_is_kept_in_each_partition(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus, partitions=3)
+    bus, topic, _ = opened(harness, partitions=3)
     writer = bus.writer()
     for i in range(20):
         call = [appends(topic, f"{i}-{j}", partition=(i + j) % 3)[0] for j in range(5)]
@@ -107,9 +102,8 @@ def an_append_of_several_topics_returns_offsets_in_the_given_order(harness: Harn
 
 
 def a_poll_with_nothing_to_read_ends_at_its_deadline(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    reader = bus.reader({TopicPartition(topic, 0): 0})
+    bus, _, at = opened(harness)
+    reader = bus.reader({at: 0})
     reader.poll(timeout_s=0.1)
     began_s = time.monotonic()
     assert reader.poll(timeout_s=0.3) == []
@@ -120,9 +114,8 @@ def a_poll_with_nothing_to_read_ends_at_its_deadline(harness: Harness) -> None:
 
 
 def a_waiting_poll_returns_when_something_comes(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    reader = bus.reader({TopicPartition(topic, 0): 0})
+    bus, topic, at = opened(harness)
+    reader = bus.reader({at: 0})
     assert reader.poll(timeout_s=0) == []
     writer = bus.writer()
     if harness.waits:
@@ -136,10 +129,9 @@ def a_waiting_poll_returns_when_something_comes(harness: Harness) -> None:
 
 
 def polls_that_never_wait_get_everything_in_the_end(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
+    bus, topic, at = opened(harness)
     bus.writer().append(appends(topic, *"abcdef"))
-    reader = bus.reader({TopicPartition(topic, 0): 0})
+    reader = bus.reader({at: 0})
     found: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
     while len(found) < 6 and time.monotonic() < deadline_s:
@@ -149,9 +141,7 @@ def polls_that_never_wait_get_everything_in_the_end(harness: Harness) -> None:
 
 
 def polls_are_bounded_by_records_and_bytes(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     offsets = bus.writer().append([Append(topic=topic, value=bytes(1000)) for _ in range(10)])
     reader = bus.reader({at: 0})
     assert len(read_poll(reader, records_max=3)) == 3
@@ -164,9 +154,7 @@ def polls_are_bounded_by_records_and_bytes(harness: Harness) -> None:
 
 
 def a_reader_goes_on_from_any_position_also_inside_a_gap(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     writer = bus.writer(exclusive=harness.topic("w"))
     offsets = [writer.append(appends(topic, f"{i}"))[0] for i in range(4)]
     reader = bus.reader({at: offsets[1] + 1})
@@ -182,9 +170,7 @@ def a_reader_goes_on_from_any_position_also_inside_a_gap(harness: Harness) -> No
 
 
 def a_seek_drops_what_was_fetched_ahead(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     offsets = bus.writer().append(appends(topic, *"abcdef"))
     reader = bus.reader({at: 0})
     assert values(read_poll(reader, bytes_max=1)) == [b"a"]
@@ -194,9 +180,7 @@ def a_seek_drops_what_was_fetched_ahead(harness: Harness) -> None:
 
 
 def a_position_beyond_the_end_is_a_truncated_log(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     bus.writer().append(appends(topic, "a"))
     reader = bus.reader({at: 1000})
     deadline_s = time.monotonic() + PATIENCE_S
@@ -225,9 +209,7 @@ def readers_do_not_disturb_each_other(harness: Harness) -> None:
 
 
 def readers_know_that_they_are_held_back(harness: Harness) -> None:
-    bus = harness.open()
-    topic = topic_on(harness, bus)
-    at = TopicPartition(topic, 0)
+    bus, topic, at = opened(harness)
     reader, writer = bus.reader({at: 0}), bus.writer()
     writer.append(appends(topic, "before"))
     assert values(read(reader, 1)) == [b"before"]
@@ -251,20 +233,4 @@ def readers_know_that_they_are_held_back(harness: Harness) -> None:
     assert (reader.held_back(), bus.written_end(at)) == ([], bus.end(at))
 
 
-CHECKS: list[Check] = [
-    offsets_increase_and_leave_gaps,
-    caught_up_means_position_and_not_last_offset,
-    headers_keys_and_values_come_back_as_they_were,
-    a_record_of_eight_mebibytes_passes,
-    order_is_kept_in_each_partition,
-    an_append_of_several_topics_returns_offsets_in_the_given_order,
-    a_poll_with_nothing_to_read_ends_at_its_deadline,
-    a_waiting_poll_returns_when_something_comes,
-    polls_that_never_wait_get_everything_in_the_end,
-    polls_are_bounded_by_records_and_bytes,
-    a_reader_goes_on_from_any_position_also_inside_a_gap,
-    a_seek_drops_what_was_fetched_ahead,
-    a_position_beyond_the_end_is_a_truncated_log,
-    readers_do_not_disturb_each_other,
-    readers_know_that_they_are_held_back,
-]
+CHECKS = checks_of(globals())

@@ -1,14 +1,293 @@
 """What every bus must keep, as functions over a harness; `CHECKS` is the whole contract.
 
-A check raises AssertionError when the bus breaks the promise in its name. They are functions and
-not tests so that deliberately broken buses can be run through them too: each of those must fail.
+Here is the part that writers rely on, those who open and close, and those who delete. A check
+raises AssertionError when the bus breaks the promise in its name. They are functions and not tests
+so that deliberately broken buses can be run through them too: each of those must fail.
 """
 
-from tests.support import bus_checks_reading, bus_checks_trimming, bus_checks_writing
-from tests.support.bus_steps import Check
+from __future__ import annotations
 
-CHECKS: list[Check] = [
-    *bus_checks_reading.CHECKS,
-    *bus_checks_writing.CHECKS,
-    *bus_checks_trimming.CHECKS,
-]
+import os
+import warnings
+
+import pytest
+
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.core.errors import (
+    BusError,
+    DoraError,
+    Fenced,
+    OutcomeUnknown,
+    RecordTooLarge,
+    TopicMissing,
+)
+from tests.support import bus_checks_reading
+from tests.support.bus_steps import (
+    Check,
+    Harness,
+    appends,
+    catch_up,
+    checks_of,
+    opened,
+    read,
+    topic_on,
+    values,
+)
+
+
+def a_newer_exclusive_writer_fences_the_older_one(harness: Harness) -> None:
+    bus, other = harness.open(), harness.open()
+    topic = topic_on(harness, bus)
+    at, name = TopicPartition(topic, 0), harness.topic("w")
+    old = bus.writer(exclusive=name)
+    stranger = bus.writer(exclusive=harness.topic("w"))
+    old.append(appends(topic, "old"))
+    new = other.writer(exclusive=name)
+    with pytest.raises(Fenced):
+        old.append(appends(topic, "zombie", "zombie"))
+    new.append(appends(topic, "new"))
+    with pytest.raises(BusError):
+        old.append(appends(topic, "zombie"))
+    stranger.append(appends(topic, "stranger"))
+    bus.writer().append(appends(topic, "anybody"))
+    reader = bus.reader({at: 0})
+    assert values(read(reader, 4)) == [b"old", b"new", b"stranger", b"anybody"]
+    assert catch_up(bus, reader, at) == []
+
+
+def an_unknown_outcome_is_said_and_an_exclusive_writer_stops(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    name = harness.topic("w")
+    writer = bus.writer(exclusive=name)
+    writer.append(appends(topic, "before"))
+    harness.make_next_append_unknown(writer)
+    with pytest.raises(OutcomeUnknown):
+        writer.append(appends(topic, "perhaps"))
+    with pytest.raises(BusError) as refused:
+        writer.append(appends(topic, "never"))
+    assert not isinstance(refused.value, OutcomeUnknown)
+    bus.writer(exclusive=name).append(appends(topic, "after"))
+    reader = bus.reader({at: 0})
+    assert values(read(reader, 3)) == [b"before", b"perhaps", b"after"]
+    assert catch_up(bus, reader, at) == []
+
+
+def a_plain_writer_goes_on_after_an_unknown_outcome(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    writer = bus.writer()
+    harness.make_next_append_unknown(writer)
+    with pytest.raises(OutcomeUnknown):
+        writer.append(appends(topic, "perhaps"))
+    writer.append(appends(topic, "again"))
+    reader = bus.reader({at: 0})
+    assert values(read(reader, 2)) == [b"perhaps", b"again"]
+
+
+def a_record_too_large_is_refused_with_its_whole_call(harness: Harness) -> None:
+    bus = harness.open()
+    topic = topic_on(harness, bus, record_bytes_max=1000)
+    writer = bus.writer(exclusive=harness.topic("w"))
+    fits = Append(topic=topic, value=bytes(980), key=b"k" * 10, headers=(("name", b"123456"),))
+    over = Append(topic=topic, value=bytes(981), key=b"k" * 10, headers=(("name", b"123456"),))
+    with pytest.raises(RecordTooLarge):
+        writer.append([*appends(topic, "first"), over])
+    writer.append([fits] * 50)  # the bound is on one record, not on the call
+    reader = bus.reader({TopicPartition(topic, 0): 0})
+    assert values(read(reader, 50)) == [fits.value] * 50
+
+
+def what_does_not_exist_is_missing(harness: Harness) -> None:
+    bus = harness.open()
+    topic, nothing = topic_on(harness, bus, partitions=2), harness.topic("nothing")
+    writer = bus.writer(exclusive=harness.topic("w"))
+    for tp in (TopicPartition(nothing, 0), TopicPartition(topic, 2), TopicPartition(topic, -1)):
+        with pytest.raises(TopicMissing):
+            bus.end(tp)
+        with pytest.raises(TopicMissing):
+            bus.reader({tp: 0})
+        with pytest.raises(TopicMissing):
+            writer.append([*appends(topic, "x"), *appends(tp.topic, "y", partition=tp.partition)])
+    with pytest.raises(TopicMissing):
+        bus.partitions(nothing)
+    assert nothing not in bus.topics(), "asking must not create"
+    writer.append(appends(topic, "only"))
+    reader = bus.reader({TopicPartition(topic, 0): 0})
+    assert values(read(reader, 1)) == [b"only"], "nothing of the refused calls was appended"
+
+
+def a_header_that_is_not_ascii_is_refused(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    writer = bus.writer()
+    bad: list[tuple[str, bytes]] = [("naïve", b"1"), ("run", "größe".encode()), ("run", b"\xff")]
+    for header in bad:
+        with pytest.raises(BusError, match="ASCII"):
+            writer.append([*appends(topic, "x"), Append(topic=topic, value=b"", headers=(header,))])
+    assert bus.end(at) == 0
+
+
+def topics_are_created_once_and_stay_as_they_are(harness: Harness) -> None:
+    bus = harness.open()
+    spec = TopicSpec(name=harness.topic("b"), partitions=3, record_bytes_max=5000)
+    more = TopicSpec(name=harness.topic("a"))
+    bus.create([spec])
+    bus.create([spec, more])
+    assert bus.partitions(spec.name) == 3
+    names = bus.topics()
+    assert spec.name in names and more.name in names and names == sorted(names)
+    for other in (
+        TopicSpec(name=spec.name, partitions=4, record_bytes_max=5000),
+        TopicSpec(name=spec.name, partitions=3, record_bytes_max=5001),
+    ):
+        with pytest.raises(BusError, match=spec.name):
+            harness.open().create([other])
+    for bad in ("", "a b", "ä", ".", "x" * 201):
+        with pytest.raises(BusError):
+            bus.create([TopicSpec(name=bad)])
+
+
+def closing_is_idempotent_and_final(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    reader, writer, left = bus.reader({at: 0}), bus.writer(), bus.writer()
+    for part in (reader, writer, reader, writer):
+        part.close()
+    with pytest.raises(BusError):
+        reader.poll(timeout_s=0)
+    with pytest.raises(BusError):
+        writer.append(appends(topic, "x"))
+    left.append(appends(topic, "y"))
+    bus.close()
+    bus.close()
+    for use in (
+        lambda: left.append(appends(topic, "z")),
+        bus.topics,
+        bus.writer,
+        lambda: bus.reader({at: 0}),
+    ):
+        with pytest.raises(BusError):
+            use()
+
+
+def what_was_appended_is_there_after_reopening(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    name = harness.topic("w")
+    before = bus.writer(exclusive=name).append(appends(topic, "a", "b"))
+    bus.close()
+    again = harness.open()
+    after = again.writer(exclusive=name).append(appends(topic, "c"))
+    assert after[0] > before[-1] + 1, "offsets go on, and leave a gap"
+    reader = again.reader({at: 0})
+    assert values(read(reader, 3)) == [b"a", b"b", b"c"]
+
+
+def a_forked_child_is_refused(harness: Harness) -> None:
+    """The parent goes on undisturbed; the child exits with 0 only if all three were refused."""
+    bus, topic, at = opened(harness)
+    reader, writer = bus.reader({at: 0}), bus.writer()
+    if not harness.shared:
+        return  # a log in memory is simply another log after a fork
+    with warnings.catch_warnings():
+        # Newer Pythons warn of forking beside threads, which is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (
+            lambda: reader.poll(timeout_s=0),
+            lambda: writer.append(appends(topic, "child")),
+            lambda: bus.end(at),
+        ):
+            try:
+                use()
+            except DoraError as error:
+                refused += "fork" in error.message
+        os._exit(0 if refused == 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0, "a forked child could use what its parent opened"
+    writer.append(appends(topic, "parent"))
+    assert values(read(reader, 1)) == [b"parent"]
+
+
+# What may be deleted, and what readers see of it
+
+CALLS_MAX = 100
+
+
+def trimmed_on(harness: Harness, bus: Bus) -> TopicPartition:
+    """The first of two partitions of a fresh topic that may be trimmed."""
+    name = f"{harness.topic('t')}.metrics"
+    bus.create([TopicSpec(name=name, partitions=2)])
+    return TopicPartition(name, 0)
+
+
+def trim_all(bus: Bus, at: TopicPartition, before: int) -> int:
+    """Trim until there is no more to delete; the calls that it took."""
+    calls = 1
+    while bus.trim(at, before):
+        calls += 1
+        assert calls < CALLS_MAX, "it never says that all is deleted"
+    return calls
+
+
+def what_is_left_of_a_trimmed_topic_is_as_it_was(harness: Harness) -> None:
+    bus = harness.open()
+    at = trimmed_on(harness, bus)
+    writer = bus.writer()
+    offsets = [writer.append(appends(at.topic, f"{i}"))[0] for i in range(6)]
+    writer.append(appends(at.topic, "other", partition=1))
+    end = bus.end(at)
+    early = bus.reader({at: offsets[1]})
+    trim_all(bus, at, offsets[3])
+    assert (bus.begin(at), bus.end(at), bus.written_end(at)) == (offsets[3], end, end)
+    for reader in (early, bus.reader({at: 0}), harness.open().reader({at: offsets[2]})):
+        found = read(reader, 3)
+        assert [record.offset for record in found] == offsets[3:]
+        assert values(found) == [b"3", b"4", b"5"]
+        assert catch_up(bus, reader, at) == []
+    trim_all(bus, at, offsets[1])
+    assert bus.begin(at) == offsets[3], "nothing comes back"
+    assert writer.append(appends(at.topic, "6"))[0] >= end, "no offset is given twice"
+    assert values(read(bus.reader({TopicPartition(at.topic, 1): 0}), 1)) == [b"other"]
+
+
+def a_topic_that_is_trimmed_to_its_end_goes_on_there(harness: Harness) -> None:
+    bus = harness.open()
+    at = trimmed_on(harness, bus)
+    writer = bus.writer()
+    assert not bus.trim(at, 0), "there is nothing to delete"
+    offsets = [writer.append(appends(at.topic, f"{i}", "b"))[0] for i in range(3)]
+    end = bus.end(at)
+    trim_all(bus, at, end)
+    assert offsets[2] <= bus.begin(at) <= end == bus.end(at)
+    reader = bus.reader({at: 0})
+    assert len(catch_up(bus, reader, at)) <= 1, "the very last record may stay"
+    assert reader.position(at) == bus.end(at)
+    (offset,) = writer.append(appends(at.topic, "new"))
+    assert offset >= end
+    found = read(reader, 1)
+    assert [(record.offset, record.value) for record in found] == [(offset, b"new")]
+
+
+def a_long_beginning_goes_in_bounded_pieces(harness: Harness) -> None:
+    bus = harness.open()
+    at = trimmed_on(harness, bus)
+    texts = [f"{i}" for i in range(2500)]
+    offsets = bus.writer().append(appends(at.topic, *texts))
+    begins = [bus.begin(at)]
+    while bus.trim(at, offsets[2400]):
+        begins.append(bus.begin(at))
+        assert len(begins) < CALLS_MAX
+    assert begins == sorted(set(begins)), "every call deletes something"
+    assert bus.begin(at) == offsets[2400]
+    assert values(read(bus.reader({at: 0}), 100)) == [text.encode() for text in texts[2400:]]
+
+
+def what_a_run_rests_on_cannot_be_trimmed(harness: Harness) -> None:
+    bus, topic, at = opened(harness)
+    offsets = bus.writer().append(appends(topic, "a", "b"))
+    with pytest.raises(BusError, match="must be kept"):
+        bus.trim(at, offsets[1])
+    assert values(read(bus.reader({at: 0}), 2)) == [b"a", b"b"]
+    with pytest.raises(BusError):
+        bus.trim(TopicPartition(f"{harness.topic('none')}.metrics", 0), 1)
+
+
+CHECKS: list[Check] = [*bus_checks_reading.CHECKS, *checks_of(globals())]

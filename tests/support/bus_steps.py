@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 
@@ -44,13 +45,25 @@ class Harness(Protocol):
 Check = Callable[[Harness], None]
 
 
-def topic_on(harness: Harness, bus: Bus, *, partitions: int = 1, record_bytes_max: int = 0) -> str:
+def checks_of(module: dict[str, Any]) -> list[Check]:
+    """The functions of a module that take a harness and nothing else, in their order."""
+    functions = [one for one in module.values() if inspect.isfunction(one)]
+    return [one for one in functions if [*inspect.signature(one).parameters] == ["harness"]]
+
+
+def opened(harness: Harness, *, partitions: int = 1) -> tuple[Bus, str, TopicPartition]:
+    """A bus, a fresh topic on it, and that topic's first partition."""
+    bus = harness.open()
+    topic = topic_on(harness, bus, partitions=partitions)
+    return bus, topic, TopicPartition(topic, 0)
+
+
+def topic_on(
+    harness: Harness, bus: Bus, *, partitions: int = 1, record_bytes_max: int = 1 << 24
+) -> str:
     """A fresh topic."""
     name = harness.topic("t")
-    spec = TopicSpec(name=name, partitions=partitions)
-    if record_bytes_max:
-        spec = TopicSpec(name=name, partitions=partitions, record_bytes_max=record_bytes_max)
-    bus.create([spec])
+    bus.create([TopicSpec(name=name, partitions=partitions, record_bytes_max=record_bytes_max)])
     return name
 
 

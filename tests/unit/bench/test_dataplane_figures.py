@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.dataplane.figures import (
+    LayerRound,
     Load,
     PlaneRound,
     cpu_us,
@@ -95,7 +96,7 @@ def test_a_rate_is_from_the_writers_start_to_the_readers_end() -> None:
 
 
 def test_a_layers_ratio_is_the_median_of_the_repeats_and_not_of_the_sides() -> None:
-    rounds = [
+    rounds: list[LayerRound] = [
         {"raw": alone(raw, cpu_us=raw), "bus": alone(bus)}
         for raw, bus in ((100, 90), (200, 160), (50, 50))
     ]
@@ -182,7 +183,7 @@ def test_delay_of_a_record_is_from_its_append_to_its_poll_without_the_warm_ones(
 
 
 def test_delays_of_both_sides_stand_in_one_row() -> None:
-    rounds = [
+    rounds: list[LayerRound] = [
         {"raw": delayed(4.0, 3.0, 9.0), "bus": delayed(middle - 1, middle, 7.0)}
         for middle in (2.0, 3.0, 2.5)
     ]

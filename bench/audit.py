@@ -40,11 +40,11 @@ from dora_pipe.schemas.topics import Topics
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
 
-Way = Literal[
+Reading = Literal[
     "raw consumption", "the bus alone", "first audit", "first audit --quick", "audit again"
 ]
 
-_FIRST: Final[dict[Way, bool]] = {"first audit": True, "first audit --quick": False}
+_FIRST: Final[dict[Reading, bool]] = {"first audit": True, "first audit --quick": False}
 """Whether values are opened and plans made again."""
 
 
@@ -58,7 +58,7 @@ class AuditFigure:
 
     bus: str
     tokens: int
-    way: Way
+    way: Reading
     trajectories: int
     trajectories_per_s: float
     mb_per_s: float
@@ -105,7 +105,7 @@ def bench_audit(
             for length in tokens:
                 run = f"audit-{uuid4().hex[:12]}"
                 written = write_log(bus, LogPlan(trajectories=trajectories, tokens=length, run=run))
-                bench = _Bench(url, bus, run, length, written, starting(url), helpers_pid)
+                bench = _Bench(url, bus, Topics(run), length, written, starting(url), helpers_pid)
                 figures += bench.figures(repeats)
     return figures
 
@@ -116,29 +116,26 @@ class _Spent:
     cpu_s: float
 
 
+@dataclass
 class _Bench:
-    def __init__(
-        self,
-        url: str,
-        bus: Bus,
-        run: str,
-        tokens: int,
-        written: Written,
-        start: Start,
-        helpers_pid: int,
-    ) -> None:
-        self._url, self._bus, self._topics, self._start = url, bus, Topics(run), start
-        self._helpers_pid = helpers_pid
-        self._tokens, self._written = tokens, written
-        self._records = self._by_bus()  # What the machine reads first is nobody's to measure.
+    url: str
+    bus: Bus
+    topics: Topics
+    tokens: int
+    written: Written
+    start: Start
+    helpers_pid: int
+
+    def __post_init__(self) -> None:
+        self.records = self.by_bus()  # What the machine reads first is nobody's to measure.
 
     def figures(self, repeats: int) -> list[AuditFigure]:
-        spent: dict[Way, list[_Spent]] = {}
+        spent: dict[Reading, list[_Spent]] = {}
         with tempfile.TemporaryDirectory() as folder:
             for turn in range(repeats):
                 index = Path(folder) / f"{turn}.sqlite"
                 spent.setdefault("raw consumption", []).append(self._timed(self._raw))
-                spent.setdefault("the bus alone", []).append(self._timed(self._by_bus))
+                spent.setdefault("the bus alone", []).append(self._timed(self.by_bus))
                 for way, whole in _FIRST.items():
                     index.unlink(missing_ok=True)
                     audit = partial(self._audit, index, whole)
@@ -148,16 +145,16 @@ class _Bench:
         raw_s = statistics.median(one.seconds for one in spent["raw consumption"])
         return [self._figure(way, found, raw_s) for way, found in spent.items()]
 
-    def _figure(self, way: Way, found: Sequence[_Spent], raw_s: float) -> AuditFigure:
+    def _figure(self, way: Reading, found: Sequence[_Spent], raw_s: float) -> AuditFigure:
         seconds = statistics.median(one.seconds for one in found)
-        count = self._written.trajectories
+        count = self.written.trajectories
         return AuditFigure(
-            bus=self._url.partition(":")[0],
-            tokens=self._tokens,
+            bus=self.url.partition(":")[0],
+            tokens=self.tokens,
             way=way,
             trajectories=count,
             trajectories_per_s=count / seconds,
-            mb_per_s=self._written.trajectory_bytes / 1e6 / seconds,
+            mb_per_s=self.written.trajectory_bytes / 1e6 / seconds,
             cpu_us=statistics.median(one.cpu_s for one in found) * 1e6 / count,
             of_raw=raw_s / seconds,
         )
@@ -169,36 +166,34 @@ class _Bench:
 
     def _cpu_s(self) -> float:
         now = os.times()
-        return now.user + now.system + tree_cpu_s(self._helpers_pid)
+        return now.user + now.system + tree_cpu_s(self.helpers_pid)
 
-    def _by_bus(self) -> int:
+    def by_bus(self) -> int:
         """Read everything; how many records there are."""
         return sum(
-            1
-            for topic in self._topics.all()
-            for _ in records_of(self._bus, ends_of(self._bus, topic))
+            1 for topic in self.topics.all() for _ in records_of(self.bus, ends_of(self.bus, topic))
         )
 
     def _raw(self) -> None:
-        kind, _, servers = self._url.partition("://")
+        kind, _, servers = self.url.partition("://")
         if kind != "kafka":
-            self._by_bus()
+            self.by_bus()
             return
-        topics = self._topics.all()
+        topics = self.topics.all()
         reader = RawReader(
             servers,
-            [TopicPartition(one, at) for one in topics for at in range(self._bus.partitions(one))],
+            [TopicPartition(one, at) for one in topics for at in range(self.bus.partitions(one))],
         )
         with closing(reader):
             seen = 0
-            while seen < self._records:
+            while seen < self.records:
                 found = len(reader.poll())
                 if not found:
-                    raise BusError(f"kafka-python read {seen} of {self._records} records")
+                    raise BusError(f"kafka-python read {seen} of {self.records} records")
                 seen += found
 
     def _audit(self, path: Path, whole: bool) -> None:
-        audit_log(self._bus, self._topics, path, whole=whole, source=self._source(whole))
+        audit_log(self.bus, self.topics, path, whole=whole, source=self._source(whole))
 
     def _source(self, whole: bool) -> Callable[[dict[int, int], dict[int, int]], Source | None]:
         def source(positions: dict[int, int], ends: dict[int, int]) -> Source | None:
@@ -206,8 +201,8 @@ class _Bench:
             count = helpers_for(way, len(positions))
             if not count:
                 return None
-            topic = self._topics.trajectories
-            return Helpers(self._start, topic, positions, ends, count=count, opened=whole)
+            topic = self.topics.trajectories
+            return Helpers(self.start, topic, positions, ends, count=count, opened=whole)
 
         return source
 

@@ -31,7 +31,7 @@ _VOCABULARY = 32_000
 _PROMPT_SHARE = 4  # one token of so many is of the prompt
 _SEED = 20
 
-Way = Literal["trajectory record", "Arrow without zstd", "MessagePack", "JSON", "raw arrays"]
+Encoding = Literal["trajectory record", "Arrow without zstd", "MessagePack", "JSON", "raw arrays"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class CodecFigure:
     bytes=1387, bytes_per_token=46.2)``
     """
 
-    way: Way
+    way: Encoding
     tokens: int
     encode_ms: float
     decode_ms: float
@@ -154,7 +154,10 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
 
 
 def _figure(
-    way: Way, trajectory: Trajectory, encode: Callable[[], bytes], decode: Callable[[bytes], Any]
+    way: Encoding,
+    trajectory: Trajectory,
+    encode: Callable[[], bytes],
+    decode: Callable[[bytes], Any],
 ) -> CodecFigure:
     value = encode()
     tokens = len(trajectory.token_ids)

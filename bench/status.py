@@ -69,7 +69,7 @@ def bench_status(running: Sequence[int] = RUNNING) -> list[StatusFigure]:
 
 
 def _figure(running: int) -> StatusFigure:
-    worker = _Played(running)
+    worker = _PlayedWorker(running)
     worker.play(WARM_S)
     worker.sizes.clear()
     worker.play(MEASURED_S)
@@ -81,7 +81,7 @@ def _figure(running: int) -> StatusFigure:
     )
 
 
-class _Played:
+class _PlayedWorker:
     """A worker, and whoever answers it."""
 
     def __init__(self, running: int) -> None:
@@ -99,14 +99,16 @@ class _Played:
             self._turn += 1
             inputs, self._answers = [*self._answers, *self._tokens()], []
             mono_ns = self._turn * BUS_TURN_NS
-            self._take(self._machine.react(inputs, Now(mono_ns=mono_ns, wall_ns=WALL_NS + mono_ns)))
+            self._answer(
+                self._machine.react(inputs, Now(mono_ns=mono_ns, wall_ns=WALL_NS + mono_ns))
+            )
 
     def _tokens(self) -> list[TokensSampled]:
         """A second's tokens for one in ten of the requests, each turn another."""
         due = self._running[self._turn % _TURNS_PER_S :: _TURNS_PER_S]
         return [_sampled(request) for request in due]
 
-    def _take(self, outputs: Outputs) -> None:
+    def _answer(self, outputs: Outputs) -> None:
         for effect in outputs.effects:
             self._answers.append(_ANSWERS[type(effect)](effect))
             if isinstance(effect, EngineAdd):

@@ -125,8 +125,7 @@ def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
     from dora_pipe.bus.kafka.cluster import trouble_of
 
     kafka = kafka_of(bus)
-    found = None if kafka is None else trouble_of(kafka, topics.all())
-    return ("", "") if found is None else (found.stops, found.low)
+    return ("", "") if kafka is None else trouble_of(kafka, topics.all())
 
 
 def broker_words(config: Config, bus: Bus, topics: Topics) -> str:

@@ -66,13 +66,13 @@ class TopicFacts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TopicProblem:
     """What is wrong with a topic, and what to do about it."""
 
     text: str
     hint: str
-    fatal: bool
+    fatal: bool = False
     """Whether the topic cannot be used for a run; if not, it is only weaker than it could be."""
 
 
@@ -141,14 +141,14 @@ def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
     """What makes acknowledged records vanish, or appends impossible."""
     policy = topic.settings.get("cleanup.policy", "delete")
     if "compact" in policy:
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} is compacted (cleanup.policy={policy}): records would vanish",
             f"{_alter(topic)} cleanup.policy=delete, if nothing was appended yet",
             fatal=True,
         )
     in_sync = _number(topic, "min.insync.replicas", 1)
     if in_sync > topic.replicas:
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
             "no append can ever be acknowledged",
             f"{_alter(topic)} min.insync.replicas={max(1, topic.replicas - 1)}",
@@ -156,7 +156,7 @@ def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
         )
     segment = _number(topic, "segment.bytes", 1 << 30)
     if segment < int(topic.settings["max.message.bytes"]):
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} has segment.bytes={segment}, below its max.message.bytes",
             f"{_alter(topic)} segment.bytes=1073741824",
             fatal=True,
@@ -168,25 +168,25 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
         limit = _number(topic, name, -1)
         if limit >= 0 and not is_trimmed(topic.name):
             amount = f"{limit / 1000 / _S_PER_DAY:.3g} days" if unit == "ms" else f"{limit} bytes"
-            yield _problem(
+            yield TopicProblem(
                 f"topic {topic.name} forgets records beyond {amount} ({name}={limit})",
                 f"archive the run before that (`dora-pipe archive`), or {_alter(topic)} {name}=-1",
             )
     if topic.settings.get("unclean.leader.election.enable") == "true":
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} lets a replica that lacks records lead: acknowledged ones may go",
             f"{_alter(topic)} unclean.leader.election.enable=false",
         )
     wanted = min(WANTED_REPLICAS, topic.brokers)
     if topic.replicas < wanted:
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} of {wanted} possible replicas: "
             "its records die with a machine",
             "raise its replication factor (kafka-reassign-partitions.sh), or start a new run",
         )
     in_sync = _number(topic, "min.insync.replicas", 1)
     if in_sync < min(topic.replicas, WANTED_REPLICAS) - 1:
-        yield _problem(
+        yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
             "an acknowledged record may lie on one machine only",
             f"{_alter(topic)} min.insync.replicas={topic.replicas - 1}",
@@ -211,7 +211,7 @@ def fetch_problem(topic: TopicFacts, replica_fetch_bytes: int) -> TopicProblem |
     limit = int(topic.settings["max.message.bytes"])
     if topic.replicas < 2 or replica_fetch_bytes >= limit:
         return None
-    return _problem(
+    return TopicProblem(
         f"a broker has replica.fetch.max.bytes={replica_fetch_bytes}, below the {limit} "
         f"(max.message.bytes) of topic {topic.name}: followers fetch large records one by one",
         f"set replica.fetch.max.bytes={limit} on every broker",
@@ -228,10 +228,6 @@ def _alter(topic: TopicFacts) -> str:
     return f"kafka-configs.sh {place} --topic {topic.name} --add-config"
 
 
-def _problem(text: str, hint: str, *, fatal: bool = False) -> TopicProblem:
-    return TopicProblem(text=text, hint=hint, fatal=fatal)
-
-
 class Cluster(Protocol):
     """What is asked; a `KafkaBus` is one."""
 
@@ -242,16 +238,6 @@ class Cluster(Protocol):
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
         """The topics as the cluster describes them now. Raises TopicMissing."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """What is seen of a cluster, in words; both are empty where all is well."""
-
-    stops: str = ""
-    """Why it takes no appends."""
-    low: str = ""
-    """Why it may soon take none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +286,10 @@ class Partition:
     """min.insync.replicas."""
 
 
-def trouble_of(cluster: Cluster, topics: Sequence[str]) -> Trouble:
-    """Why appends to these topics fail, or soon will. Raises BusError.
+def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
+    """Why appends to these topics fail, and why they soon will; empty where all is well.
+
+    Raises BusError.
 
     A cluster that has lost most of its controllers tells of partitions as they were before, so each
     broker is asked by itself, and one that does not answer is not counted. Whoever may not ask for
@@ -314,7 +302,7 @@ def trouble_of(cluster: Cluster, topics: Sequence[str]) -> Trouble:
     parts = cluster.ask(lambda admin: _partitions(admin, topics, needed, silent))
     stops = [*(one.stops for one in dirs), too_few_of(parts)]
     low = [one.low for one in dirs]
-    return Trouble(stops="; ".join(filter(None, stops)), low="; ".join(filter(None, low)))
+    return "; ".join(filter(None, stops)), "; ".join(filter(None, low))
 
 
 def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,7 @@ class KafkaSecurity:
     @classmethod
     def of(cls, bus: BusSection) -> KafkaSecurity:
         """What the `[bus]` section says."""
-        return cls(
-            protocol=bus.protocol,
-            mechanism=bus.mechanism,
-            username=bus.username,
-            password_file=bus.password_file,
-            ca_file=bus.ca_file,
-            cert_file=bus.cert_file,
-            key_file=bus.key_file,
-            check_hostname=bus.check_hostname,
-        )
+        return cls(**{one.name: getattr(bus, one.name) for one in fields(cls)})
 
     @property
     def tls(self) -> bool:

@@ -21,6 +21,8 @@ from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import LogTruncated
 from dora_pipe.schemas.topics import Topics
+from tests.support.bus_archive import everything as of_all
+from tests.support.bus_archive import partitions_of
 from tests.support.kafka_broker import KafkaBroker
 
 pytestmark = pytest.mark.kafka
@@ -68,8 +70,7 @@ def delete(broker: KafkaBroker, tp: TopicPartition, before: int) -> None:
 
 
 def everything(bus: Bus, topics: Topics) -> dict[TopicPartition, list[Record]]:
-    tps = [TopicPartition(one, part) for one in topics.all() for part in range(bus.partitions(one))]
-    return {tp: list(records_of(bus, {tp: bus.end(tp)})) for tp in tps}
+    return of_all(bus, partitions_of({one: bus.partitions(one) for one in topics.all()}))
 
 
 def test_an_archive_reads_as_the_broker_did_and_takes_over_what_it_deletes(

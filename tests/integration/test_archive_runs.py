@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +18,20 @@ from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.archive.manifest import (
     MANIFEST,
     SEGMENTS,
+    Entry,
     Manifest,
+    chain_of,
+    genesis,
     load_manifest,
+    read_manifest,
     write_manifest,
 )
 from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.segment import Segment, write_segment
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
-from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
 from tests.integration.test_audit_living import BusyBus
-from tests.support import forge
 from tests.support.cluster import Cluster, make_config
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Tamper
@@ -62,6 +66,35 @@ def audited(run: RecordedRun, place: Path) -> AuditReport:
     """An audit of the archive."""
     with closing(ArchiveBus(place)) as bus:
         return audit(bus, run.topics, run.store)
+
+
+def forge(place: Path, change: Callable[[Record], Record], topic: str) -> None:
+    """Change the records of a topic (named without its run), and every digest of the archive."""
+    manifest = read_manifest(place)
+    entries: list[Entry] = []
+    chain = genesis(manifest.run, manifest.topics)
+    with closing(ArchiveBus(place)) as bus:
+        for entry in manifest.entries:
+            if entry.records and entry.topic.endswith(f".{topic}"):
+                segment = bus.segment(entry)
+                records = [change(one) for one in _records(segment)]
+                written = write_segment(place / SEGMENTS / entry.file, records)
+                entry = msgspec.structs.replace(
+                    entry,
+                    bytes=written.bytes,
+                    file_bytes=written.file_bytes,
+                    sha256=written.sha256,
+                )
+            chain = chain_of(chain, entry)
+            entries.append(msgspec.structs.replace(entry, chain=chain))
+    write_manifest(place, msgspec.structs.replace(manifest, entries=tuple(entries)))
+
+
+def _records(segment: Segment) -> Iterator[Record]:
+    position = 0
+    while found := segment.batch_from(position):
+        yield from found
+        position = found[-1].offset + 1
 
 
 def test_audit_of_an_archive_says_what_audit_of_the_log_says(
@@ -155,32 +188,28 @@ def _edit(place: Path, change: Callable[[Manifest], Manifest]) -> None:
     write_manifest(place, change(load_manifest(place)))
 
 
+def _broken_at(entry: Entry) -> str:
+    name = entry.name
+    return f"{MANIFEST}: the entry of {name}, or one before it, was changed or taken out (chain)"
+
+
 def _change_an_entry(place: Path) -> str:
     entries = list(load_manifest(place).entries)
     entries[3] = msgspec.structs.replace(entries[3], records=entries[3].records + 1)
     _edit(place, lambda one: msgspec.structs.replace(one, entries=tuple(entries)))
-    return (
-        f"{MANIFEST}: the entry of {entries[3].name}, or one before it, was changed or taken out "
-        "(chain)"
-    )
+    return _broken_at(entries[3])
 
 
 def _take_an_entry_out(place: Path) -> str:
     entries = load_manifest(place).entries
     kept = (*entries[:3], *entries[4:])
     _edit(place, lambda one: msgspec.structs.replace(one, entries=kept))
-    return (
-        f"{MANIFEST}: the entry of {entries[4].name}, or one before it, was changed or taken out "
-        "(chain)"
-    )
+    return _broken_at(entries[4])
 
 
 def _rename_the_run(place: Path) -> str:
     _edit(place, lambda one: msgspec.structs.replace(one, run="another"))
-    first = load_manifest(place).entries[0]
-    return (
-        f"{MANIFEST}: the entry of {first.name}, or one before it, was changed or taken out (chain)"
-    )
+    return _broken_at(load_manifest(place).entries[0])
 
 
 def _cut_beyond(place: Path) -> str:
@@ -233,7 +262,7 @@ def test_a_head_that_was_written_down_tells_an_archive_that_was_rewritten(
     early = load_manifest(place).entries[2].chain
     assert verify(place, expected=head).problems == []
     assert verify(place, expected=early).problems == []
-    forge.rewrite(place, lambda record: replace(record, key=record.key + b"x"), "metrics")
+    forge(place, lambda record: replace(record, key=record.key + b"x"), "metrics")
     assert verify(place).problems == []
     assert "never had the value" in verify(place, expected=head).problems[0]
 
@@ -247,7 +276,7 @@ def test_a_forger_who_mends_the_chain_is_found_by_audit(recorded: RecordedRun, p
             for one in records_of(bus, {control: bus.end(control)})
             if b"trajectories-logged" in one.value
         )
-    forge.rewrite(
+    forge(
         place,
         lambda record: (
             replace(record, value=record.value.replace(b'"tokens":', b'"tokens":1'))
@@ -268,7 +297,7 @@ def test_a_forged_trajectory_in_a_mended_archive_is_found_by_audit(
     with Tamper(recorded.copy(tmp_path / "copy")) as log:
         row, fact = log.trained()
         new = log.reencode(row, lambda one: replace(one, reward=0.125))
-    forge.rewrite(
+    forge(
         place,
         lambda record: (
             replace(record, value=new.value, headers=new.headers)

@@ -8,8 +8,11 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import pyarrow.parquet as pq
 import pytest
@@ -27,21 +30,107 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import replay as replay_command
+from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.arrow_files import ArrowFiles
 from dora_pipe.store.log_location import SharedClaims
 from dora_pipe.store.store import PolicyStore
 from tests.support.bus_archive import log_in_memory
-from tests.support.claimed_run import CLAIMS, RECORD_BYTES_MAX, Killed, claim_cluster
+from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
+from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
 TOPICS = Topics("claimed")
 HOUR_NS = 3600 * 10**9
 STEPS = 3
 LARGE = bytes(range(256)) * 400
+
+
+RECORD_BYTES_MAX = 64 * 1024
+"""The least that a configuration may say."""
+
+OBSERVED = 18_000
+CLAIMS = "claims"
+
+
+class Killed(BaseException):
+    """A process ends where it stands."""
+
+
+@dataclass
+class Deaths:
+    """Whether the next writer of a large value dies when it lies there; who did."""
+
+    due: bool = False
+    died: list[str] = field(default_factory=list)
+
+
+class MortalClaims(ClaimFiles):
+    """Dies between a value and the record that would claim it, if that is due."""
+
+    def __init__(self, folder: Path, deaths: Deaths) -> None:
+        super().__init__(folder)
+        self._deaths = deaths
+
+    def write(self, digest: str, value: bytes) -> None:
+        super().write(digest, value)
+        if self._deaths.due:
+            self._deaths.due = False
+            self._deaths.died.append(digest)
+            raise Killed
+
+
+@dataclass
+class ClaimCluster(Cluster):
+    """A `Cluster` as `dora-pipe run` opens its log."""
+
+    deaths: Deaths = field(default_factory=Deaths)
+
+    def open_log(self) -> Bus:
+        claims = MortalClaims(self.store.root / CLAIMS, self.deaths)
+        return open_bus(f"sqlite:{self.path}", claims=claims)
+
+
+def talkative_tasks() -> InlineTasks:
+    """Episodes of two turns; one in three environments says very much in between."""
+    tasks = InlineTasks(episodes=True, reward=reward_by_text)
+    tasks.step = partial(_observe, tasks)
+    return tasks
+
+
+def _observe(tasks: InlineTasks, call: EnvStep) -> EnvObserved:
+    steps = sum(isinstance(one, EnvStep) and one.request == call.request for one in tasks.seen)
+    drawn = int(sha256_hex(call.request.encode())[:8], 16)
+    chance = Random(drawn)
+    count = OBSERVED if drawn % 3 == 0 else 2
+    text = " ".join(str(chance.randrange(1, 1 << 31)) for _ in range(count))
+    return EnvObserved(request=call.request, text=text, done=steps > 1, tool="calc", ok=True)
+
+
+def claim_cluster(directory: Path) -> ClaimCluster:
+    """Three steps, and contexts that hold what environments say; its configuration beside the log.
+
+    A third of the trajectories is larger than a record may be, by what an environment answered:
+    `OBSERVED` tokens that nothing compresses.
+    """
+    config = make_config(
+        run__steps=STEPS,
+        run__name="claimed",
+        groups__per_step=2,
+        bus__record_bytes_max=RECORD_BYTES_MAX,
+        workers__context_tokens=2 * OBSERVED,
+        trainer__micro_batch_tokens=2 * OBSERVED,
+        sampling__max_tokens=40,
+        evaluation__prompts=2,
+    )
+    cluster = ClaimCluster(directory, config, tasks=talkative_tasks)
+    (directory / "config.toml").write_text(dump_toml(config))
+    return cluster
 
 
 @pytest.fixture(scope="module")

@@ -6,30 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import NewTopic
 
 from infra.kafka import broker as broker_module
 from infra.kafka.broker import HOST, LOWEST_PORT, new_cluster
-from tests.support.kafka_broker import BrokerError, KafkaBroker, free_ports
+from tests.support.kafka_broker import BrokerError, KafkaBroker, free_ports, values_of
 
 pytestmark = pytest.mark.kafka
-
-
-def _values(bootstrap: str, topic: str, count: int) -> list[bytes]:
-    reader = KafkaConsumer(bootstrap_servers=bootstrap, enable_auto_commit=False)
-    try:
-        reader.assign([TopicPartition(topic, 0)])
-        reader.seek_to_beginning()
-        found: list[bytes] = []
-        for _ in range(100):
-            for records in reader.poll(timeout_ms=200).values():
-                found += [record.value for record in records]
-            if len(found) >= count:
-                break
-        return found
-    finally:
-        reader.close()
 
 
 LOWEST_OF_SYSTEM = 20_000
@@ -95,7 +79,7 @@ def test_broker_keeps_what_it_acknowledged_when_it_is_killed_and_started_again(
         broker.kill()
         broker.start()
         assert broker.bootstrap == address
-        assert _values(address, "kept", 1) == [b"one"]
+        assert values_of(address, "kept", 1) == [b"one"]
         broker.stop()
         assert not broker.log().count("ERROR"), broker.log()
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from kafka import KafkaProducer
 from kafka.admin import NewTopic
 
-from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener
+from tests.support.kafka_broker import KafkaBroker, KafkaCluster, Listener, values_of
 
 pytestmark = [
     pytest.mark.kafka,
@@ -45,23 +45,6 @@ def append(bootstrap: str, *values: bytes) -> None:
         producer.close()
 
 
-def values(bootstrap: str, count: int) -> list[bytes]:
-    """What is in the topic once so much is there."""
-    reader = KafkaConsumer(bootstrap_servers=bootstrap.split(","), enable_auto_commit=False)
-    try:
-        reader.assign([TopicPartition(TOPIC, 0)])
-        reader.seek_to_beginning()
-        found: list[bytes] = []
-        for _ in range(5 * WAIT_S):
-            for records in reader.poll(timeout_ms=200).values():
-                found += [record.value for record in records]
-            if len(found) >= count:
-                break
-        return found
-    finally:
-        reader.close()
-
-
 def test_a_cluster_goes_on_when_its_leader_is_killed_and_takes_it_back(
     cluster: KafkaCluster,
 ) -> None:
@@ -76,7 +59,7 @@ def test_a_cluster_goes_on_when_its_leader_is_killed_and_takes_it_back(
     first.start()
     cluster.await_in_sync(TOPIC)
     append(cluster.bootstrap, b"three")
-    assert values(cluster.bootstrap, 3) == [b"one", b"two", b"three"]
+    assert values_of(cluster.bootstrap, TOPIC, 3) == [b"one", b"two", b"three"]
 
 
 def test_a_cluster_that_was_stopped_has_what_it_had(cluster: KafkaCluster) -> None:
@@ -87,7 +70,7 @@ def test_a_cluster_that_was_stopped_has_what_it_had(cluster: KafkaCluster) -> No
     cluster.stop()
     cluster.start()
     assert cluster.bootstrap == address
-    assert values(address, 1) == [b"one"]
+    assert values_of(address, TOPIC, 1) == [b"one"]
 
 
 def test_another_listener_is_another_door_to_the_same_log(tmp_path: Path) -> None:

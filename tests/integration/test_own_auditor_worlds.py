@@ -8,20 +8,49 @@ from __future__ import annotations
 
 import logging
 import runpy
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.port import Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
-from tests.support.sqlite_copy import copy_log
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "own_auditor"
 ENDS = "rounds the last round: folds control to "
 """A simulated bus leaves longer gaps than a file: its ends are not the file's."""
+
+
+def copy_log(bus: Bus, topics: Topics, path: Path) -> None:
+    """Write the topics of a run to a new file; offsets stay, so rounds name what they named."""
+    names = topics.all()
+    with closing(SqliteBus(path)) as made:
+        made.create([TopicSpec(name=name, partitions=bus.partitions(name)) for name in names])
+    with closing(sqlite3.connect(path)) as log:
+        numbers = dict(log.execute("SELECT name, id FROM topics").fetchall())
+        for name in names:
+            for partition in range(bus.partitions(name)):
+                at = TopicPartition(name, partition)
+                base = numbers[name] << 52 | partition << 40
+                rows = (
+                    (base | one.offset, one.key, _packed(one.headers), one.value)
+                    for one in records_of(bus, {at: bus.end(at)})
+                )
+                log.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
+        log.commit()
+
+
+def _packed(headers: tuple[tuple[str, bytes], ...]) -> bytes | None:
+    return msgspec.msgpack.encode(headers) if headers else None
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +64,12 @@ def _findings(seed: int, place: Path, *, resident: bool) -> list[str]:
     seed_run = SeedRun(draw(seed, steps=10, resident=resident))
     close = World.close
 
-    def closing(self: World) -> None:
+    def close_copied(self: World) -> None:
         copy_log(self.bus, self.topics, place / "log.sqlite")
         close(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "close", closing)
+        patch.setattr(World, "close", close_copied)
         played = seed_run.run()
     assert played.holds, played.line
     own: Callable[[Path], Any] = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]

@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from dora_pipe.bench import codec as bench
-from dora_pipe.bench.codec import Way, bench_codec, sample_trajectory
+from dora_pipe.bench.codec import Encoding, bench_codec, sample_trajectory
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.trajectory import check
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_trajectory
@@ -20,7 +20,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_way_is_measured_at_every_length() -> None:
     figures = bench_codec([30, 300])
-    assert [one.way for one in figures] == [*typing.get_args(Way)] * 2
+    assert [one.way for one in figures] == [*typing.get_args(Encoding)] * 2
     assert [one.tokens for one in figures] == [30] * 5 + [300] * 5
     for one in figures:
         assert one.encode_ms > 0

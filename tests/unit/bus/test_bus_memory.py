@@ -13,7 +13,7 @@ from dora_pipe.bus.memory import (
     MemoryLog,
     ScriptedFaults,
 )
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
 
 AT = TopicPartition("t", 0)
@@ -187,16 +187,3 @@ def test_a_truncated_log_is_noticed_by_its_readers() -> None:
     assert landed(bus) == ["kept"]
     assert bus.log.bytes_held == len("kept")
     assert kept < bus.end(AT) <= lost
-
-
-def test_no_partition_starves_another() -> None:
-    bus = MemoryBus()
-    bus.create([TopicSpec(name="t", partitions=2)])
-    writer = bus.writer()
-    writer.append(texts(*(["flood"] * 100)))
-    writer.append([Append(topic="t", partition=1, value=b"other")])
-    reader = bus.reader({AT: 0, TopicPartition("t", 1): 0})
-    seen: list[Record] = []
-    for _ in range(3):
-        seen += reader.poll(timeout_s=0, records_max=10)
-    assert b"other" in [record.value for record in seen]

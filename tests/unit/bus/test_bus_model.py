@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -109,3 +110,15 @@ def test_the_sqlite_bus_is_a_list_with_gaps(
     tmp_path_factory: pytest.TempPathFactory, script: list[tuple[str, object]]
 ) -> None:
     check_against_model(SqliteBus(tmp_path_factory.mktemp("bus") / "log.sqlite"), script)
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_no_partition_starves_another(kind: str, tmp_path: Path) -> None:
+    bus: Bus = MemoryBus() if kind == "memory" else SqliteBus(tmp_path / "log.sqlite")
+    bus.create([TopicSpec(name="t", partitions=2)])
+    flood = [Append(topic="t", value=b"flood")] * 100
+    bus.writer().append([*flood, Append(topic="t", partition=1, value=b"other")])
+    reader = bus.reader({TopicPartition("t", number): 0 for number in range(2)})
+    seen = [one for _ in range(3) for one in reader.poll(timeout_s=0, records_max=10)]
+    assert b"other" in [record.value for record in seen]
+    bus.close()

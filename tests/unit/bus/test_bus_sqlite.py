@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus import sqlite, sqlite_file
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus, SqliteReader
 from dora_pipe.core.errors import BusError, BusFull, LogDamaged, LogTruncated, TopicMissing
 
@@ -231,17 +231,6 @@ def test_an_older_copy_of_the_file_is_a_truncated_log(bus: SqliteBus, path: Path
     with pytest.raises(LogTruncated, match="t/0"):
         copy.reader({AT: reader.position(AT)}).poll(timeout_s=0)
     copy.close()
-
-
-def test_no_partition_starves_another(bus: SqliteBus) -> None:
-    writer = bus.writer()
-    writer.append(texts(*(["flood"] * 100)))
-    writer.append([Append(topic="t", partition=1, value=b"other")])
-    reader = bus.reader({AT: 0, TopicPartition("t", 1): 0})
-    seen: list[Record] = []
-    for _ in range(3):
-        seen += reader.poll(timeout_s=0, records_max=10)
-    assert b"other" in [record.value for record in seen]
 
 
 def test_a_poll_with_nothing_new_asks_one_question(bus: SqliteBus) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusFull, RecordTooLarge
+from tests.support.bus_steps import catch_up, values
 
 TOPIC = "r.trajectories"
 AT = TopicPartition(TOPIC, 0)
@@ -51,11 +51,8 @@ def large(value: bytes = LARGE) -> Append:
     return Append(topic=TOPIC, key=b"g1", value=value, headers=HEADERS)
 
 
-def read(bus: Bus, at: TopicPartition = AT) -> list[Record]:
-    reader, found = bus.reader({at: 0}), []
-    while reader.position(at) < bus.end(at):
-        found += reader.poll(timeout_s=0)
-    return found
+def read(bus: Bus) -> list[Record]:
+    return catch_up(bus, bus.reader({AT: 0}), AT)
 
 
 def raw(log: MemoryLog) -> list[Record]:
@@ -261,7 +258,3 @@ def test_the_log_of_a_file_claims_by_its_address(tmp_path: Path) -> None:
     bare = SqliteBus(tmp_path / "log")
     assert values(read(bare)) == [b""]
     bare.close()
-
-
-def values(records: Sequence[Record]) -> list[bytes]:
-    return [record.value for record in records]

@@ -210,7 +210,7 @@ def _alone(task: Layer, *, total: int) -> Done:
     with Child(task) as child:
         child.await_ready()
         child.go()
-        child.tell_total(total)
+        child.send_total(total)
         return child.done()
 
 
@@ -224,7 +224,7 @@ def _together(
         reader.go()
         writer.go()
         written = writer.done()
-        reader.tell_total(written.records + behind)
+        reader.send_total(written.records + behind)
         return written, reader.done()
 
 

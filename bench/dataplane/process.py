@@ -140,7 +140,7 @@ class Child:
         """Start the clock."""
         self._say(GO)
 
-    def tell_total(self, records: int) -> None:
+    def send_total(self, records: int) -> None:
         """How many records there are in all, behind the warm ones."""
         self._say(b"%d\n" % records)
 

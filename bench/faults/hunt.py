@@ -93,7 +93,7 @@ class BrokerVictim:
         if self._struck is None:
             target = TopicPartition(f"{self._topics.run}.{name}", partition)
             self._struck = self._brokers.strike(target, self._topics.all(), down_s=down_s)
-            doing = (f"{role} {self._files.doing(role)}" for role in _TOLD)
+            doing = (f"{role} {self._files.doing(role)}" for role in _BESIDE_A_BROKER)
             words = f"{words}; {', '.join(doing)}"
         else:
             self._struck = self._brokers.strike_again(self._struck, down_s=down_s)
@@ -105,7 +105,7 @@ class BrokerVictim:
         return () if self._struck is None else self._struck.led
 
 
-_TOLD: Final = (local_roles.TRAINER, local_roles.ORCHESTRATOR)
+_BESIDE_A_BROKER: Final = (local_roles.TRAINER, local_roles.ORCHESTRATOR)
 
 
 @contextmanager

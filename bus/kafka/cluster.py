@@ -2,7 +2,7 @@
 
 Topics that we create have settings that lose nothing acknowledged. One that somebody else created,
 or changed later, is looked at when a run starts: what would lose records in order to run at all is
-refused, what is weaker than it could be is told.
+refused, what is weaker than it could be is logged as a warning.
 
 A broker takes a log directory offline whose disk is full, and ends when that was its last one.
 Afterwards nobody can ask it, and appends fail only with what that looks like from outside: no
@@ -111,12 +111,12 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
     The client leaves a topic out where the cluster refuses to tell; that is raised as its error.
     """
     wanted = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
-    told = admin.describe_configs(wanted, config_filter="all").get("topic", {})
+    answer = admin.describe_configs(wanted, config_filter="all").get("topic", {})
     for topic in topics:
-        if "max.message.bytes" not in told.get(topic.name, {}):
+        if "max.message.bytes" not in answer.get(topic.name, {}):
             raise kafka_errors.TopicAuthorizationFailedError(topic.name)
     return [
-        replace(topic, settings={k: str(v["value"]) for k, v in told[topic.name].items()})
+        replace(topic, settings={k: str(v["value"]) for k, v in answer[topic.name].items()})
         for topic in topics
     ]
 
@@ -201,8 +201,8 @@ def brokers_of(admin: KafkaAdminClient) -> list[int]:
 def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
     """The smallest `replica.fetch.max.bytes` of the brokers; None where the cluster tells none."""
     wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
-    told = admin.describe_configs(wanted, config_filter="all").get("broker", {})
-    sizes = [one["replica.fetch.max.bytes"]["value"] for one in told.values() if one]
+    answer = admin.describe_configs(wanted, config_filter="all").get("broker", {})
+    sizes = [one["replica.fetch.max.bytes"]["value"] for one in answer.values() if one]
     return min(map(int, sizes), default=None)
 
 
@@ -339,7 +339,7 @@ def too_few_of(partitions: Iterable[Partition]) -> str:
     return "; ".join(said)
 
 
-def _log_dirs(told: Sequence[Mapping[str, Any]]) -> list[LogDir]:
+def _log_dirs(answer: Sequence[Mapping[str, Any]]) -> list[LogDir]:
     return [
         LogDir(
             broker=int(broker["broker"]),
@@ -347,7 +347,7 @@ def _log_dirs(told: Sequence[Mapping[str, Any]]) -> list[LogDir]:
             failed=one["error_code"] == kafka_errors.KafkaStorageError.errno,
             free_bytes=free if (free := int(one.get("usable_bytes", -1))) >= 0 else None,
         )
-        for broker in told
+        for broker in answer
         for one in broker["log_dirs"]
     ]
 

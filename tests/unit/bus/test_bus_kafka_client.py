@@ -1,4 +1,4 @@
-"""What kafka-python says and what we make of it, without any broker."""
+"""How kafka-python's clients are made, called and given up, without any broker."""
 
 from __future__ import annotations
 
@@ -14,40 +14,9 @@ from dora_pipe.bus.kafka.client import Admin, bounded, client_settings, topic_se
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import (
-    BusError,
-    DoraError,
     Fenced,
-    LogTruncated,
     OutcomeUnknown,
-    TopicMissing,
 )
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        (kafka_errors.ProducerFencedError(), Fenced),
-        (kafka_errors.InvalidProducerEpochError(), Fenced),
-        (kafka_errors.OffsetOutOfRangeError({}), LogTruncated),
-        (kafka_errors.LogTruncationError({}), LogTruncated),
-        (kafka_errors.UnknownTopicOrPartitionError(), TopicMissing),
-        (kafka_errors.KafkaTimeoutError("slow"), BusError),
-        (kafka_errors.KafkaConnectionError("gone"), BusError),
-        (TimeoutError("slow"), BusError),
-    ],
-)
-def test_each_error_of_the_client_has_one_meaning(theirs: Exception, ours: type[DoraError]) -> None:
-    with pytest.raises(BusError) as raised, our_errors():
-        raise theirs
-    assert type(raised.value) is ours
-    assert "\n" not in raised.value.message
-
-
-def test_what_is_unspecific_in_a_commit_is_an_unknown_outcome_and_fencing_is_not() -> None:
-    with pytest.raises(OutcomeUnknown), our_errors(OutcomeUnknown):
-        raise kafka_errors.KafkaTimeoutError("slow")
-    with pytest.raises(Fenced), our_errors(OutcomeUnknown):
-        raise kafka_errors.ProducerFencedError
 
 
 def test_an_admin_client_that_finds_no_cluster_leaves_no_thread_that_goes_on_looking() -> None:

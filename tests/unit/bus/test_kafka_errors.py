@@ -1,13 +1,22 @@
-"""Each refusal of a cluster is one line with what to do about it."""
+"""Each error of the Kafka client has one meaning, and each refusal is one line with what to do."""
 
 from __future__ import annotations
 
 import pytest
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka.access import our_errors
+from dora_pipe.bus.kafka.access import ROOM_HINT, our_errors
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.core.errors import AccessRefused, BusError, OutcomeUnknown, RecordTooLarge
+from dora_pipe.core.errors import (
+    AccessRefused,
+    BusError,
+    DoraError,
+    Fenced,
+    LogTruncated,
+    OutcomeUnknown,
+    RecordTooLarge,
+    TopicMissing,
+)
 from dora_pipe.core.retry import FINAL_ERRORS
 
 WORKER = KafkaSecurity(protocol="SASL_SSL", username="w0", ca_file="ca.pem")
@@ -21,6 +30,50 @@ def refused(error: Exception, *, needs: str = "", security: KafkaSecurity = WORK
         raise error
     assert "\n" not in raised.value.message and "\n" not in (raised.value.hint or "")
     return raised.value
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (kafka_errors.ProducerFencedError(), Fenced),
+        (kafka_errors.InvalidProducerEpochError(), Fenced),
+        (kafka_errors.OffsetOutOfRangeError({}), LogTruncated),
+        (kafka_errors.LogTruncationError({}), LogTruncated),
+        (kafka_errors.UnknownTopicOrPartitionError(), TopicMissing),
+        (kafka_errors.KafkaTimeoutError("slow"), BusError),
+        (kafka_errors.KafkaConnectionError("gone"), BusError),
+        (TimeoutError("slow"), BusError),
+    ],
+)
+def test_each_error_of_the_client_has_one_meaning(theirs: Exception, ours: type[DoraError]) -> None:
+    with pytest.raises(BusError) as raised, our_errors():
+        raise theirs
+    assert type(raised.value) is ours
+    assert "\n" not in raised.value.message
+
+
+def test_what_is_unspecific_in_a_commit_is_an_unknown_outcome_and_fencing_is_not() -> None:
+    with pytest.raises(OutcomeUnknown), our_errors(OutcomeUnknown):
+        raise kafka_errors.KafkaTimeoutError("slow")
+    with pytest.raises(Fenced), our_errors(OutcomeUnknown):
+        raise kafka_errors.ProducerFencedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (kafka_errors.KafkaStorageError, "a broker's log directory has failed"),
+        (kafka_errors.NotEnoughReplicasError, "fewer replicas are in sync than an append needs"),
+        (kafka_errors.LeaderNotAvailableError, "a partition has no leader"),
+        (kafka_errors.KafkaTimeoutError, "KafkaTimeoutError"),
+    ],
+)
+def test_error_of_an_append_names_the_cause_as_far_as_a_client_sees_it(
+    kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(OutcomeUnknown, match=words) as raised, our_errors(OutcomeUnknown):
+        raise kind
+    assert raised.value.hint == ROOM_HINT
 
 
 def test_a_missing_right_names_principal_operation_and_resource() -> None:

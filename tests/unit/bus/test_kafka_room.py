@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka.access import ROOM_HINT, our_errors
 from dora_pipe.bus.kafka.cluster import FULL_BYTES, LOW_BYTES, LogDir, Partition, too_few_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.core.errors import BusError, OutcomeUnknown, ResourceError
+from dora_pipe.core.errors import BusError, ResourceError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
 from dora_pipe.launch import disk_watch as broker_watch
 from dora_pipe.launch.disk_watch import FULL_BYTES as LOCAL_FULL_BYTES
@@ -61,23 +59,6 @@ def test_partitions_that_take_no_appends_are_told_with_the_brokers_that_are_away
     assert "1 partitions of the run have no leader" in found
     assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in found
     assert found.endswith("brokers 1, 2, 3 ended, or cannot write: is a disk full?")
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (kafka_errors.KafkaStorageError, "a broker's log directory has failed"),
-        (kafka_errors.NotEnoughReplicasError, "fewer replicas are in sync than an append needs"),
-        (kafka_errors.LeaderNotAvailableError, "a partition has no leader"),
-        (kafka_errors.KafkaTimeoutError, "KafkaTimeoutError"),
-    ],
-)
-def test_error_of_an_append_names_the_cause_as_far_as_a_client_sees_it(
-    kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(OutcomeUnknown, match=words) as raised, our_errors(OutcomeUnknown):
-        raise kind
-    assert raised.value.hint == ROOM_HINT
 
 
 def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(

@@ -69,15 +69,6 @@ def content_of(trajectory: Trajectory) -> Content:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """How far a sibling's spans go."""
-
-    at_ns: int
-    skew_ns: int
-    """Clocks disagreed by so much."""
-
-
 class TrajectorySpans:
     """Makes the spans of one request of a group that has ended; `parent` is the group's root."""
 
@@ -99,8 +90,8 @@ class TrajectorySpans:
         self._known_ns = ended.ended_ns if batch is None else batch.taken_ns
         """When the orchestrator knew that the siblings had ended."""
 
-    def spans(self, parent: str) -> Reached:
-        """Add all of them, the trajectory's own first."""
+    def spans(self, parent: str) -> Cursor:
+        """Add all of them, the trajectory's own first; how far they go."""
         request, cursor, began_ns = self._request, self._cursor, self._cursor.at_ns
         place = len(self._builder.spans)
         for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
@@ -129,7 +120,7 @@ class TrajectorySpans:
             error_type="failed",
         )
         self._builder.spans.insert(place, self._builder.spans.pop())
-        return Reached(cursor.at_ns, cursor.skew_ns)
+        return cursor
 
     def _why(self) -> str:
         """What went wrong with it, if anything did."""

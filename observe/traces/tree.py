@@ -7,6 +7,7 @@ printed as JSON; `draw` makes the tree of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from dora_pipe.observe.traces import names
@@ -53,8 +54,7 @@ def branch(spans: Sequence[Span], trajectory: str) -> list[Span]:
 
 def row(span: Span, level: int, origin_ns: int) -> Row:
     """One span."""
-    words = _WORDS.get(span.stage)
-    what = "" if words is None else "; ".join(one for one in words(span.attributes) if one)
+    what = "; ".join(filter(None, _words(span)))
     if span.error and span.error not in what:
         what += f"; error: {span.error}" if what else f"error: {span.error}"
     return {
@@ -104,6 +104,13 @@ def _below(
 
 Attributes = Mapping[str, Value]
 
+WAITED: Final = f"waited for %({names.WAITED_FOR})s"
+STEP: Final = f"step %({names.STEP})d"
+PLACED: Final = f"to %({names.WORKER})s: %({names.REASON})s"
+TURN: Final = f"turn %({names.TURN})d, %({names.TOKENS})d tokens"
+RECORD: Final = f"trajectories:%({names.PARTITION})s:%({names.OFFSET})d, %({names.SIZE})d bytes"
+BATCH: Final = f"step %({names.STEP})d, attempt %({names.ATTEMPT})d"
+
 
 def _group(attrs: Attributes) -> Iterator[str]:
     eval_ = attrs[names.PURPOSE] == "eval"
@@ -118,26 +125,14 @@ def _group(attrs: Attributes) -> Iterator[str]:
         yield f"{fate}: {attrs[names.REASON]}" if names.REASON in attrs else str(fate)
 
 
-def _trajectory(attrs: Attributes) -> Iterator[str]:
-    yield str(attrs[names.TRAJECTORY])
-    if names.REWARD in attrs:
-        yield f"reward {attrs[names.REWARD]:g}"
+def _attempts(attrs: Attributes) -> Iterator[str]:
     if attrs[names.ATTEMPTS] != 1:
         yield f"{attrs[names.ATTEMPTS]} stays"
 
 
-def _queued(attrs: Attributes) -> Iterator[str]:
-    if names.WAITED_FOR in attrs:
-        yield f"waited for {attrs[names.WAITED_FOR]}"
-    yield f"to {attrs[names.WORKER]}: {attrs[names.REASON]}"
-
-
 def _generated(attrs: Attributes) -> Iterator[str]:
     tokens = f"{attrs[names.OUTPUT]} tokens" if names.OUTPUT in attrs else "its tokens are unknown"
-    worker = f"{attrs[names.WORKER]} (incarnation {attrs[names.EPOCH]})"
-    yield f"{worker}, attempt {attrs[names.ATTEMPT]}"
-    on = f" from token {attrs[names.RESUMED]} on" if names.RESUMED in attrs else ""
-    yield tokens + on
+    yield tokens + (f" from token {attrs[names.RESUMED]} on" if names.RESUMED in attrs else "")
     if names.FIRST_TOKEN in attrs:
         yield f"first token after {attrs[names.FIRST_TOKEN]:.3f} s"
     outcome = attrs[names.OUTCOME]
@@ -147,57 +142,41 @@ def _generated(attrs: Attributes) -> Iterator[str]:
         yield str(outcome)
 
 
-def _turn(attrs: Attributes) -> Iterator[str]:
-    tool = f"{attrs[names.TOOL]}, " if names.TOOL in attrs else ""
-    yield f"{tool}turn {attrs[names.TURN]}, {attrs[names.TOKENS]} tokens"
-
-
-def _published(attrs: Attributes) -> Iterator[str]:
-    yield f"trajectories:{attrs[names.PARTITION]}:{attrs[names.OFFSET]}, {attrs[names.SIZE]} bytes"
-
-
-def _waited(attrs: Attributes) -> Iterator[str]:
-    if names.WAITED_FOR in attrs:
-        yield f"waited for {attrs[names.WAITED_FOR]}"
-
-
-def _selected(attrs: Attributes) -> Iterator[str]:
-    yield f"step {attrs[names.STEP]}, attempt {attrs[names.ATTEMPT]}"
-    if names.WAITED_FOR in attrs:
-        yield f"the batch waited for {attrs[names.WAITED_FOR]}"
-
-
-def _trained(attrs: Attributes) -> Iterator[str]:
-    yield f"step {attrs[names.STEP]}"
-
-
-def _reward(attrs: Attributes) -> Iterator[str]:
-    if names.REWARD in attrs:
-        yield f"{attrs[names.REWARD]:g}"
-
-
-def _step(attrs: Attributes) -> Iterator[str]:
-    yield f"step {attrs[names.STEP]}, attempt {attrs[names.ATTEMPT]}"
+def _size(attrs: Attributes) -> Iterator[str]:
     groups = attrs[names.GROUPS]
     yield f"{groups} group{'' if groups == 1 else 's'}, {attrs[names.COUNT]} trajectories"
 
 
-_WORDS: Final[Mapping[str, Callable[[Attributes], Iterator[str]]]] = {
-    "group": _group,
-    "dispatched": lambda attrs: iter((str(attrs[names.REASON]),)),
-    "trajectory": _trajectory,
-    "queued": _queued,
-    "generated": _generated,
-    "slot": _waited,
-    "sampled": _turn,
-    "environment": _turn,
-    "tool": _turn,
-    "reward": _reward,
-    "published": _published,
-    "gathered": _waited,
-    "selected": _selected,
-    "trained": _trained,
-    "step": _step,
-    "waited": _waited,
-    "computed": lambda attrs: iter((f"{attrs[names.COMPUTE]:.3f} s of it computing",)),
+_WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ...]]] = {
+    "group": (_group,),
+    "dispatched": (f"%({names.REASON})s",),
+    "trajectory": (f"%({names.TRAJECTORY})s", f"reward %({names.REWARD})g", _attempts),
+    "queued": (WAITED, PLACED),
+    "generated": (
+        f"%({names.WORKER})s (incarnation %({names.EPOCH})d), attempt %({names.ATTEMPT})d",
+        _generated,
+    ),
+    "slot": (WAITED,),
+    "sampled": (TURN,),
+    "environment": (TURN,),
+    "tool": (f"%({names.TOOL})s, {TURN}",),
+    "reward": (f"%({names.REWARD})g",),
+    "published": (RECORD,),
+    "gathered": (WAITED,),
+    "selected": (BATCH, f"the batch {WAITED}"),
+    "trained": (STEP,),
+    "step": (BATCH, _size),
+    "waited": (WAITED,),
+    "computed": (f"%({names.COMPUTE}).3f s of it computing",),
 }
+"""By stage: what is said of its attributes; a text that needs one which is not there is left out.
+"""
+
+
+def _words(span: Span) -> Iterator[str]:
+    for one in _WORDS.get(span.stage, ()):
+        if callable(one):
+            yield from one(span.attributes)
+        else:
+            with suppress(KeyError):
+                yield one % span.attributes

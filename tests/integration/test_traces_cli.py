@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def _spans(recorded: RecordedRun) -> list[Span]:
-    bus = recorded.open()
-    try:
+    with closing(recorded.open()) as bus:
         return traces_of(bus, recorded.topics)
-    finally:
-        bus.close()
 
 
 def _ids(spans: list[Span]) -> list[tuple[str, str, str, int, int]]:
@@ -62,11 +60,8 @@ def test_endpoint_receives_every_trained_trajectory_whole(
     check_whole(spans)
     assert {one["dora.run"] for one in resources} == {"recorded"}
     assert {one["service.name"] for one in resources} == {"dora-pipe"}
-    bus = recorded.open()
-    try:
+    with closing(recorded.open()) as bus:
         ledger = build_ledger(bus, recorded.topics)
-    finally:
-        bus.close()
     steps = {one.attributes[names.STEP]: one for one in spans if one.stage == "step"}
     own = {one.attributes[names.TRAJECTORY]: one for one in spans if one.stage == "trajectory"}
     trained = 0

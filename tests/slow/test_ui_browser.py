@@ -22,10 +22,9 @@ from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import PageServer
 from dora_pipe.observe.web.view import parse_query
 from tests.support import chromium
-from tests.support.axe import AXE, violations
 from tests.support.chromium import Page
 from tests.support.cluster import Cluster, make_config
-from tests.support.page_checks import CONTRAST, DASHES, LABELS, TABLES_EMPTY
+from tests.support.page_checks import AXE, CONTRAST, DASHES, LABELS, TABLES_EMPTY, violations
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.ui_stage import source_of
 

@@ -1,8 +1,14 @@
-"""Expressions that ask a page in a browser whether people can use it; each gives what is wrong."""
+"""Asks a page in a browser whether people can use it: expressions that each give what is wrong, and
+axe-core, which `make axe` fetches and which is never kept here."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from tests.support.chromium import Page
+from tests.support.tidy import ROOT
+
+AXE: Final = ROOT / ".axe" / "package" / "axe.min.js"
 
 LABELS: Final = """
 [...document.querySelectorAll('input, select, button, a, svg[role=img], [role=region], nav')]
@@ -50,3 +56,14 @@ DASHES: Final = """
   .filter((one) => one.length > 1)
 """
 """The dashes of the lines of every chart that has several."""
+
+
+def violations(page: Page) -> list[str]:
+    """What axe finds on the page as it is now: rule, and the first element that breaks it."""
+    page.run(f"{AXE.read_text()}; true")
+    found = page.run(
+        "axe.run(document, {resultTypes: ['violations']}).then((told) => told.violations.map("
+        "(one) => `${one.id}: ${one.help}: ${one.nodes[0].html.slice(0, 160)} "
+        "(${one.nodes.length})`))"
+    )
+    return [str(one) for one in found]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at the log brings few rounds, so that there are many."""
     monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 20)
     monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
-
-
-@pytest.fixture
-def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
-    with closing(recorded.open()) as opened:
-        yield opened
 
 
 class Sink:

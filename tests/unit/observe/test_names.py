@@ -34,11 +34,6 @@ def test_names_of_the_conventions_are_those_of_the_conventions(source: str) -> N
     assert ours - there == set()
 
 
-def test_names_of_the_house_begin_with_the_house() -> None:
-    ours = [key for key, one in ATTRIBUTES.items() if one.source == "dora"]
-    assert [key for key in ours if not key.startswith("dora.")] == []
-
-
 def test_every_attribute_stands_on_a_stage_or_on_the_resource() -> None:
     used = {key for one in STAGES.values() for key in one.attributes}
     assert used <= set(ATTRIBUTES)

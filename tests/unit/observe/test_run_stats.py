@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -26,13 +26,6 @@ from tests.support.stats_stage import Stage, stats_of
 from tests.support.told_run import SECOND_NS
 
 BOUNDS = (0.0, 1.0, 2.5, 10.0)
-
-
-@pytest.fixture(scope="module")
-def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
-    with closing(recorded.open()) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.tracing import Traces
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -22,13 +22,6 @@ from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.rounds import decode_round
 from tests.support.recorded_run import RecordedRun
 from tests.support.traces import check_whole, traces_of
-
-
-@pytest.fixture
-def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
-    with closing(recorded.open()) as opened:
-        yield opened
 
 
 def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
@@ -96,11 +89,10 @@ def test_what_was_sent_is_not_made_again(bus: SqliteBus, recorded: RecordedRun) 
 
 
 def test_records_that_were_let_go_are_read_again(
-    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+    bus: SqliteBus, recorded: RecordedRun, spans: list[Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = traces_of(bus, recorded.topics)
     monkeypatch.setattr(tracer, "HELD_MAX", 2)
-    assert traces_of(bus, recorded.topics) == whole
+    assert traces_of(bus, recorded.topics) == spans
 
 
 def test_share_leaves_groups_out_and_keeps_every_step(
@@ -138,10 +130,8 @@ def test_control_that_was_cut_is_told(bus: SqliteBus, recorded: RecordedRun) -> 
 
 
 def test_part_of_the_log_gives_the_trace_that_the_whole_one_gives(
-    bus: SqliteBus, recorded: RecordedRun
+    bus: SqliteBus, recorded: RecordedRun, spans: list[Span], ledger: Ledger
 ) -> None:
-    spans = traces_of(bus, recorded.topics)
-    ledger = build_ledger(bus, recorded.topics)
     traces = Traces(bus, recorded.topics, ledger)
     by_trace: dict[str, list[Span]] = {}
     for one in spans:

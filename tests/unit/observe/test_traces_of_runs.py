@@ -6,8 +6,10 @@ import logging
 
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.observe.traces import names
+from dora_pipe.observe.traces.span import Span
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
@@ -20,7 +22,7 @@ class _Traced(SeedRun):
 
     trained = 0
 
-    def _look(self, world: World) -> None:
+    def _audit(self, world: World) -> None:
         self.trained = check_traces(world.bus, world.topics)
 
 
@@ -32,30 +34,19 @@ def test_paths_are_unbroken_in_a_simulated_run_with_faults(seed: int) -> None:
     assert seed_run.trained >= 10
 
 
-def test_paths_are_unbroken_in_a_run_of_the_real_machines(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        assert check_traces(bus, recorded.topics) == STEPS * 4 * 4
-    finally:
-        bus.close()
+def test_paths_are_unbroken_in_a_run_of_the_real_machines(
+    bus: SqliteBus, recorded: RecordedRun
+) -> None:
+    assert check_traces(bus, recorded.topics) == STEPS * 4 * 4
 
 
-def test_a_second_look_makes_the_same_spans(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        first = traces_of(bus, recorded.topics)
-        assert traces_of(bus, recorded.topics) == first
-    finally:
-        bus.close()
+def test_a_second_look_makes_the_same_spans(
+    bus: SqliteBus, recorded: RecordedRun, spans: list[Span]
+) -> None:
+    assert traces_of(bus, recorded.topics) == spans
 
 
-def test_what_went_wrong_is_told_where_it_went_wrong(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        spans = traces_of(bus, recorded.topics)
-        ledger = build_ledger(bus, recorded.topics)
-    finally:
-        bus.close()
+def test_what_went_wrong_is_told_where_it_went_wrong(spans: list[Span], ledger: Ledger) -> None:
     attempts = [one for one in spans if one.stage == "generated"]
     fenced = [one for one in attempts if one.attributes[names.OUTCOME] == "fenced"]
     assert {one.attributes[names.WORKER] for one in fenced} >= {"w0", "w1"}
@@ -68,13 +59,9 @@ def test_what_went_wrong_is_told_where_it_went_wrong(recorded: RecordedRun) -> N
     assert invalid[0].error.startswith("ValueError")
 
 
-def test_tokens_of_the_attempts_are_those_of_the_trajectory(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        spans = traces_of(bus, recorded.topics)
-        ledger = build_ledger(bus, recorded.topics)
-    finally:
-        bus.close()
+def test_tokens_of_the_attempts_are_those_of_the_trajectory(
+    spans: list[Span], ledger: Ledger
+) -> None:
     check_whole(spans)
     told: dict[str, int] = {}
     for one in spans:
@@ -90,12 +77,7 @@ def test_tokens_of_the_attempts_are_those_of_the_trajectory(recorded: RecordedRu
     assert {name: told[name] for name in logged} == logged
 
 
-def test_evaluation_ends_without_a_step(recorded: RecordedRun) -> None:
-    bus = recorded.open()
-    try:
-        spans = traces_of(bus, recorded.topics)
-    finally:
-        bus.close()
+def test_evaluation_ends_without_a_step(spans: list[Span]) -> None:
     roots = [one for one in spans if one.stage == "group"]
     evaluated = [one for one in roots if one.attributes[names.PURPOSE] == "eval"]
     assert evaluated

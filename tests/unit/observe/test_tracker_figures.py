@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 
 import pytest
 
@@ -55,13 +54,6 @@ class Clock(SystemClock):
     def sleep(self, seconds: float) -> None:
         """Remembered."""
         self.slept.append(seconds)
-
-
-@pytest.fixture(scope="module")
-def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
-    """Its log."""
-    with closing(recorded.open()) as opened:
-        yield opened
 
 
 def contributions(sha256: str) -> list[dict[str, float]]:

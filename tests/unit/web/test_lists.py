@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.catalogue.tables import TrajectoryRow, columns_of
 from dora_pipe.core.errors import UsageError
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.timeline import merged, timeline, utilisation
@@ -78,6 +79,9 @@ def test_groups_are_filtered_newest_first(
         ("finish=length", 0),
         ("q=g0000000001-000", 1),
         ("attempts_min=1", 6),
+        ("attempts=2", 0),
+        ("logged_s_max=0", 0),
+        ("logged_s_min=0", 6),
     ],
 )
 def test_trajectories_are_filtered(stage: CatalogueStage, fields: str, count: int) -> None:
@@ -93,6 +97,32 @@ def test_trajectories_are_sorted_and_what_has_no_value_comes_last(
     there = [one for one in values if one is not None]
     assert values[0] == pick(there)
     assert values == there + [None] * (len(values) - len(there))
+
+
+@pytest.mark.parametrize(
+    ("listed", "listing"),
+    [
+        (tables.steps, tables.STEPS),
+        (tables.groups, tables.GROUPS),
+        (tables.trajectories, tables.TRAJECTORIES),
+        (tables.decisions, tables.DECISIONS),
+    ],
+)
+def test_every_column_sorts_and_every_number_has_bounds(
+    stage: CatalogueStage, listed: Callable[..., dict[str, Any]], listing: tables.Listing
+) -> None:
+    view = view_of_told(stage)
+    for name in listing.names:
+        assert listed(view, parse_query(f"?sort=-{name}"))["total"] > 0, name
+    for name in listing.numbers:
+        assert listed(view, parse_query(f"?{name}_min=99999"))["total"] == 0, name
+
+
+def test_trajectories_have_every_column_of_the_catalogue_that_does_not_stand_elsewhere() -> None:
+    shown = {sql.partition(".")[2] for sql in tables.TRAJECTORIES.columns.values()}
+    assert {one.name for one in columns_of(TrajectoryRow)} - shown == (
+        tables.ELSEWHERE - {"trajectory_id"}
+    )
 
 
 def test_unknown_column_is_refused_and_the_known_ones_named(stage: CatalogueStage) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dora_pipe.observe.traces import names
-from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id, step_trace
+from dora_pipe.observe.traces.ids import RunFacts, span_id, step_trace
 from dora_pipe.observe.traces.names import STAGES, Kind
 
 Value = str | bool | int | float | tuple[str, ...]
@@ -68,18 +68,6 @@ class Span:
 
 Attributes = dict[str, Value | None]
 """Attributes; None and the empty text are left out."""
-
-
-def root_of(run: RunFacts, group: str) -> tuple[str, str]:
-    """Trace and span id of a group."""
-    trace = group_trace(run.key, group)
-    return trace, span_id(trace, "group")
-
-
-def trajectory_span(run: RunFacts, group: str, trajectory: str) -> tuple[str, str]:
-    """Trace and span id of a trajectory."""
-    trace = group_trace(run.key, group)
-    return trace, span_id(trace, "trajectory", trajectory)
 
 
 def step_span(run: RunFacts, step: int) -> tuple[str, str]:

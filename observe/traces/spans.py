@@ -22,7 +22,7 @@ from dora_pipe.catalogue.account import (
     WorkerHistory,
 )
 from dora_pipe.observe.traces import names
-from dora_pipe.observe.traces.ids import RunFacts, span_id
+from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (
     Attributes,
     Cursor,
@@ -31,13 +31,12 @@ from dora_pipe.observe.traces.span import (
     Span,
     SpanBuilder,
     Value,
-    root_of,
     step_span,
-    trajectory_span,
     within,
 )
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
 
@@ -69,25 +68,19 @@ def content_of(trajectory: Trajectory) -> Content:
     )
 
 
-class TrajectorySpans:
-    """Makes the spans of one request of a group that has ended; `parent` is the group's root."""
+class _Sibling:
+    """Makes the spans of one request of a group that has ended."""
 
-    def __init__(
-        self,
-        builder: SpanBuilder,
-        ended: GroupEnded,
-        request: RequestHistory,
-        content: Content | None,
-        workers: Mapping[int, WorkerHistory],
-    ) -> None:
-        self._builder, self._run = builder, builder.run
-        self._ended, self._spec = ended, ended.group.spec
-        self._request, self._content, self._workers = request, content, workers
-        self._name = span_id(builder.trace, "trajectory", request.trajectory)
-        self._cursor = Cursor(ended.group.dispatched_ns)
-        self._segments = _Segments(content)
-        batch = ended.batch
-        self._known_ns = ended.ended_ns if batch is None else batch.taken_ns
+    def __init__(self, group: _Group, request: RequestHistory) -> None:
+        self._builder, self._run = group.builder, group.builder.run
+        self._ended, self._spec = group.ended, group.spec
+        self._request, self._workers = request, group.workers
+        self._content = group.contents.get(request.trajectory)
+        self._name = span_id(group.builder.trace, "trajectory", request.trajectory)
+        self._cursor = Cursor(self._ended.group.dispatched_ns)
+        self._segments = _Segments(self._content)
+        batch = self._ended.batch
+        self._known_ns = self._ended.ended_ns if batch is None else batch.taken_ns
         """When the orchestrator knew that the siblings had ended."""
 
     def spans(self, parent: str) -> Cursor:
@@ -330,25 +323,27 @@ def group_spans(
     `contents` by trajectory: one that is not there (its record is gone) is told by facts alone.
     `workers` by role epoch.
     """
-    return _Group(run, ended, contents, workers).spans(sampled)
+    trace = group_trace(run.key, ended.group.spec.group)
+    return _Group(ended, contents, workers, SpanBuilder(run, trace)).spans(sampled)
 
 
+@dataclass(frozen=True, slots=True)
 class _Group:
-    def __init__(
-        self,
-        run: RunFacts,
-        ended: GroupEnded,
-        contents: Mapping[str, Content],
-        workers: Mapping[int, WorkerHistory],
-    ) -> None:
-        self._ended, self._contents, self._workers = ended, contents, workers
-        self._spec = ended.group.spec
-        self._topics = Topics(run.key.run)
-        trace, self._root = root_of(run, self._spec.group)
-        self._builder = SpanBuilder(run, trace)
+    ended: GroupEnded
+    contents: Mapping[str, Content]
+    workers: Mapping[int, WorkerHistory]
+    builder: SpanBuilder
+
+    @property
+    def spec(self) -> GroupSpec:
+        return self.ended.group.spec
+
+    @property
+    def root(self) -> str:
+        return span_id(self.builder.trace, "group")
 
     def spans(self, sampled: str) -> list[Span]:
-        ended, began_ns = self._ended, self._ended.group.dispatched_ns
+        ended, began_ns = self.ended, self.ended.group.dispatched_ns
         self._dispatched()
         came, skew_ns = self._siblings()
         cursor = Cursor(max(came.values(), default=began_ns))
@@ -356,10 +351,10 @@ class _Group:
             self._consumed(cursor)
         cursor.to(ended.ended_ns)
         self._group((began_ns, cursor.at_ns), sampled, max(skew_ns, cursor.skew_ns))
-        return [self._builder.spans[-1], *self._builder.spans[:-1]]
+        return [self.builder.spans[-1], *self.builder.spans[:-1]]
 
     def _group(self, times: tuple[int, int], sampled: str, skew_ns: int) -> None:
-        spec, ended = self._spec, self._ended
+        spec, ended = self.spec, self.ended
         attrs: Attributes = {
             names.GROUP: spec.group,
             names.PURPOSE: spec.purpose,
@@ -377,46 +372,43 @@ class _Group:
             names.SKEW: skew_ns / 1e6 if skew_ns else None,
         }
         error = ended.why if ended.fate == "failed" else ""
-        self._builder.add("group", "", times, attrs, error=error, error_type=ended.fate)
+        self.builder.add("group", "", times, attrs, error=error, error_type=ended.fate)
 
     def _staleness(self) -> int | None:
-        step = self._ended.step
-        return None if step is None else staleness_of(step, self._spec.version)
+        step = self.ended.step
+        return None if step is None else staleness_of(step, self.spec.version)
 
     def _dispatched(self) -> None:
-        group = self._ended.group
-        attrs = self._builder.message("dispatch", "send", self._topics.decisions)
+        group = self.ended.group
+        attrs = self.builder.message("dispatch", "send", Topics(self.builder.run.key.run).decisions)
         attrs |= {
             names.OFFSET: group.offset,
-            names.GROUP: self._spec.group,
+            names.GROUP: self.spec.group,
             names.ROUND: group.round,
             names.REASON: group.reason,
         }
         at = group.dispatched_ns, group.dispatched_ns
-        self._builder.add("dispatched", self._root, at, attrs)
+        self.builder.add("dispatched", self.root, at, attrs)
 
     def _siblings(self) -> tuple[dict[str, int], int]:
         """All of them. When each was published, by its id; by how much clocks disagreed."""
         came: dict[str, int] = {}
         skew_ns = 0
-        for name, request in sorted(self._ended.group.requests.items()):
-            sibling = TrajectorySpans(
-                self._builder, self._ended, request, self._contents.get(name), self._workers
-            )
-            reached = sibling.spans(self._root)
+        for name, request in sorted(self.ended.group.requests.items()):
+            reached = _Sibling(self, request).spans(self.root)
             skew_ns = max(skew_ns, reached.skew_ns)
             if request.logged is not None:
                 came[name] = reached.at_ns
         if len(came) > 1:
             last = max(came, key=lambda name: (came[name], name))
-            logged = self._ended.group.requests[last].logged
+            logged = self.ended.group.requests[last].logged
             attrs: Attributes = {names.WAITED_FOR: None if logged is None else _on(logged)}
-            self._builder.add("gathered", self._root, (min(came.values()), came[last]), attrs)
+            self.builder.add("gathered", self.root, (min(came.values()), came[last]), attrs)
         return came, skew_ns
 
     def _consumed(self, cursor: Cursor) -> None:
         """What the trainer did with the group."""
-        ended, batch = self._ended, self._ended.batch
+        ended, batch = self.ended, self.ended.batch
         assert batch is not None
         shared: Attributes = {
             names.COUNT: len(ended.group.results),
@@ -425,14 +417,20 @@ class _Group:
             names.STALENESS: self._staleness(),
         }
         last = ended.batch_last
-        others = last is not None and last.group != self._spec.group
-        attrs = self._builder.message("take", "receive", self._topics.trajectories) | shared
+        others = last is not None and last.group != self.spec.group
+        attrs = (
+            self.builder.message("take", "receive", Topics(self.builder.run.key.run).trajectories)
+            | shared
+        )
         attrs[names.REASON] = batch.take.reason
         attrs[names.WAITED_FOR] = _on(last) if last is not None and others else None
-        self._builder.add("selected", self._root, cursor.to(batch.taken_ns), attrs)
-        attrs = self._builder.message("train", "process", self._topics.trajectories) | shared
-        link = Link(*step_span(self._builder.run, batch.take.step), {names.STEP: batch.take.step})
-        self._builder.add("trained", self._root, cursor.to(ended.ended_ns), attrs, links=(link,))
+        self.builder.add("selected", self.root, cursor.to(batch.taken_ns), attrs)
+        attrs = (
+            self.builder.message("train", "process", Topics(self.builder.run.key.run).trajectories)
+            | shared
+        )
+        link = Link(*step_span(self.builder.run, batch.take.step), {names.STEP: batch.take.step})
+        self.builder.add("trained", self.root, cursor.to(ended.ended_ns), attrs, links=(link,))
 
 
 def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
@@ -456,10 +454,10 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
     attrs |= {figure + name: value for name, value in sorted(fact.figures.items())}
     links = tuple(
         Link(
-            *trajectory_span(run, taken.group, one.trajectory),
-            {names.TRAJECTORY: one.trajectory},
+            trace, span_id(trace, "trajectory", one.trajectory), {names.TRAJECTORY: one.trajectory}
         )
         for taken in fact.groups
+        for trace in [group_trace(run.key, taken.group)]
         for one in taken.trajectories
     )
     builder.add("step", "", (began_ns, cursor.at_ns), attrs, links=links)

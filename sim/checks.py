@@ -95,7 +95,7 @@ class WorkerNotes:
     """What audit's ledger does not keep of an incarnation."""
 
     loaded: int = -1
-    """Version that it has reported last, as it was told to."""
+    """Version that it has reported last, as it was assigned."""
     draining: bool = False
     silent: bool = False
 
@@ -113,13 +113,13 @@ class RequestNotes:
 
 
 class LiveLedger(Ledger):
-    """See the head of this file; `wrong` is told of what does not hold, and may raise."""
+    """See the head of this file; `wrong` is called with what does not hold, and may raise."""
 
     def __init__(self, run: str, wrong: Wrong) -> None:
         super().__init__(run, _FirstFinding(wrong))
         self.counted: Counter[str] = Counter()
         """Facts of requests that were heeded."""
-        self._tell = wrong
+        self._wrong = wrong
         self._paused = False
         self._stopped_now = False
         self._failed: set[str] = set()
@@ -196,7 +196,7 @@ class LiveLedger(Ledger):
 
     def _require(self, check: str, holds: bool, otherwise: str) -> None:
         if not holds:
-            self._tell(check, otherwise)
+            self._wrong(check, otherwise)
 
     def states(self) -> Counter[str]:
         """What facts, groups and workers came to; how stale groups were trained."""
@@ -216,7 +216,7 @@ class LiveLedger(Ledger):
     # Rounds
 
     def apply(self, turn: FoldedRound) -> None:
-        """Book one turn; then the bound must hold, and what was committed is as it was taken."""
+        """Apply one round; then the bound must hold, and what was committed is as it was taken."""
         super().apply(turn)
         steps, self.unread_steps = self.unread_steps, []
         check_steps(self, Seen(), steps)
@@ -226,7 +226,7 @@ class LiveLedger(Ledger):
             self._require("feasible", not why, why)
 
     def round(self, round_: Round, at: Moment) -> None:
-        """Note what a round says it has seen, then check and book its decisions."""
+        """Note what a round says it has seen, then check and apply its decisions."""
         for one in round_.observations:
             if isinstance(one, LeaseExpired):
                 self._workers[one.epoch].silent = True
@@ -242,7 +242,7 @@ class LiveLedger(Ledger):
     # Facts
 
     def fact(self, fact: Fact, at: Moment) -> None:
-        """Book one control record, and note what the ledger does not."""
+        """Apply one control record, and note what the ledger does not."""
         match record := fact.record:
             case WorkerLeft():
                 there = set(self.placed_on(record.epoch))
@@ -294,7 +294,7 @@ class LiveLedger(Ledger):
     # Decisions
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Ask what the ledger does not, then let it check and book the decision."""
+        """Ask what the ledger does not, then let it check and apply the decision."""
         match decision:
             case Dispatch():
                 self._dispatch(decision)

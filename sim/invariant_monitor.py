@@ -2,7 +2,7 @@
 
 Control records are booked when a round folds them, in the order of their offsets; decisions when
 their round is appended. What needs no order (role epochs, what an incarnation says after it left)
-is looked at at once. What the orchestrator hears is overheard at its machine, for the leases.
+is looked at at once. What the orchestrator hears is seen at its machine, for the leases.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SPEAKERS: Final = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
 class InvariantMonitor:
     """Sees a world's log; raises InvariantBroken at the first thing that is wrong.
 
-    Example: ``watch = InvariantMonitor(topics, ...); World(..., watch=watch.appended)``
+    Example: ``World(..., observer=InvariantMonitor(topics, ...))``
     """
 
     def __init__(self, topics: Topics, *, heartbeat_ns: int, lease_ns: int) -> None:
@@ -66,9 +66,9 @@ class InvariantMonitor:
         self.kinds: Counter[str] = Counter()
         """Records, decisions and observations by kind."""
         self.on_move: Callable[[str, str], None] = lambda source, target: None
-        """Told who shall let go of a request, and who shall take it up."""
+        """Called with who shall let go of a request, and who shall take it up."""
         self.exists: Callable[[str], bool] = lambda digest: True
-        """Whether the policy store has weights; told by who made the world."""
+        """Whether the policy store has weights; set by who made the world."""
         self.records = 0
         self.waits: dict[str, str] = {}
         """What each role said last that it waits for."""
@@ -80,10 +80,10 @@ class InvariantMonitor:
         self._round: Round | None = None
         self._control_next = 0
         self._left: set[tuple[str, int]] = set()
-        self._words: dict[tuple[str, int], set[bytes]] = {}
-        """What each incarnation has said; who was not told that it landed says it again."""
+        self._said_by: dict[tuple[str, int], set[bytes]] = {}
+        """What each incarnation has said; where an outcome was unknown, it says it again."""
         self._newest: Counter[str] = Counter()
-        self._ears: dict[int, _Heard] = {}
+        self._heard_by: dict[int, _Heard] = {}
         self._heard = _Heard()
         """Of the orchestrator that has appended the present round."""
 
@@ -96,7 +96,7 @@ class InvariantMonitor:
         self.records += len(records)
         for record in records:
             if record.topic == self._topics.decisions:
-                self._heard = self._ears.get(-1 if role is None else role.number, self._heard)
+                self._heard = self._heard_by.get(-1 if role is None else role.number, self._heard)
                 self._on_round(record)
             elif record.topic == self._topics.control:
                 self._control.append(record)
@@ -106,12 +106,12 @@ class InvariantMonitor:
             else:
                 self.kinds[record.topic.rpartition(".")[2]] += 1
 
-    def overhear(self, role: Role, machine: Machine) -> Machine:
-        """The machine, with an ear at it if it is the orchestrator's."""
+    def wrap(self, role: Role, machine: Machine) -> Machine:
+        """The machine; the orchestrator's behind one that passes its inputs on to this monitor."""
         if not isinstance(machine, OrchestratorMachine):
             return machine
-        heard = self._ears[role.number] = _Heard()
-        return _Overheard(machine, self, heard)
+        heard = self._heard_by[role.number] = _Heard()
+        return _ObservedMachine(machine, self, heard)
 
     def at_end(self) -> None:
         """The run is over: every group has its fate."""
@@ -143,7 +143,7 @@ class InvariantMonitor:
         if worker is None:
             return
         epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
-        said = self._words.setdefault((worker, epoch), set())
+        said = self._said_by.setdefault((worker, epoch), set())
         if (worker, epoch) in self._left and record.value not in said:
             self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
         said.add(record.value)
@@ -272,7 +272,7 @@ class InvariantMonitor:
                         heard.silent_ns[at] = heard.listened_ns - since_ns
                         if (said := heard.said.get(at)) is not None:
                             known = said.progress.items()
-                            heard.told[at] = {name: resume.tokens for name, resume in known}
+                            heard.progress[at] = {name: resume.tokens for name, resume in known}
 
     def digests(self, outputs: Outputs, state: State) -> None:
         """The digest that it has kept in step is that of the state, made from nothing."""
@@ -291,9 +291,9 @@ class InvariantMonitor:
 
     def _expect_progress(self, fence: Fence) -> None:
         """What a fenced worker had said of its requests must not be lost."""
-        told = self._heard.told.get((fence.worker, fence.epoch), {})
-        for name in told.keys() & set(self.ledger.placed_on(fence.epoch)):
-            self.ledger.known(name, told[name])
+        known = self._heard.progress.get((fence.worker, fence.epoch), {})
+        for name in known.keys() & set(self.ledger.placed_on(fence.epoch)):
+            self.ledger.known(name, known[name])
 
 
 class _Heard:
@@ -308,28 +308,28 @@ class _Heard:
         self.said: dict[tuple[str, int], WorkerStatus] = {}
         self.silent_ns: dict[tuple[str, int], int] = {}
         """How long those had been silent whose lease it let expire."""
-        self.told: dict[tuple[str, int], dict[str, int]] = {}
+        self.progress: dict[tuple[str, int], dict[str, int]] = {}
         """What it knew of their requests then."""
 
 
-class _Overheard:
+class _ObservedMachine:
     """A machine whose inputs somebody else hears too."""
 
     def __init__(
-        self, machine: OrchestratorMachine, watch: InvariantMonitor, heard: _Heard
+        self, machine: OrchestratorMachine, monitor: InvariantMonitor, heard: _Heard
     ) -> None:
         self._machine = machine
-        self._watch = watch
+        self._monitor = monitor
         self._heard = heard
 
     def positions(self) -> Mapping[TopicPartition, int]:
         return self._machine.positions()
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        self._watch.reacts(self._heard, inputs, now)
+        self._monitor.reacts(self._heard, inputs, now)
         outputs = self._machine.react(inputs, now)
-        self._watch.decides(self._heard, outputs)
-        self._watch.digests(outputs, self._machine.state)
+        self._monitor.decides(self._heard, outputs)
+        self._monitor.digests(outputs, self._machine.state)
         return outputs
 
     def wake_at(self) -> int:

@@ -168,8 +168,8 @@ class Cluster:
         """Responses that are not reported yet, by the time at which they will be."""
         self._ends = 0
         self._period_s = plan.plan_period_s
-        self._tell(run_started(plan))
-        self._tell(role_started())
+        self._apply(run_started(plan))
+        self._apply(role_started())
         self._workers = {one.name: self._join(one) for one in plan.workers}
 
     def run(self) -> ClusterRun:
@@ -187,7 +187,7 @@ class Cluster:
 
     # Facts
 
-    def _tell(self, record: AnyControl) -> int:
+    def _apply(self, record: AnyControl) -> int:
         offset, self._offset = self._offset, self._offset + 1
         rejected = self.state.tally.rejected
         apply_control(self.state, offset, record)
@@ -195,7 +195,7 @@ class Cluster:
         return offset
 
     def _join(self, size: WorkerSize) -> ModelledWorker:
-        epoch = self._tell(worker_joined(size, self.plan))
+        epoch = self._apply(worker_joined(size, self.plan))
         return ModelledWorker(
             size,
             self.plan.rates,
@@ -207,7 +207,7 @@ class Cluster:
         )
 
     def _advance(self, now_s: float) -> None:
-        """Everything until then, told to the state."""
+        """Everything until then, applied to the state."""
         self.now_s = now_s
         self.state.now_ns = int(now_s * SECOND_NS)
         for worker in self._workers.values():
@@ -220,7 +220,7 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                self._tell(worker_ready(worker, assigned))
+                self._apply(worker_ready(worker, assigned))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
         if now_s >= self._period_s:
@@ -229,7 +229,7 @@ class Cluster:
             self._park()
 
     def _report(self) -> None:
-        """Tell of every response that is due, one record per worker and version."""
+        """Report every response that is due, one record per worker and version."""
         found: dict[tuple[str, int], list[PlacedRequest]] = {}
         while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
             _, _, worker, request = heapq.heappop(self._ended)
@@ -238,7 +238,7 @@ class Cluster:
             found.setdefault((worker.size.name, request.spec.version), []).append(request)
         for (name, version), requests in found.items():
             entries = tuple(self._entry(one) for one in requests)
-            self._tell(
+            self._apply(
                 TrajectoriesLogged(
                     at_ns=0,
                     worker=name,
@@ -271,7 +271,7 @@ class Cluster:
 
     def _commit(self, batch: TakeBatch) -> None:
         self._training = None
-        self._tell(step_committed(self.state, batch))
+        self._apply(step_committed(self.state, batch))
         self._limit_batches(training=False)
         self._park()
 
@@ -280,7 +280,7 @@ class Cluster:
         if self.plan.one_batch:
             wanted = 2.0 if training else 1.0
             args = {"staleness.in_flight_batches": wanted}
-            self._tell(Command(at_ns=0, user="model", verb="set", args=args))
+            self._apply(Command(at_ns=0, user="model", verb="set", args=args))
 
     # Decisions
 
@@ -336,7 +336,7 @@ class Cluster:
         resume = worker.release(decision.trajectory)
         self.run_.moves += ran
         kv = self._handover(resume) if ran else None
-        self._tell(
+        self._apply(
             RequestReleased(
                 at_ns=0,
                 worker=decision.worker,

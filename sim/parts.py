@@ -326,10 +326,14 @@ class Parts(Protocol):
         ...
 
 
+def text_digest(call: RewardCall) -> int:
+    """A number by the text and whose it is."""
+    return int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
+
+
 def reward_of(call: RewardCall) -> Rewarded:
     """0 or 1 by a digest of the text."""
-    drawn = int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
-    value = float(drawn % 2)
+    value = float(text_digest(call) % 2)
     return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
 
 

@@ -135,14 +135,14 @@ class Role:
         return self.name in (ORCHESTRATOR, TRAINER)
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """Sees what happens in a world; whatever it raises ends the world."""
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
         """Records landed in the log, in the turn of this role (None: in nobody's)."""
         ...
 
-    def overhear(self, role: Role, machine: Machine) -> Machine:
+    def wrap(self, role: Role, machine: Machine) -> Machine:
         """The machine that the loop drives: this one, or one that passes everything on to it."""
         ...
 

@@ -149,7 +149,7 @@ class SeedRun:
             parts=parts,
             faults=self.injector,
             seed=scenario.seed,
-            watch=self.monitor,
+            observer=self.monitor,
             start=False,
         )
         self.monitor.exists = world.store.has_weights

@@ -40,9 +40,9 @@ from dora_pipe.sim.role import (
     FaultModel,
     Killed,
     NoFaults,
+    Observer,
     Role,
     RoleClock,
-    Watcher,
     WorldClock,
 )
 from dora_pipe.sim.roles import create_topics, run_started, start_role
@@ -76,7 +76,7 @@ class World:
         parts: Parts | None = None,
         faults: FaultModel | None = None,
         seed: int = 0,
-        watch: Watcher | None = None,
+        observer: Observer | None = None,
         start: bool = True,
     ) -> None:
         self.config = config
@@ -94,7 +94,7 @@ class World:
         """Turns of roles and things that happened to them."""
         self.ends: list[tuple[int, Role]] = []
         """Incarnations that ended, with the time."""
-        self.watch = watch
+        self.observer = observer
         self._heap: list[tuple[int, int, int, Role | Callable[[], None]]] = []
         self._serial = count()
         self._numbers = count()
@@ -286,7 +286,9 @@ class World:
         site = self._site(role)
         started = start_role(site, self.parts, self.plans.get(role.name))
         role.machine, role.ports, role.epoch = started.machine, started.ports, started.epoch
-        driven = role.machine if self.watch is None else self.watch.overhear(role, role.machine)
+        driven = role.machine
+        if self.observer is not None:
+            driven = self.observer.wrap(role, role.machine)
         role.runtime = started.loop(site, driven)
         role.reads = frozenset(tp.topic for tp in role.machine.positions())
         self._schedule(role, self.clock.ns + TICK_NS)
@@ -338,8 +340,8 @@ class World:
                     due_ns = max(ns, turn_ns, self.clock.ns)
                     if due_ns < role.due_ns:
                         self._schedule(role, due_ns)
-        if self.watch is not None:
-            self.watch.appended(records, self._acting)
+        if self.observer is not None:
+            self.observer.appended(records, self._acting)
 
     def _now_ms(self) -> int:
         return self.clock.ns // MS

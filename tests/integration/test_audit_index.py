@@ -19,8 +19,7 @@ from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.schemas.topics import Topics
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import SimulatedParts
+from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Tamper
 

@@ -10,8 +10,7 @@ import pytest
 from dora_pipe.audit.audit import audit
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Reader, TopicPartition
-from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
+from tests.support.cluster import ORCHESTRATOR, TRAINER, BriskBus, Cluster, Ears, make_config
 
 
 class BusyBus(BriskBus):

@@ -21,8 +21,14 @@ from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
-from tests.support.cluster_parts import SimulatedParts, TorchParts
+from tests.support.cluster import (
+    ORCHESTRATOR,
+    TRAINER,
+    Cluster,
+    SimulatedParts,
+    TorchParts,
+    make_config,
+)
 from tests.support.inline_tasks import episode_tasks
 from tests.support.models import make_qwen2
 from tests.support.recorded_run import RecordedRun, progress_is_known

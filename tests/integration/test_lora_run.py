@@ -19,8 +19,7 @@ from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import Assign, Move
 from dora_pipe.store.adapters import base_of, stands_on
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import TorchParts
+from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 
 STEPS = 6

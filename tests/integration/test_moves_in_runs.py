@@ -25,8 +25,7 @@ from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import encode
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import SimulatedParts
+from tests.support.cluster import Cluster, SimulatedParts, make_config
 
 STEPS = 6
 DRAINED = "w1"

@@ -21,8 +21,7 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.schemas.control import StepCommitted
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import TorchParts
+from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 
 STEPS = 3

@@ -12,8 +12,7 @@ from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import Place, decode_round
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import SimulatedParts
+from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.worker import TICK_NS, TOPICS, World
 
 TURN_TICKS = BUS_TURN_NS // TICK_NS

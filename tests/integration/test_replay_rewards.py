@@ -35,10 +35,11 @@ from dora_pipe.schemas.control import RunStarted, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, End
 from dora_pipe.schemas.trajectory import Trajectory, turns_of
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.sim.parts import Numbers
 from tests.support import damage
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
-from tests.support.inline_tasks import InlineTasks, Numbers, episode_tasks, failed
+from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.recorded_run import RecordedRun, recorded_in
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock

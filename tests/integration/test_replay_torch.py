@@ -16,8 +16,7 @@ from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import Purpose
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import TorchParts
+from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_llama_gqa, make_qwen2
 from tests.support.recorded_run import progress_is_known
 

@@ -13,8 +13,7 @@ from dora_pipe.audit.ledger import Ledger
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Move, Place
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import SimulatedParts
+from tests.support.cluster import Cluster, SimulatedParts, make_config
 
 STEPS = 8
 AT = Moment(round=0, offset=0, now_ns=0)

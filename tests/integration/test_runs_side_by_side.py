@@ -19,8 +19,7 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.headers import parse_headers
-from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.cluster import ORCHESTRATOR, TICKS_MAX, Cluster, make_config
+from tests.support.cluster import ORCHESTRATOR, TICKS_MAX, BriskBus, Cluster, Ears, make_config
 
 STEPS = 4
 

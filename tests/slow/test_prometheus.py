@@ -13,8 +13,7 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 from infra.observe.panels import DASHBOARDS
-from tests.support.cluster import Cluster, make_config
-from tests.support.cluster_parts import TorchParts
+from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.prometheus import Prometheus, missing
 from tests.unit.test_observe import RULES

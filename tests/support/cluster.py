@@ -1,8 +1,8 @@
-"""A whole run in one process: the three real machines in the real loop, on one virtual clock.
+"""A whole run in one process: the simulator's roles in the real loop, by turns on a virtual clock.
 
-The task answers inline, engine and trainer are simulated unless other `parts` are given; machines,
-log and policy store are what production runs. `tick` gives every role one turn and moves time by
-`TICK_NS`. A role can be killed, frozen (no turns), made deaf (no decisions) and started again.
+Where a world goes from event to event, `tick` gives every role one turn and moves time by
+`TICK_NS`; the log may lie on the disk, the task answers inline, engine and learner may be torch's.
+A role can be killed, frozen (no turns), made deaf (no decisions) and started again.
 
 Example::
 
@@ -13,54 +13,69 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from random import Random
+from typing import Any, Protocol, Self
 
 import msgspec
 
+from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.registry import make_learner
+from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
-from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
-from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
+from dora_pipe.core.clock import Clock
 from dora_pipe.core.runtime import Meter, Runtime, StopAsked
-from dora_pipe.core.status_schedule import quiet_ns
-from dora_pipe.orchestrator.planner import PLANNER
-from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.port import Engine
-from dora_pipe.producers.engines.registry import capabilities
-from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskEvent, TaskFailed
+from dora_pipe.producers.engines.simulated import (
+    END_TOKEN,
+    Lengths,
+    SimulatedEngine,
+    long_tailed_length,
+)
+from dora_pipe.producers.tasks.calls import RewardCall, TaskEvent, TaskFailed
 from dora_pipe.producers.worker.kv_handover import MemoryHandover
-from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.ports import (
     CodecPort,
     EnginePort,
     HandoverPort,
     ProgressPort,
     TaskPort,
+    Texts,
 )
-from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined, config_digest
+from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
+from dora_pipe.sim.parts import (
+    Numbers,
+    PlainParts,
+    Site,
+    TrainerParts,
+    WorkerParts,
+    WorkerPlan,
+    reward_of,
+    text_digest,
+)
+from dora_pipe.sim.role import ORCHESTRATOR as ORCHESTRATOR
+from dora_pipe.sim.role import TRAINER as TRAINER
+from dora_pipe.sim.roles import create_topics, run_started, start_role
+from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
-from tests.support.brisk_bus import BriskBus, Ears
-from tests.support.cluster_parts import Parts, SimulatedParts, SlowPort, limits_of
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
 TICK_NS = 5_000_000
 TICKS_MAX = 60_000
-DATASET, EVAL_DATASET = sha256_hex(b"train rows"), sha256_hex(b"eval rows")
-ROWS, EVAL_ROWS = 40, 3
-ORCHESTRATOR, TRAINER = "orchestrator", "trainer"
 
 
 def make_config(**changes: Any) -> Config:
@@ -90,6 +105,39 @@ def make_config(**changes: Any) -> Config:
 
 
 @dataclass
+class Ears:
+    """What a role hears; while `deaf`, nothing that others write reaches its loop."""
+
+    deaf: bool = False
+
+
+class _BriskReader(ReaderWrapper):
+    """A reader that never waits: time belongs to the cluster."""
+
+    def __init__(self, reader: Reader, ears: Ears) -> None:
+        super().__init__(reader)
+        self._ears = ears
+
+    def poll(
+        self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
+    ) -> list[Record]:
+        if self._ears.deaf:
+            return []
+        return super().poll(timeout_s=0.0, records_max=records_max, bytes_max=bytes_max)
+
+
+class BriskBus(BusWrapper):
+    """A bus whose readers never wait."""
+
+    def __init__(self, bus: Bus, ears: Ears) -> None:
+        super().__init__(bus)
+        self._ears = ears
+
+    def reader(self, positions: Mapping[TopicPartition, int]) -> Reader:
+        return _BriskReader(self.inner.reader(positions), self._ears)
+
+
+@dataclass
 class Role:
     """A role that runs."""
 
@@ -98,17 +146,119 @@ class Role:
     runtime: Runtime
     ears: Ears
     frozen: bool = False
-    engine: Engine | None = None
-    tasks: InlineTasks | None = None
 
 
 def reward_by_text(call: RewardCall) -> TaskEvent:
     """0 or 1 by a digest of the text; one in 24 raises."""
-    drawn = int(sha256_hex(call.text.encode(), call.request.partition("/")[0].encode())[:8], 16)
-    if drawn % 24 == 0:
+    if text_digest(call) % 24 == 0:
         return TaskFailed(request=call.request, error="ValueError", message="no number in it")
-    value = float(drawn % 2)
-    return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
+    return reward_of(call)
+
+
+class Parts(Protocol):
+    """Policy, engine, tokenizer, learner: asked once for the policy, then once per role."""
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        """Version 0 and the digest of the assets, both in the store."""
+        ...
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        """A worker's engine."""
+        ...
+
+    def texts(self, assets: Path) -> Texts:
+        """A worker's tokenizer."""
+        ...
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        ...
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
+        """The trainer."""
+        ...
+
+
+@dataclass(frozen=True)
+class SimulatedParts:
+    """Without torch: tokens and lengths are hashes, weights too."""
+
+    lengths: Lengths = long_tailed_length
+    versions: int = 1
+    """How many each worker hosts at once."""
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        (assets := directory / "assets").mkdir(exist_ok=True)
+        return PlainParts().policy(store, assets)
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        workers = config.workers
+        return SimulatedEngine(
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            versions_resident=self.versions,
+            lengths=self.lengths,
+            clock=clock,
+        )
+
+    def texts(self, assets: Path) -> Texts:
+        return Numbers()
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        return (END_TOKEN,)
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
+        return SimulatedLearner()
+
+
+@dataclass(frozen=True)
+class TorchParts:
+    """A model directory, run and trained by torch."""
+
+    model: Path
+
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        return import_model(store, self.model)
+
+    def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
+        from dora_pipe.producers.engines.torch.engine import TorchEngine
+
+        workers = config.workers
+        return TorchEngine.open(
+            assets,
+            slots=workers.slots,
+            context_tokens=workers.context_tokens,
+            threads=1,
+            decode=Tokenizer(assets).full_text,
+            lora_rank=config.lora.rank,
+            versions_resident=versions_resident(config),
+        )
+
+    def texts(self, assets: Path) -> Texts:
+        return Tokenizer(assets)
+
+    def stop_ids(self, assets: Path) -> tuple[int, ...]:
+        return tuple(Tokenizer(assets).stop_ids)
+
+    def trainer(self, assets: Path, reference: Path, config: Config) -> Learner:
+        return make_learner(assets=assets, reference=reference, config=config)
+
+
+class SlowPort(InlinePort):
+    """The trainer's work in the loop, with a pause of some turns before each event."""
+
+    def __init__(self, handlers: EffectHandlers, ticks: int) -> None:
+        super().__init__(handlers)
+        self._ticks = ticks
+        self._left = ticks
+
+    def poll(self) -> list[Any]:
+        """The next event, once its time has come."""
+        if self.busy and self._left:
+            self._left -= 1
+            return []
+        self._left = self._ticks
+        return super().poll()
 
 
 @dataclass
@@ -132,18 +282,11 @@ class Cluster:
         self.handover = MemoryHandover()
         self._buses: list[Bus] = []
         self._log = MemoryLog()
+        self._numbers = count()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.bus = self.open_bus()
-        partitions = self.config.bus.partitions
-        many = {self.topics.trajectories: partitions, self.topics.progress: partitions}
-        largest = self.config.bus.record_bytes_max
-        self.bus.create(
-            [
-                TopicSpec(name=name, partitions=many.get(name, 1), record_bytes_max=largest)
-                for name in self.topics.all()
-            ]
-        )
-        self.run_started = self._run_started()
+        create_topics(self.bus, self.topics, self.config)
+        self.run_started = run_started(self.config, self, self.store, self.directory, self.clock)
         for name in (ORCHESTRATOR, *self.workers, TRAINER):
             self.start(name)
 
@@ -178,12 +321,29 @@ class Cluster:
     def start(self, name: str) -> None:
         """Start a role that does not run."""
         assert name not in self.roles
-        if name == ORCHESTRATOR:
-            self.roles[name] = self._orchestrator()
-        elif name == TRAINER:
-            self.roles[name] = self._trainer()
-        else:
-            self.roles[name] = self._worker(name)
+        ears, sizes = Ears(), self.config.workers
+        site = Site(
+            name=name,
+            number=next(self._numbers),
+            topics=self.topics,
+            config=self.config,
+            clock=self.clock,
+            meter=Meter(),
+            chance=Random(0),
+            store=self.store,
+            bus=self.open_bus(ears),
+            open_bus=self.open_bus,
+            run_started=self.run_started,
+        )
+        plan = WorkerPlan(
+            name=name,
+            slots=sizes.slots,
+            prefetch=sizes.prefetch,
+            context_tokens=sizes.context_tokens,
+        )
+        started = start_role(site, self, plan)
+        runtime = started.loop(site, turn_ns=0)
+        self.roles[name] = Role(name=name, machine=started.machine, runtime=runtime, ears=ears)
 
     def kill(self, name: str) -> None:
         """What SIGKILL does: nothing more is said."""
@@ -237,168 +397,46 @@ class Cluster:
         for bus in self._buses:
             bus.close()
 
-    def _run_started(self) -> RunStarted:
-        policy, assets_digest = self.parts.policy(self.store, self.directory)
-        plain = msgspec.to_builtins(self.config)
-        return RunStarted(
-            at_ns=self.clock.wall_ns(),
-            run=self.config.run.name,
-            schema_version=SCHEMA_VERSION,
-            config=plain,
-            config_digest=config_digest(plain),
-            dataset_digest=DATASET,
-            dataset_rows=ROWS,
-            eval_digest=EVAL_DATASET,
-            eval_rows=EVAL_ROWS,
-            seed=self.config.run.seed,
-            policy=policy,
-            assets_digest=assets_digest,
-            planner=PLANNER,
-            package="0",
-        )
+    # What `dora_pipe.sim.parts.Parts` is asked for
 
-    def _runtime(
-        self, machine: Any, bus: Bus, writer: Writer, ports: Sequence[Any], meter: Meter
-    ) -> Runtime:
-        return Runtime(
-            machine,
-            bus=bus,
-            writer=writer,
-            ports=ports,
-            clock=self.clock,
-            meter=meter,
-            exclusive=(exclusive := not isinstance(machine, WorkerMachine)),
-            status=bus.writer() if exclusive else None,
-            turn_ns=0,
-        )
+    def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
+        return self.parts.policy(store, directory)
 
-    def _orchestrator(self) -> Role:
-        ears, meter = Ears(), Meter()
-        bus = self.open_bus(ears)
-        writer = bus.writer(exclusive=f"{self.topics.run}.orchestrator")
-        machine = start_machine(
-            bus=bus,
-            writer=writer,
-            topics=self.topics,
-            timing=self.config.timing,
-            clock=self.clock,
-            instance=Instance(name="o", host="h", pid=1, package="0"),
-            meter=meter,
-            run_started=self.run_started,
-        )
-        runtime = self._runtime(machine, bus, writer, (), meter)
-        return Role(name=ORCHESTRATOR, machine=machine, runtime=runtime, ears=ears)
-
-    def _trainer(self) -> Role:
-        ears, meter = Ears(), Meter()
-        bus = self.open_bus(ears)
-        writer = bus.writer(exclusive=f"{self.topics.run}.trainer")
-        history = read_history(bus, self.topics, self.clock)
-        started = RoleStarted(
-            at_ns=self.clock.wall_ns(),
-            role="trainer",
-            role_epoch=history.role_epoch + 1,
-            instance="t",
-            host="h",
-            pid=1,
-            package="0",
-        )
-        writer.append([Append(topic=self.topics.control, key=KEY, value=encode(started))])
-        handlers = EffectHandlers(
-            handlers_setup(self.topics, self.run_started, self.config, history, adopt=False),
-            bus=self.open_bus(),
-            store=self.store,
-            make_learner=self._make_trainer,
-            clock=self.clock,
-            meter=meter,
-        )
-        port = SlowPort(handlers, self.train_ticks)
-        setup = TrainerSetup(
-            topics=self.topics,
-            role_epoch=started.role_epoch,
-            checkpoint_every=self.config.trainer.checkpoint_every,
-            keep_every=self.config.store.keep_every,
-            heartbeat_ns=int(self.config.timing.heartbeat_s * 1e9),
-            quiet_ns=quiet_ns(self.config.timing),
-            limits=limits_of(self.config),
-        )
-        machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
-        runtime = self._runtime(machine, bus, writer, [port], meter)
-        return Role(name=TRAINER, machine=machine, runtime=runtime, ears=ears)
-
-    def _worker(self, name: str) -> Role:
-        ears, meter, tasks = Ears(), Meter(), self.tasks()
-        bus = self.open_bus(ears)
-        writer = bus.writer()
-        decisions_from = bus.end(TopicPartition(self.topics.decisions, 0))
+    def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
+        tasks = self.tasks()
         engine = self.parts.engine(self.assets, self.config, self.clock)
         if self.config.lora.rank:
             first = self.run_started.policy.digest
             engine.load(self.store.weights(first), version=0, digest=first)
             engine.drop(0)
-        joined = Append(topic=self.topics.control, value=encode(self._joined(name, engine, tasks)))
-        setup = self._setup(name, engine, writer.append([joined])[0], decisions_from)
-        machine = WorkerMachine(setup, cost=meter.cost, kv_used=lambda: engine.kv_used_tokens)
         ports = [
             EnginePort(
                 engine, self.store.weights_path, clock=self.clock, in_thread=False, steps_max=1
             ),
             TaskPort(tasks, self.parts.texts(self.assets)),
-            CodecPort(meter, clock=self.clock),
-            ProgressPort(self.open_bus(), self.topics.progress, meter, clock=self.clock),
+            CodecPort(site.meter, clock=self.clock),
+            ProgressPort(self.open_bus(), self.topics.progress, site.meter, clock=self.clock),
             HandoverPort(self.handover, in_thread=False),
         ]
-        runtime = self._runtime(machine, bus, writer, ports, meter)
-        return Role(
-            name=name, machine=machine, runtime=runtime, ears=ears, engine=engine, tasks=tasks
+        return WorkerParts(
+            ports=ports,
+            engine=engine,
+            single_turn=not tasks.episodes,
+            stop_ids=self.parts.stop_ids(self.assets),
         )
 
-    def _make_trainer(self) -> Learner:
+    def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
+        handlers = EffectHandlers(
+            handlers_setup(self.topics, self.run_started, self.config, history, adopt=False),
+            bus=self.open_bus(),
+            store=self.store,
+            make_learner=self._make_learner,
+            clock=self.clock,
+            meter=site.meter,
+        )
+        port = SlowPort(handlers, self.train_ticks)
+        return TrainerParts(ports=[port], cached=port.cached)
+
+    def _make_learner(self) -> Learner:
         reference = self.store.weights_path(self.run_started.policy.digest)
         return self.parts.trainer(self.assets, reference, self.config)
-
-    def _joined(self, name: str, engine: Engine, tasks: InlineTasks) -> WorkerJoined:
-        return WorkerJoined(
-            at_ns=self.clock.wall_ns(),
-            worker=name,
-            instance=f"{name}-{self.clock.ns}",
-            host="h",
-            pid=1,
-            slots=engine.slots,
-            prefetch=self.config.workers.prefetch,
-            kv_tokens=engine.slots * engine.context_tokens,
-            engine=engine.name,
-            engine_version=engine.version,
-            dtype=engine.dtype,
-            device=engine.device,
-            declares=capabilities(engine, single_turn=not tasks.episodes),
-            assets_digest=self.run_started.assets_digest,
-            reward_digest="",
-            package="0",
-            versions_resident=engine.versions_resident,
-        )
-
-    def _setup(self, name: str, engine: Engine, epoch: int, decisions_from: int) -> WorkerSetup:
-        config, stops = self.config, self.parts.stop_ids(self.assets)
-        return WorkerSetup(
-            topics=self.topics,
-            worker=name,
-            epoch=epoch,
-            slots=config.workers.slots,
-            prefetch=config.workers.prefetch,
-            context_tokens=config.workers.context_tokens,
-            checkpoint_tokens=config.workers.checkpoint_tokens,
-            turns_max=config.task.turns_max,
-            interruptible=config.staleness.interruptible,
-            heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
-            quiet_ns=quiet_ns(config.timing),
-            limits=limits_of(config),
-            stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
-            decisions_from=decisions_from,
-            digests={"train": DATASET, "eval": EVAL_DATASET},
-            params={
-                "train": sampling_params(config.sampling, stops),
-                "eval": sampling_params(config.evaluation.sampling, stops),
-            },
-            versions_resident=engine.versions_resident,
-        )

@@ -20,19 +20,6 @@ from dora_pipe.producers.tasks.calls import (
 )
 
 
-class Numbers:
-    """Text is token ids in decimal."""
-
-    def prompt_ids(self, text: str) -> list[int]:
-        return self.ids(text)
-
-    def ids(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-
 @dataclass
 class InlineTasks:
     """A task pool without processes; every answer is a function that a test may replace.

@@ -49,7 +49,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import Unknown, encode
-from tests.support.inline_tasks import InlineTasks, Numbers
+from dora_pipe.sim.parts import Numbers
+from tests.support.inline_tasks import InlineTasks
 from tests.support.singly import as_decision, singly
 
 TOPICS = Topics("r")

@@ -35,7 +35,8 @@ from dora_pipe.producers.worker.effects import (
     RewardCall,
 )
 from dora_pipe.producers.worker.ports import STEP_NS, EnginePort, TaskPort
-from tests.support.inline_tasks import InlineTasks, Numbers
+from dora_pipe.sim.parts import Numbers
+from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
 
 PARAMS = SamplingParams(max_tokens=100, stop_ids=(END_TOKEN,))

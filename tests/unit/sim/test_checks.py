@@ -1,15 +1,20 @@
-"""Negative controls: what is changed in a sound run is found at its record, by the check for it."""
+"""Negative controls: what is changed in a sound run is found at its record, by the check for it.
+
+Rounds are chained anew after a change, so that what is found is the change and not the chain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from dora_pipe.bus.port import Record
+from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.runtime import Machine
 from dora_pipe.schemas.control import (
     Command,
     Resume,
@@ -17,8 +22,10 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     WorkerLeft,
     WorkerReady,
+    decode_control,
 )
 from dora_pipe.schemas.rounds import (
+    GENESIS_CHAIN,
     Assign,
     Cancel,
     Dispatch,
@@ -29,11 +36,104 @@ from dora_pipe.schemas.rounds import (
     Round,
     StopRun,
     TakeBatch,
+    chain_of,
+    decode_round,
+    fold_bytes,
 )
+from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-from tests.support.sim_stream import changed, decoded, sound_run, watched
+from dora_pipe.sim.invariant_monitor import InvariantMonitor
+from dora_pipe.sim.parts import WorkerPlan
+from dora_pipe.sim.role import Role
+from dora_pipe.sim.world import SECOND_NS, World
+from tests.support.cluster import make_config
 
 put = msgspec.structs.replace
+
+CONFIG = make_config(run__steps=4, timing__heartbeat_s=0.2)
+PLANS = tuple(WorkerPlan(name=f"w{number}", slots=4, prefetch=2) for number in range(2))
+
+
+@dataclass
+class Recorder:
+    """Keeps what is appended in a world."""
+
+    records: list[Record]
+
+    def appended(self, records: Sequence[Record], role: Role | None) -> None:
+        self.records.extend(records)
+
+    def wrap(self, role: Role, machine: Machine) -> Machine:
+        return machine
+
+
+def sound_run() -> list[Record]:
+    """Control and decisions of a run without faults, in the order in which they were appended."""
+    seen = Recorder([])
+    with World(CONFIG, workers=PLANS, observer=seen) as world:
+        assert world.run(until_ns=600 * SECOND_NS)
+        wanted = (world.topics.control, world.topics.decisions)
+    return [record for record in seen.records if record.topic in wanted]
+
+
+def decoded(record: Record) -> Any:
+    """A control record or a round."""
+    if record.topic.endswith("decisions"):
+        return decode_round(record.value)
+    return decode_control(record.value)
+
+
+def changed(
+    records: Iterable[Record], kind: type, change: Callable[[Any], Any], nth: int = 0
+) -> list[Record]:
+    """The stream with the nth record, or decision, of a kind replaced by `change` of it."""
+    found: list[Record] = []
+    for record in records:
+        value = decoded(record)
+        if isinstance(value, Round):
+            decisions: list[Any] = []
+            for one in value.decisions:
+                if isinstance(one, kind):
+                    one, nth = (change(one) if nth == 0 else one), nth - 1
+                decisions += one if isinstance(one, list) else [one]
+            value = put(value, decisions=tuple(decisions))
+        elif isinstance(value, kind):
+            value, nth = (change(value) if nth == 0 else value), nth - 1
+        found.append(replace(record, value=encode(value)))
+    assert nth < 0, f"there are not so many of {kind.__name__}"
+    return rechained(found)
+
+
+def rechained(records: Sequence[Record]) -> list[Record]:
+    """The stream with the chain of its rounds made whole."""
+    control: list[Record] = []
+    found, chain = [], GENESIS_CHAIN
+    for record in records:
+        value = decoded(record)
+        if isinstance(value, Round):
+            folded = [one for one in control if one.offset < value.control_next]
+            control = [one for one in control if one.offset >= value.control_next]
+            content = b"".join(fold_bytes(one.offset, one.value) for one in folded)
+            chain = chain_of(chain, content, value)
+            record = replace(record, value=encode(put(value, chain=chain)))
+        else:
+            control.append(record)
+        found.append(record)
+    return found
+
+
+def finding(records: Iterable[Record]) -> str:
+    """What a fresh `InvariantMonitor` finds in the stream; empty when nothing."""
+    monitor = InvariantMonitor(
+        Topics(CONFIG.run.name), heartbeat_ns=SECOND_NS // 5, lease_ns=SECOND_NS
+    )
+    try:
+        for record in records:
+            monitor.appended([record], None)
+        monitor.at_end()
+    except InvariantBroken as error:
+        return error.message
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +142,7 @@ def stream() -> list[Record]:
 
 
 def test_nothing_is_found_in_a_sound_run(stream: list[Record]) -> None:
-    assert watched(stream) == ""
+    assert finding(stream) == ""
 
 
 def _spec(**changes: Any) -> Callable[[Any], Any]:
@@ -130,24 +230,24 @@ CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
 def test_what_was_changed_is_found_by_its_checker(
     stream: list[Record], check: str, kind: type, change: Callable[[Any], Any], nth: int
 ) -> None:
-    found = watched(changed(stream, kind, change, nth))
+    found = finding(changed(stream, kind, change, nth))
     assert found.partition(":")[0] == check, found
 
 
 def test_round_that_was_changed_or_left_out_is_found(stream: list[Record]) -> None:
     rounds = [at for at, one in enumerate(stream) if isinstance(decoded(one), Round)]
     at = rounds[5]
-    assert watched(stream[:at] + stream[at + 1 :]).startswith("rounds: ")
+    assert finding(stream[:at] + stream[at + 1 :]).startswith("rounds: ")
     later = msgspec.structs.replace(decoded(stream[at]), now_ns=10**19)
     forged = [*stream[:at], _with(stream[at], later), *stream[at + 1 :]]
-    assert watched(forged).startswith("rounds: ")
+    assert finding(forged).startswith("rounds: ")
 
 
 def test_dispatch_while_paused_is_found(stream: list[Record]) -> None:
     first = [at for at, one in enumerate(stream) if isinstance(decoded(one), RoleStarted)][-1]
     pause = _with(stream[first], Command(at_ns=1, user="t", verb="pause"), key=b"user")
     paused = [*stream[:first], pause, *stream[first + 1 :]]
-    assert watched(changed(paused, Command, lambda one: one)).startswith("admission: ")
+    assert finding(changed(paused, Command, lambda one: one)).startswith("admission: ")
 
 
 def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> None:
@@ -157,13 +257,13 @@ def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> 
         at_ns=9, worker=gone.worker, epoch=gone.epoch, version=0, digest="0" * 64, load_ms=1.0
     )
     late = [*stream, _with(stream[-1], ready)]
-    assert watched(late).startswith("retired: ")
-    assert watched([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
+    assert finding(late).startswith("retired: ")
+    assert finding([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
 
 
 def test_group_without_a_fate_is_found(stream: list[Record]) -> None:
     before = next(at for at, one in enumerate(stream) if b'"end"' in one.value)
-    assert watched(stream[:before]).startswith("fate: ")
+    assert finding(stream[:before]).startswith("fate: ")
 
 
 def _with(record: Record, value: Any, **changes: Any) -> Record:

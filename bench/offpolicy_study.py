@@ -13,12 +13,12 @@ from dora_pipe.bench.offpolicy import (
     BASE,
     OBJECTIVES,
     Cell,
+    CellFile,
     Measured,
     Spread,
     Summary,
     summarise,
 )
-from dora_pipe.bench.offpolicy_book import Book
 from dora_pipe.bench.offpolicy_plot import courses, ends
 from dora_pipe.cli.demo import TASK
 from dora_pipe.cli.options import (
@@ -64,15 +64,15 @@ WHERE: Final = "trainer.gpus"
 """Which of a machine's GPUs computes; a study that was begun without the key goes on."""
 
 
-def measure_cells(study: Study, book: Book, cells: Sequence[Cell]) -> None:
+def measure_cells(study: Study, done: CellFile, cells: Sequence[Cell]) -> None:
     """Train the cells that are missing; the process computes with one thread."""
     share_cores()
     with tempfile.TemporaryDirectory(dir=study.out, prefix=".bench-") as folder:
         for cell in cells:
-            if cell not in book.cells:
-                measured = study.measure(cell, Path(folder), book.setting)
-                book.add(measured)
-                missing = sum(one not in book.cells for one in cells)
+            if cell not in done.cells:
+                measured = study.measure(cell, Path(folder), done.setting)
+                done.add(measured)
+                missing = sum(one not in done.cells for one in cells)
                 say(f"{_line(measured)}; {missing} to go")
 
 
@@ -119,7 +119,7 @@ class Study:
             "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},
         }
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """The setting as people read it."""
         config = self.config(0)
         samples = config.groups.per_step * config.groups.size
@@ -201,7 +201,7 @@ def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> N
     emit_table(*_grid(summaries, lambda one: one.area))
     emit_line("all of it:")
     emit_table(list(rows[0]), [list(row.values()) for row in rows])
-    emit_line(_verdict(summaries))
+    emit_line(_conclusion(summaries))
 
 
 def _grid(
@@ -237,7 +237,7 @@ def _spread(one: Spread, *, sign: str = "") -> str:
     return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
 
 
-def _verdict(summaries: Sequence[Summary]) -> str:
+def _conclusion(summaries: Sequence[Summary]) -> str:
     """What can be said of all seeds alike."""
     beside = [
         one for one in summaries if one.compared > 1 and (one.objective, one.eta) != (BASE, 0)

@@ -8,29 +8,23 @@ versions between which the reward comes to the target.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import stdev
-from typing import Final
+from typing import Any, Final
 
 from dora_pipe.audit.audit import audit, raise_if_broken
 from dora_pipe.audit.reading import horizon_of, records_of
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bench.moves_log import Span, covered_s
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.control import (
-    RequestReleased,
-    StepCommitted,
-    TrajectoriesLogged,
-    WorkerJoined,
-    decode_control,
-)
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-
-Span = tuple[int, int]
-"""Nanoseconds, wall clock."""
 
 BASES: Final = ("sync", "one-step")
 """What the others are compared with."""
@@ -43,6 +37,14 @@ T_975: Final = (
 
 WARM_STEPS: Final = 2
 """Steps before the time that counts."""
+
+STEPS: Final = "select committed_ns, trajectories, compute_s, figures from steps order by step"
+
+EVALUATED: Final = """
+    select version, avg(trajectories.reward)
+    from trajectories join groups using (group_id)
+    where purpose = 'eval' and trajectories.reward is not null
+    group by version order by version"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,52 +98,45 @@ class Compared:
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
 
-@dataclass(slots=True)
-class _Control:
-    """What control says, in one pass."""
-
-    commits: list[StepCommitted]
-    rewards: dict[int, list[float]]
-    """By version: of the evaluation."""
-    slots: dict[int, int]
-    moves: int
-
-
 def measure_run(
     bus: Bus, topics: Topics, *, paradigm: str, seed: int, target: float
 ) -> ParadigmRun:
     """The figures of a finished run. Raises InvariantBroken unless its audit is clean."""
     report = audit(bus, topics, None)
     raise_if_broken(report)
-    control = _read_control(bus, topics)
-    if len(control.commits) <= WARM_STEPS:
-        raise UsageError(f"{len(control.commits)} steps say nothing", hint="more steps")
-    counted = control.commits[WARM_STEPS:]
-    begin, end = control.commits[WARM_STEPS - 1].at_ns, counted[-1].at_ns
+    with closing(read_catalogue(bus, topics)) as tables:
+        steps = tables.records(STEPS)
+        rewards = tables.query(EVALUATED)
+        slots_of = dict(tables.query("select incarnation, slots from workers"))
+        ((moves,),) = tables.query("select count(*) from attempts where outcome = 'moved'")
+    if len(steps) <= WARM_STEPS:
+        raise UsageError(f"{len(steps)} steps say nothing", hint="more steps")
+    counted = steps[WARM_STEPS:]
+    begin, end = steps[WARM_STEPS - 1]["committed_ns"], counted[-1]["committed_ns"]
     seconds = (end - begin) / 1e9
-    trajectories = sum(len(group.trajectories) for one in counted for group in one.groups)
     spans = _spans(bus, topics, begin, end)
-    slots = {epoch: control.slots[epoch] for epoch in spans}
+    slots = sum(slots_of[epoch] for epoch in spans)
+    # Version v is there from the commit of step v - 1; what was before counts as the beginning.
     course = [
-        (_committed_s(control.commits, version, begin), math.fsum(rewards) / len(rewards))
-        for version, rewards in sorted(control.rewards.items())
+        (max(0.0, (steps[version - 1]["committed_ns"] - begin) / 1e9) if version else 0.0, reward)
+        for version, reward in rewards
     ]
     busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
-    sampling_s = sum(_union_ns(found) for found in spans.values()) / 1e9
+    sampling_s = sum(covered_s(found) for found in spans.values())
     return ParadigmRun(
         paradigm=paradigm,
         seed=seed,
-        steps=len(control.commits),
+        steps=len(steps),
         seconds=seconds,
-        samples_per_s=trajectories / seconds,
+        samples_per_s=sum(one["trajectories"] for one in counted) / seconds,
         target_s=crossing(course, target),
         reward=course[-1][1] if course else 0.0,
-        sampling=sampling_s / (seconds * max(1, len(slots))),
-        slots_busy=busy_s / (seconds * max(1, sum(slots.values()))),
-        training=sum(one.compute_s for one in counted) / seconds,
+        sampling=sampling_s / (seconds * max(1, len(spans))),
+        slots_busy=busy_s / (seconds * max(1, slots)),
+        training=sum(one["compute_s"] for one in counted) / seconds,
         staleness=_mean_of(report.staleness),
         token_staleness=_token_staleness(counted),
-        moves=control.moves,
+        moves=moves,
         mixed=report.mixed_share or 0.0,
     )
 
@@ -203,31 +198,6 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def _read_control(bus: Bus, topics: Topics) -> _Control:
-    at = TopicPartition(topics.control, 0)
-    found = _Control(commits=[], rewards={}, slots={}, moves=0)
-    for record in records_of(bus, {at: bus.end(at)}):
-        match decode_control(record.value):
-            case StepCommitted() as commit:
-                found.commits.append(commit)
-            case WorkerJoined() as joined:
-                found.slots[record.offset] = joined.slots
-            case RequestReleased():
-                found.moves += 1
-            case TrajectoriesLogged() as logged:
-                for one in logged.trajectories:
-                    if one.trajectory.startswith("e") and one.reward is not None:
-                        found.rewards.setdefault(logged.version, []).append(one.reward)
-            case _:
-                pass
-    return found
-
-
-def _committed_s(commits: Sequence[StepCommitted], version: int, begin_ns: int) -> float:
-    """When a version came to be, or the time that counts began."""
-    return max(0.0, (commits[version - 1].at_ns - begin_ns) / 1e9) if version else 0.0
-
-
 def _spans(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
     """By role epoch: when requests were in a slot, every stay by itself, within the given time."""
     found: dict[int, list[Span]] = defaultdict(list)
@@ -239,20 +209,12 @@ def _spans(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[
     return found
 
 
-def _union_ns(spans: Iterable[Span]) -> int:
-    """Time that at least one span covers."""
-    total, until = 0, 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def _token_staleness(commits: Sequence[StepCommitted]) -> float:
+def _token_staleness(steps: Sequence[Mapping[str, Any]]) -> float:
     """Weighted by tokens; commits that do not say it are left out."""
-    said = [one.figures for one in commits if "token_staleness" in one.figures]
-    tokens = math.fsum(one["tokens"] for one in said)
-    return math.fsum(one["token_staleness"] * one["tokens"] for one in said) / max(1.0, tokens)
+    figures = [json.loads(one["figures"]) for one in steps]
+    known = [one for one in figures if "token_staleness" in one]
+    tokens = math.fsum(one["tokens"] for one in known)
+    return math.fsum(one["token_staleness"] * one["tokens"] for one in known) / max(1.0, tokens)
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:

@@ -105,8 +105,7 @@ def offpolicy(
     """Train the demo's task on samples of exactly so many versions ago, with every objective:
     the reward after equal samples. What is done is kept: the same command goes on."""
     names = [name for name in objectives.split(",") if name]
-    from dora_pipe.bench.offpolicy import planned
-    from dora_pipe.bench.offpolicy_book import Book
+    from dora_pipe.bench.offpolicy import CellFile, planned
     from dora_pipe.bench.offpolicy_study import (
         Study,
         draw_study,
@@ -117,14 +116,14 @@ def offpolicy(
 
     cells = planned(numbers_of(etas), names, 1 if quick and seeds is None else seeds)
     study = Study(out=out, quick=quick, steps=steps, overrides=override or ())
-    book = Book(out, study.setting())
+    done = CellFile(out, study.setting())
     if not report:
-        measure_cells(study, book, cells)
-    chosen = [book.cells[cell] for cell in cells if cell in book.cells]
+        measure_cells(study, done, cells)
+    chosen = [done.cells[cell] for cell in cells if cell in done.cells]
     if not chosen:
         raise UsageError(f"{out} has none of these cells yet", hint="leave out --report")
     draw_study(out, chosen)
-    print_study(f"{study.said()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
+    print_study(f"{study.summary()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
 
 
 def traces(
@@ -144,8 +143,17 @@ def traces(
 ) -> None:
     """Train with traces on and off, in turns on this machine, and compare the throughput."""
     from dora_pipe.bench.paradigms_study import bench_place
-    from dora_pipe.bench.traces import LOST_MAX, STILL, TracedRun, costs, order
-    from dora_pipe.bench.traces_study import line_of, print_traces, run_one, setting_of
+    from dora_pipe.bench.traces import (
+        LOST_MAX,
+        STILL,
+        TracedRun,
+        costs,
+        line_of,
+        order,
+        print_traces,
+        run_one,
+        setting_of,
+    )
 
     runs: list[TracedRun] = []
     with bench_place(keep) as place:

@@ -1,4 +1,4 @@
-"""What sending traces costs a run in throughput, from logs of runs with and without; it decides
+"""`bench traces`: what traces cost a run in throughput, from logs of runs with and without; decides
 which time of a run counts.
 
 Runs of one round differ in `telemetry.traces` alone. Their policy hardly moves (`STILL`), so that
@@ -14,15 +14,21 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from dora_pipe.audit.reading import records_of
+from dora_pipe.bench.paradigms_study import run_whole, warm_start
 from dora_pipe.bench.processes import end
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.cli.output import emit_json, emit_line, emit_rows
+from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.schemas.control import StepCommitted, TrajectoriesLogged, decode_control
+from dora_pipe.launch.plan import plan_new
+from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.topics import Topics
 
 Traces = Literal["off", "on"]
@@ -80,25 +86,17 @@ def measure(
     bus: Bus, topics: Topics, *, round_: int, traces: Traces, requests: int, sent_bytes: int
 ) -> TracedRun:
     """The figures of a finished run. Raises UsageError for one that is too short."""
-    commits: list[StepCommitted] = []
-    logged: list[TrajectoriesLogged] = []
-    at = TopicPartition(topics.control, 0)
-    for record in records_of(bus, {at: bus.end(at)}):
-        match decode_control(record.value):
-            case StepCommitted() as commit:
-                commits.append(commit)
-            case TrajectoriesLogged() as fact:
-                logged.append(fact)
-            case _:
-                pass
-    if len(commits) <= WARM_STEPS:
-        raise UsageError(f"{len(commits)} steps say nothing", hint=f"more than {WARM_STEPS}")
-    counted = commits[WARM_STEPS:]
-    begin_ns, end_ns = commits[WARM_STEPS - 1].at_ns, counted[-1].at_ns
-    seconds = (end_ns - begin_ns) / 1e9
-    inside = (fact for fact in logged if begin_ns < fact.at_ns <= end_ns)
-    tokens = sum(one.tokens for fact in inside for one in fact.trajectories)
-    trajectories = sum(len(group.trajectories) for one in counted for group in one.groups)
+    with closing(read_catalogue(bus, topics)) as tables:
+        steps = tables.query("select committed_ns, trajectories from steps order by step")
+        if len(steps) <= WARM_STEPS:
+            raise UsageError(f"{len(steps)} steps say nothing", hint=f"more than {WARM_STEPS}")
+        counted = steps[WARM_STEPS:]
+        span = (steps[WARM_STEPS - 1][0], counted[-1][0])
+        ((tokens,),) = tables.query(
+            "select sum(tokens) from records where logged_ns > ? and logged_ns <= ?", span
+        )
+    seconds = (span[1] - span[0]) / 1e9
+    trajectories = sum(count for _, count in counted)
     return TracedRun(
         round=round_,
         traces=traces,
@@ -182,3 +180,54 @@ class Endpoint:
         if not line:
             raise ResourceError("the endpoint of the bench has ended", hint="it said why above")
         return line.strip()
+
+
+def setting_of(config: Path | None, place: Path) -> tuple[Path, list[str]]:
+    """The configuration, and what every run of it has in common."""
+    if config is not None:
+        return config, []
+    demo = warm_start(place)
+    return demo, [f'model.path="{place / "start" / "warm"}"', "evaluation.prompts=0"]
+
+
+def run_one(
+    config: Path, place: Path, round_: int, kind: Traces, common: Sequence[str], ratio: float
+) -> TracedRun:
+    """One run and its figures."""
+    with Endpoint() if kind == "on" else nullcontext() as endpoint:
+        own = [f'run.name="{kind}-{round_}"', "telemetry.traces=off"]
+        if endpoint is not None:
+            own[1:] = [f"telemetry.traces={endpoint.address}", f"telemetry.traces_ratio={ratio}"]
+        plan = plan_new(load_config(config, [*common, *own]), place)
+        run_whole(plan)
+    with opened(str(plan.directory.path)) as run:
+        return measure(
+            run.bus,
+            run.topics,
+            round_=round_,
+            traces=kind,
+            requests=0 if endpoint is None else endpoint.requests,
+            sent_bytes=0 if endpoint is None else endpoint.bytes,
+        )
+
+
+def line_of(run: TracedRun) -> str:
+    """A run in one line."""
+    return (
+        f"round {run.round}, traces {run.traces}: "
+        f"{run.sampled_tokens_per_s:,.0f} tokens/s sampled, "
+        f"{run.trained_trajectories_per_s:.1f} trajectories/s trained, {run.seconds:.1f} s, "
+        f"{run.megabytes:.2f} MB of traces"
+    )
+
+
+def print_traces(
+    setting: str, runs: Sequence[TracedRun], found: Sequence[Cost], *, as_json: bool
+) -> None:
+    """Every run, and what traces cost."""
+    if as_json:
+        emit_json({"setting": setting})
+    else:
+        emit_line(setting)
+    emit_rows([one.name for one in fields(TracedRun)], map(asdict, runs), as_json=as_json)
+    emit_rows([one.name for one in fields(Cost)], map(asdict, found), as_json=as_json)

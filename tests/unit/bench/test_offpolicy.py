@@ -1,29 +1,36 @@
-"""Staleness is exact by construction, cells are compared seed by seed, and the plan is whole."""
+"""Staleness is exact by construction, cells are compared seed by seed, the plan is whole; a study
+that was stopped goes on where it ended, and never mixes settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bench.offpolicy import (
     BASE,
+    CELLS,
     ETAS,
     OBJECTIVES,
     SEEDS,
     SEEDS_FIRST,
     Cell,
+    CellFile,
     StaleQueue,
     area_of,
     planned,
     sampled_by,
+    setting_digest,
     steps_of,
     summarise,
 )
 from dora_pipe.config.objectives import BUILT_IN
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.consumers.learners.settings import changed_settings, step_settings
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.errors import ResourceError, UsageError
 from tests.support.offpolicy import measured
 
 GRPO: Settings = {
@@ -149,3 +156,75 @@ def test_a_cell_that_diverged_is_counted() -> None:
         [measured("cispo", 8, 0, 0.0, diverged_at=3), measured("cispo", 8, 1, 0.5)]
     )
     assert found.diverged == 1 and found.seeds == 2
+
+
+# The file of what was measured
+
+STUDIED = {"trainer.learning_rate": 1e-3, "task.options": {"mu": 1.0}}
+S = setting_digest(STUDIED)
+FIRST = measured("grpo", 0, 0, 0.8, setting=S)
+SECOND = measured("tis", 8, 1, 0.7, setting=S, masked=0.25)
+
+
+def test_what_was_measured_is_there_when_the_study_goes_on(tmp_path: Path) -> None:
+    done = CellFile(tmp_path, STUDIED)
+    assert done.cells == {}
+    done.add(FIRST)
+    CellFile(tmp_path, STUDIED).add(SECOND)
+    again = CellFile(tmp_path, STUDIED)
+    assert again.cells == {FIRST.cell: FIRST, SECOND.cell: SECOND}
+    assert list(again.cells) == [
+        Cell(objective="grpo", eta=0, seed=0),
+        Cell(objective="tis", eta=8, seed=1),
+    ]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 150])
+def test_a_line_that_a_crash_cut_off_was_never_written(tmp_path: Path, cut: int) -> None:
+    done = CellFile(tmp_path, STUDIED)
+    done.add(FIRST)
+    done.add(SECOND)
+    path = tmp_path / CELLS
+    path.write_bytes(path.read_bytes()[:-cut])
+    torn = CellFile(tmp_path, STUDIED)
+    assert list(torn.cells) == [FIRST.cell]
+    torn.add(SECOND)
+    assert list(CellFile(tmp_path, STUDIED).cells) == [FIRST.cell, SECOND.cell]
+
+
+def test_cells_of_another_setting_are_refused(tmp_path: Path) -> None:
+    CellFile(tmp_path, STUDIED).add(FIRST)
+    with pytest.raises(UsageError, match="study of another setting"):
+        CellFile(tmp_path, {**STUDIED, "trainer.learning_rate": 2e-3})
+
+
+def test_a_line_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    CellFile(tmp_path, STUDIED).add(FIRST)
+    with (tmp_path / CELLS).open("ab") as file:
+        file.write(msgspec.json.encode(measured("grpo", 1, 0, 0.8, setting="t")) + b"\n")
+    with pytest.raises(UsageError, match="line 2 is of another setting"):
+        CellFile(tmp_path, STUDIED)
+
+
+@pytest.mark.parametrize(
+    "line", [b"no json", b"{}", b'{"setting":"s"}'], ids=["no json", "empty", "a part"]
+)
+def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / CELLS).write_bytes(line + b"\n")
+    with pytest.raises(UsageError, match="line 1"):
+        CellFile(tmp_path, STUDIED)
+    assert (tmp_path / CELLS).read_bytes() == line + b"\n"
+
+
+def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"setting\.json: No such file"):
+        CellFile(tmp_path / "nowhere", STUDIED)
+    done = CellFile(tmp_path, STUDIED)
+    (tmp_path / CELLS).mkdir()
+    with pytest.raises(ResourceError, match="cannot be written: Is a directory"):
+        done.add(FIRST)
+
+
+def test_a_setting_has_the_same_name_however_it_is_ordered() -> None:
+    assert setting_digest({"a": 1, "b": [2.5]}) == setting_digest({"b": [2.5], "a": 1})
+    assert setting_digest({"a": 1}) != setting_digest({"a": 2})

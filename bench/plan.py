@@ -18,23 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bench.plan_records import (
-    GROUP_SIZE,
-    config_of,
-    joined,
-    logged,
-    ready,
-    run_started,
-    weights,
-)
+import msgspec
+
 from dora_pipe.config.model import Config
 from dora_pipe.orchestrator.apply_control import apply_control
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.state_ops import new_version
-from dora_pipe.schemas.control import RunStarted, TrajectoriesLogged, WorkerJoined, WorkerReady
+from dora_pipe.schemas.control import (
+    LoggedEntry,
+    RunStarted,
+    TrajectoriesLogged,
+    WorkerJoined,
+    WorkerReady,
+)
 from dora_pipe.schemas.rounds import Move
+from dora_pipe.sim.modelled_cluster import (
+    NO_DIGEST,
+    run_started,
+    weights,
+    worker_joined,
+    worker_ready,
+)
 
+GROUP_SIZE: Final = 16
+ROWS: Final = 1_000_000
+"""Of the data set."""
+KV_TOKENS: Final = 1_000_000
+"""That a worker has room for."""
+STEPS: Final = 1_000_000
+"""More than any measurement commits."""
 VERSIONS: Final = 4
 SLOTS: Final = 64
 TURN_WORKERS: Final = 32
@@ -129,7 +142,7 @@ def _measure(workers: int, *, first: bool) -> PlanFigure:
     turns = [run.turn() for _ in range(REPEATS)]
     run.end_many()
     step_ms, decisions, moves, all_moves = run.step()
-    look = min(run.look() for _ in range(REPEATS))
+    look = min(run.idle() for _ in range(REPEATS))
     gc.unfreeze()
     return PlanFigure(
         workers=workers,
@@ -154,14 +167,14 @@ class _Run:
         self._workers = workers
         self._offset = 0
         self._chance = random.Random(workers)
-        self._tell(run_started(_config(workers)))
+        self._apply(run_started(_config(workers), rows=ROWS))
 
     def build(self) -> None:
         """Fill a quarter of the workers under each version."""
         names = [f"w{number:05d}" for number in range(self._workers)]
         for version in range(VERSIONS):
             for name in names[version::VERSIONS]:
-                self._tell(joined(name, SLOTS))
+                self._apply(worker_joined(name, SLOTS, kv_tokens=KV_TOKENS))
             self._settle()
             if version + 1 < VERSIONS:
                 self.state.now_ns += 60 * SECOND_NS
@@ -174,19 +187,19 @@ class _Run:
         state.now_ns += SECOND_NS // 10
         hosts = state.index.hosts[state.version].workers
         chosen = self._chance.sample(sorted(hosts), min(TURN_WORKERS, len(hosts)))
-        told = [self._logged(hosts[name], 2) for name in chosen]
+        records = [self._logged(hosts[name], 2) for name in chosen]
         start = time.perf_counter()
-        for record in told:
-            self._tell(record)
+        for record in records:
+            self._apply(record)
         folded = time.perf_counter()
         decide(state)
         end = time.perf_counter()
-        count = sum(len(record.trajectories) for record in told)
+        count = sum(len(record.trajectories) for record in records)
         return (end - start) * 1e3, (folded - start) * 1e6 / count
 
-    def look(self) -> float:
+    def idle(self) -> float:
         """Milliseconds of a round that has a trigger, and finds nothing to do."""
-        self.state.trigger = "looked at"
+        self.state.trigger = "asked"
         start = time.perf_counter()
         found = decide(self.state)
         spent = (time.perf_counter() - start) * 1e3
@@ -200,7 +213,7 @@ class _Run:
         for version in range(VERSIONS - 1):
             for worker in list(state.index.hosts[version].workers.values()):
                 share = self._chance.uniform(0, 2 * ENDED_SHARE)
-                self._tell(self._logged(worker, int(share * len(worker.requests))))
+                self._apply(self._logged(worker, int(share * len(worker.requests))))
 
     def step(self) -> tuple[float, int, int, int]:
         """(ms, decisions, moves) of the first round after a step; moves until nothing is left."""
@@ -226,7 +239,7 @@ class _Run:
         for _ in range(BUILD_ROUNDS_MAX):
             loading = [one for one in self.state.workers.values() if one.loading]
             for worker in loading:
-                self._tell(ready(worker))
+                self._apply(ready(worker))
             if not decide(self.state) and not loading:
                 return
 
@@ -234,7 +247,7 @@ class _Run:
         names = sorted(worker.requests)[:count]
         return logged(self.state, worker, names, self._offset)
 
-    def _tell(self, record: RunStarted | WorkerJoined | WorkerReady | TrajectoriesLogged) -> None:
+    def _apply(self, record: RunStarted | WorkerJoined | WorkerReady | TrajectoriesLogged) -> None:
         rejected = self.state.tally.rejected
         apply_control(self.state, self._offset, record)
         assert self.state.tally.rejected == rejected, self.state.tally.rejection
@@ -257,3 +270,51 @@ def _config(workers: int) -> Config:
         max_staleness=VERSIONS,
         in_flight_batches=float(VERSIONS + 1),
     )
+
+
+def config_of(*, per_step: int, max_staleness: int, in_flight_batches: float) -> Config:
+    """A run that never ends and evaluates nothing."""
+    plain = {
+        "run": {"name": "bench", "steps": STEPS},
+        "model": {"path": "model"},
+        "task": {"kind": "arithmetic"},
+        "groups": {"size": GROUP_SIZE, "per_step": per_step},
+        "staleness": {"max_staleness": max_staleness, "in_flight_batches": in_flight_batches},
+        "evaluation": {"prompts": 0},
+    }
+    return msgspec.convert(plain, Config)
+
+
+def logged(
+    state: State, worker: Worker, names: Sequence[str], offset: int, *, version: int | None = None
+) -> TrajectoriesLogged:
+    """A worker has logged some of its requests; under its own version, if nothing is said."""
+    known = worker.target if version is None else version
+    return TrajectoriesLogged(
+        at_ns=0,
+        worker=worker.name,
+        epoch=worker.epoch,
+        version=known,
+        digest=state.policies[known],
+        trajectories=tuple(_entry(state, name, offset) for name in names),
+    )
+
+
+def _entry(state: State, trajectory: str, offset: int) -> LoggedEntry:
+    request = state.requests[trajectory]
+    return LoggedEntry(
+        trajectory=trajectory,
+        attempt=request.attempt,
+        partition=state.groups[request.group].spec.partition,
+        offset=offset,
+        sha256=NO_DIGEST,
+        bytes=1000,
+        tokens=100,
+        reward=float((request.sibling + offset) % 2),
+        finish="stop",
+    )
+
+
+def ready(worker: Worker) -> WorkerReady:
+    """A worker has loaded its target."""
+    return worker_ready(worker.name, worker.epoch, worker.target, worker.digest, load_ms=1000.0)

@@ -4,7 +4,10 @@ The real machine, with real bytes: every turn of the bus some workers report tra
 their statuses, requests move and are let go of, batches are trained and versions loaded, now and
 then a worker is lost. Every slot is full before anything is measured. As in a run, a machine that
 has more to do reacts again before the bus brings anything, which is a turn of its own, and garbage
-is looked for where the loop waits. `bench.turn_meter` says what is measured of it.
+is looked for where the loop waits.
+
+Times are CPU time of the loop's thread, so that what else the machine does does not count; `wall`
+is the longest turn as the clock has it, with the thread beside it that writes snapshots.
 """
 
 from __future__ import annotations
@@ -13,41 +16,32 @@ import gc
 import random
 import statistics
 import tempfile
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
-from dora_pipe.bench.plan import SLOTS
-from dora_pipe.bench.plan_records import (
-    ASSETS,
-    GROUP_SIZE,
-    config_of,
-    joined,
-    logged,
-    ready,
-    role_started,
-    run_started,
-    weights,
-)
-from dora_pipe.bench.turn_meter import Meter
+from dora_pipe.bench.plan import GROUP_SIZE, KV_TOKENS, ROWS, SLOTS, config_of, logged, ready
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import BUS_TURN_NS, CaughtUp, Now, Published
+from dora_pipe.orchestrator import machine
+from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Tidying, settle_memory
 from dora_pipe.orchestrator.snapshots import SnapshotPort
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     Control,
     RequestReleased,
-    StepCommitted,
+    WorkerJoined,
     WorkerLeft,
 )
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
-from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     Assign,
@@ -57,6 +51,12 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
+from dora_pipe.sim.modelled_cluster import (
+    role_started,
+    run_started,
+    step_committed,
+    worker_joined,
+)
 
 PER_STEP: Final = 512
 """Groups of a batch: 8192 trajectories."""
@@ -82,6 +82,19 @@ STATUS_TURNS: Final = 5
 SNAPSHOT_EVERY: Final = 4 * STATE_DIGEST_EVERY
 """Oftener than in a run, so that there are several to measure."""
 TOPICS: Final = Topics("bench")
+
+
+_PARTS: Final = (
+    "decide",
+    "encode",
+    "digest",
+    "snapshot",
+    "waits",
+    "gc",
+    "wait_gc",
+    "turn",
+    "wall",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +156,72 @@ def _measure(workers: int, *, slots: int, rounds: int) -> TurnFigure:
     )
 
 
+class Meter:
+    """Milliseconds that each part took of one turn, the most of all turns."""
+
+    def __init__(self) -> None:
+        self.most_ms = dict.fromkeys(_PARTS, 0.0)
+        self.turns_ms: list[float] = []
+        """Of each turn of the bus, with those that followed at once."""
+        self._now_ms: defaultdict[str, float] = defaultdict(float)
+        self._since_s = 0.0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch the parts of the machine's turns while the block lasts."""
+        with ExitStack() as stack:
+            for owner, name, part in (
+                (machine, "decide", "decide"),
+                (machine, "seal", "encode"),
+                (machine, "body_of", "snapshot"),
+                (machine, "waits", "waits"),
+                (Leaves, "digest", "digest"),
+                (Leaves, "settle", "share"),
+            ):
+                timed = self._timed(getattr(owner, name), part)
+                stack.enter_context(mock.patch.object(owner, name, timed))
+            gc.callbacks.append(self._collecting)
+            stack.callback(gc.callbacks.remove, self._collecting)
+            yield
+
+    def tidied(self, tidy: Callable[[], None]) -> None:
+        """The loop waits; a turn of the bus comes next."""
+        cpu_s = time.thread_time()
+        tidy()
+        spent_ms = (time.thread_time() - cpu_s) * 1e3
+        self.most_ms["wait_gc"] = max(self.most_ms["wait_gc"], spent_ms)
+        self.turns_ms.append(0.0)
+
+    def whole(self, react: Callable[[], Any]) -> Any:
+        """One turn."""
+        self._now_ms.clear()
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        found = react()
+        self._now_ms["turn"] = (time.thread_time() - cpu_s) * 1e3
+        self._now_ms["wall"] = (time.perf_counter() - wall_s) * 1e3
+        self.turns_ms[-1] += self._now_ms["turn"]
+        self._now_ms["digest"] = max(self._now_ms["digest"], self._now_ms.pop("share", 0.0))
+        for part, spent in self._now_ms.items():
+            self.most_ms[part] = max(self.most_ms[part], spent)
+        return found
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._now_ms[part] += (time.thread_time() - began_s) * 1e3
+
+        return timed
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._since_s = time.thread_time()
+        else:
+            self._now_ms["gc"] += (time.thread_time() - self._since_s) * 1e3
+
+
 class _Run:
     """The machine, and everybody who answers it."""
 
@@ -157,7 +236,7 @@ class _Run:
         self._mono_ns = 0
         self._tidy = Tidying()
         self._due: deque[tuple[int, Callable[[], Control | None]]] = deque()
-        self._told: list[Any] = [CaughtUp()]
+        self._inputs: list[Any] = [CaughtUp()]
         config = _config(workers, slots)
         self.machine = OrchestratorMachine(
             state=State(),
@@ -168,11 +247,11 @@ class _Run:
             cost=_no_cost,
             snapshot_every=SNAPSHOT_EVERY,
         )
-        self._tell(run_started(config))
-        self._tell(role_started("orchestrator"))
-        self._tell(role_started("trainer"))
+        self._append(run_started(config, rows=ROWS))
+        self._append(role_started("orchestrator"))
+        self._append(role_started("trainer"))
         for number in range(workers):
-            self._tell(joined(f"w{number:05d}", slots))
+            self._append(self._joined(f"w{number:05d}"))
 
     def fill(self) -> None:
         """Until every slot runs a request."""
@@ -198,11 +277,13 @@ class _Run:
         busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
         for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
             for version, names in self._by_version(worker.requests).items():
-                self._tell(logged(state, worker, names, self._offset, version=version))
+                self._append(logged(state, worker, names, self._offset, version=version))
         if self._turns % LOSS_TURNS == 0:
             worker = state.workers[self._chance.choice(sorted(state.workers))]
-            self._tell(WorkerLeft(at_ns=0, worker=worker.name, epoch=worker.epoch, reason="bench"))
-            self._tell(joined(worker.name, self._slots))
+            self._append(
+                WorkerLeft(at_ns=0, worker=worker.name, epoch=worker.epoch, reason="bench")
+            )
+            self._append(self._joined(worker.name))
         self._react()
 
     def close(self) -> None:
@@ -226,20 +307,20 @@ class _Run:
         while self._due and self._due[0][0] <= self._turns:
             answer = self._due.popleft()[1]()
             if answer is not None:
-                self._tell(answer)
-        told, self._told = self._told[:RECORDS_MAX], self._told[RECORDS_MAX:]
+                self._append(answer)
+        inputs, self._inputs = self._inputs[:RECORDS_MAX], self._inputs[RECORDS_MAX:]
         self._mono_ns += BUS_TURN_NS
         self.meter.tidied(self._tidy)
-        self._turn(told)
+        self._turn(inputs)
         for _ in range(MORE_MAX):
             if self.machine.wake_at() > self._mono_ns:
                 return
             self._turn([])
         raise AssertionError(f"more than {MORE_MAX} turns at once")
 
-    def _turn(self, told: list[Any]) -> None:
+    def _turn(self, inputs: list[Any]) -> None:
         now = Now(mono_ns=self._mono_ns, wall_ns=self._mono_ns)
-        outputs = self.meter.whole(lambda: self.machine.react(told, now))
+        outputs = self.meter.whole(lambda: self.machine.react(inputs, now))
         for effect in outputs.effects:
             self._port.start(effect)
         for one in outputs.publish:
@@ -249,7 +330,7 @@ class _Run:
     def _durable(self, one: Any) -> None:
         at = TOPICS.decisions
         if one.tag:
-            self._told.append(Published(tag=one.tag, topic=at, partition=0, offset=self._decided))
+            self._inputs.append(Published(tag=one.tag, topic=at, partition=0, offset=self._decided))
         self._decided += 1
         for decision in decode_round(one.record.value).decisions:
             self._answer(decision)
@@ -265,14 +346,19 @@ class _Run:
             self._later(0, lambda: _released(state, decision))
         elif isinstance(decision, TakeBatch):
             taken = sum(len(one.trajectories) for one in decision.groups)
-            self._later(taken // REPORTING // REPORTED // 2, lambda: _commit(state, decision))
+            self._later(
+                taken // REPORTING // REPORTED // 2, lambda: step_committed(state, decision)
+            )
 
     def _later(self, turns: int, answer: Callable[[], Control | None]) -> None:
         self._due.append((self._turns + turns, answer))
         self._due = deque(sorted(self._due, key=lambda one: one[0]))
 
-    def _tell(self, record: Control) -> None:
-        self._told.append(_record(TOPICS.control, self._offset, encode(record)))
+    def _joined(self, name: str) -> WorkerJoined:
+        return worker_joined(name, self._slots, kv_tokens=KV_TOKENS)
+
+    def _append(self, record: Control) -> None:
+        self._inputs.append(_record(TOPICS.control, self._offset, encode(record)))
         self._offset += 1
 
     def _say(self, epoch: int, name: str) -> None:
@@ -288,7 +374,7 @@ class _Run:
             tokens_total=1000,
             progress={},
         )
-        self._told.append(_record(TOPICS.metrics, self._offset, encode(status)))
+        self._inputs.append(_record(TOPICS.metrics, self._offset, encode(status)))
 
 
 def _record(topic: str, offset: int, value: bytes) -> Record:
@@ -306,27 +392,6 @@ def _released(state: State, move: Move) -> RequestReleased | None:
         epoch=move.epoch,
         trajectory=move.trajectory,
         attempt=move.attempt,
-    )
-
-
-def _commit(state: State, batch: TakeBatch) -> StepCommitted:
-    after = weights(batch.step + 1)
-    return StepCommitted(
-        at_ns=0,
-        step=batch.step,
-        attempt=batch.attempt,
-        role_epoch=state.trainer_epoch,
-        groups=batch.groups,
-        batch_digest=batch_digest(batch.groups),
-        digest_before=state.policies[state.version],
-        digest_after=after,
-        policy=Manifest(digest=after, bytes=0, tensors=()),
-        contributions=Blob(sha256=ASSETS, bytes=0),
-        figures={"loss": 0.0},
-        settings=batch.settings,
-        numerics={},
-        decisions_next=0,
-        compute_s=1.0,
     )
 
 

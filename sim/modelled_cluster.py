@@ -22,12 +22,14 @@ import msgspec
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.orchestrator.fold import apply_control, apply_observation
+from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import release
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
     Command,
+    ExclusiveRole,
     LoggedEntry,
     RequestReleased,
     Resume,
@@ -168,8 +170,8 @@ class Cluster:
         """Responses that are not reported yet, by the time at which they will be."""
         self._ends = 0
         self._period_s = plan.plan_period_s
-        self._apply(run_started(plan))
-        self._apply(role_started())
+        self._apply(run_started(_config(plan)))
+        self._apply(role_started("trainer"))
         self._workers = {one.name: self._join(one) for one in plan.workers}
 
     def run(self) -> ClusterRun:
@@ -195,7 +197,9 @@ class Cluster:
         return offset
 
     def _join(self, size: WorkerSize) -> ModelledWorker:
-        epoch = self._apply(worker_joined(size, self.plan))
+        epoch = self._apply(
+            worker_joined(size.name, size.slots, size.prefetch, declares=self.plan.declares)
+        )
         return ModelledWorker(
             size,
             self.plan.rates,
@@ -220,7 +224,9 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                self._apply(worker_ready(worker, assigned))
+                load_ms = worker.batch.rates.load_s * 1e3
+                one = (worker.size.name, worker.epoch, assigned.version, assigned.digest)
+                self._apply(worker_ready(*one, load_ms=load_ms))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
         if now_s >= self._period_s:
@@ -408,14 +414,17 @@ class Cluster:
         return run
 
 
-# Records: what nobody looks at here is left empty
+# Records, of which what nobody looks at here is left empty
 
 
-def _config(plan: ClusterPlan) -> dict[str, Any]:
+def _config(plan: ClusterPlan) -> Config:
     staleness: dict[str, Any] = {"max_staleness": plan.max_staleness}
     if plan.in_flight_batches is not None:
         staleness["in_flight_batches"] = plan.in_flight_batches
-    return {
+    evaluation: dict[str, Any] = {"prompts": 0}
+    if (one := plan.evaluation) is not None:
+        evaluation = {"every": one.every, "prompts": one.prompts, "siblings": one.siblings}
+    plain = {
         "run": {"name": "modelled", "steps": plan.steps, "seed": 0},
         "model": {"path": "none"},
         "task": {"kind": "none"},
@@ -425,89 +434,97 @@ def _config(plan: ClusterPlan) -> dict[str, Any]:
             "filter_zero_advantage": plan.filter_zero_advantage,
         },
         "staleness": staleness,
-        "evaluation": _evaluation(plan),
+        "evaluation": evaluation,
         "bus": {"partitions": 1},
         "timing": {"plan_period_s": plan.plan_period_s},
     }
+    return msgspec.convert(plain, Config)
 
 
-def _evaluation(plan: ClusterPlan) -> dict[str, Any]:
-    if plan.evaluation is None:
-        return {"prompts": 0}
-    one = plan.evaluation
-    return {"every": one.every, "prompts": one.prompts, "siblings": one.siblings}
+def weights(version: int) -> str:
+    """Digest of a version: weights are names here."""
+    return sha256_hex(f"weights {version}".encode())
 
 
-def run_started(plan: ClusterPlan) -> RunStarted:
+def run_started(config: Config, *, rows: int = 1) -> RunStarted:
     """The first record of a modelled run."""
-    config = msgspec.to_builtins(msgspec.convert(_config(plan), Config))
+    plain = msgspec.to_builtins(config)
     return RunStarted(
         at_ns=0,
-        run="modelled",
+        run=config.run.name,
         schema_version=1,
-        config=config,
-        config_digest=config_digest(config),
+        config=plain,
+        config_digest=config_digest(plain),
         dataset_digest=NO_DIGEST,
-        dataset_rows=1,
+        dataset_rows=rows,
         eval_digest=NO_DIGEST,
-        eval_rows=plan.evaluation.prompts if plan.evaluation is not None else 0,
-        seed=0,
-        policy=Manifest(digest=NO_DIGEST, bytes=0, tensors=()),
+        eval_rows=config.evaluation.prompts,
+        seed=config.run.seed,
+        policy=Manifest(digest=weights(0), bytes=0, tensors=()),
         assets_digest=NO_DIGEST,
-        planner="modelled",
+        planner=PLANNER,
         package="modelled",
     )
 
 
-def role_started() -> RoleStarted:
-    """Its trainer begins."""
+def role_started(role: ExclusiveRole) -> RoleStarted:
+    """The first incarnation of a role."""
     return RoleStarted(
-        at_ns=0, role="trainer", role_epoch=0, instance="m", host="m", pid=0, package="modelled"
+        at_ns=0, role=role, role_epoch=0, instance="m", host="m", pid=0, package="modelled"
     )
 
 
-def worker_joined(size: WorkerSize, plan: ClusterPlan) -> WorkerJoined:
+def worker_joined(
+    name: str,
+    slots: int,
+    prefetch: int = 0,
+    *,
+    kv_tokens: int = 0,
+    declares: tuple[str, ...] = ("moves",),
+) -> WorkerJoined:
     """A modelled worker is there."""
     return WorkerJoined(
         at_ns=0,
-        worker=size.name,
+        worker=name,
         instance="m",
         host="m",
         pid=0,
-        slots=size.slots,
-        prefetch=size.prefetch,
-        kv_tokens=0,
+        slots=slots,
+        prefetch=prefetch,
+        kv_tokens=kv_tokens,
         engine="modelled",
         engine_version="1",
         dtype="none",
         device="none",
-        declares=plan.declares,
+        declares=declares,
         assets_digest=NO_DIGEST,
         reward_digest="",
         package="modelled",
     )
 
 
-def worker_ready(worker: ModelledWorker, assigned: Assign) -> WorkerReady:
+def worker_ready(
+    name: str, epoch: int, version: int, digest: str, *, load_ms: float
+) -> WorkerReady:
     """It has loaded what it was assigned."""
     return WorkerReady(
         at_ns=0,
-        worker=worker.size.name,
-        epoch=worker.epoch,
-        version=assigned.version,
-        digest=assigned.digest,
-        load_ms=worker.batch.rates.load_s * 1e3,
+        worker=name,
+        epoch=epoch,
+        version=version,
+        digest=digest,
+        load_ms=load_ms,
     )
 
 
 def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
-    """The step of this batch is done; weights are names here."""
-    after = sha256_hex(f"weights {batch.step + 1}".encode())
+    """The step of this batch is done."""
+    after = weights(batch.step + 1)
     return StepCommitted(
         at_ns=0,
         step=batch.step,
         attempt=batch.attempt,
-        role_epoch=0,
+        role_epoch=state.trainer_epoch,
         groups=batch.groups,
         batch_digest=batch_digest(batch.groups),
         digest_before=state.policies[state.version],

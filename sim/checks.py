@@ -119,7 +119,7 @@ class LiveLedger(Ledger):
         super().__init__(run, _FirstFinding(wrong))
         self.counted: Counter[str] = Counter()
         """Facts of requests that were heeded."""
-        self._wrong = wrong
+        self._on_wrong = wrong
         self._paused = False
         self._stopped_now = False
         self._failed: set[str] = set()
@@ -196,7 +196,7 @@ class LiveLedger(Ledger):
 
     def _require(self, check: str, holds: bool, otherwise: str) -> None:
         if not holds:
-            self._wrong(check, otherwise)
+            self._on_wrong(check, otherwise)
 
     def states(self) -> Counter[str]:
         """What facts, groups and workers came to; how stale groups were trained."""

@@ -18,7 +18,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.sim.modelled_cluster import ClusterRun, StepSpan
@@ -52,6 +52,19 @@ class PoolPlan:
     """A group whose rewards are all equal is replaced by another."""
     bound: int | None = None
     """Units that would be trained more than so many versions after their start are dropped."""
+
+
+def settings_of(
+    paradigm: str, *, batches: float, per_step: int, group_size: int, bound: int
+) -> dict[str, Any]:
+    """Settings of a `PoolPlan` that follow from the name of its paradigm."""
+    by_sample = paradigm == "roll-flash"
+    return {
+        "in_flight": round(batches * per_step) * (group_size if by_sample else 1),
+        "unit": "sample" if by_sample else "group",
+        "interrupt": paradigm != "drop",
+        "bound": bound if paradigm in ("roll-flash", "drop") else None,
+    }
 
 
 @dataclass(slots=True, eq=False)

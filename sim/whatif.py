@@ -22,7 +22,7 @@ from dora_pipe.sim.modelled_cluster import (
     Evaluations,
 )
 from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
-from dora_pipe.sim.paradigms import Pool, PoolPlan
+from dora_pipe.sim.paradigms import Pool, PoolPlan, settings_of
 from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional
 from dora_pipe.sim.whatif_facts import Key, Measured
 
@@ -52,7 +52,7 @@ CLUSTER_KEYS: Final = KEYS | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Estimate:
     """How a run goes; times in seconds."""
 
     what: str
@@ -69,11 +69,11 @@ class Answer:
     moves: int | None
 
 
-def as_it_was(measured: Measured) -> Answer:
+def as_measured(measured: Measured) -> Estimate:
     """What the log says itself."""
     steps = measured.steps
     trained = sum(one.committed_s - one.taken_s for one in steps)
-    return Answer(
+    return Estimate(
         what="measured",
         wall_s=measured.wall_s,
         step_s=measured.wall_s / len(steps),
@@ -128,14 +128,14 @@ def _is_pool(config: Config, scheduler: Scheduler) -> bool:
     return config.staleness.interruptible or scheduler in ("drop", "roll-flash")
 
 
-def answer(
+def estimate(
     measured: Measured,
     config: Config,
     *,
     what: str,
     cores: int,
     scheduler: Scheduler = "production",
-) -> Answer:
+) -> Estimate:
     """How long the run takes with this configuration, on the hardware that was measured."""
     contention = Contention.of(measured, cores)
     if _is_pool(config, scheduler):
@@ -213,10 +213,6 @@ def pool_plan(
     measured: Measured, config: Config, scheduler: Scheduler, contention: Contention
 ) -> PoolPlan:
     """A paradigm without versions on workers; its cores are shared as in the measured run."""
-    by_sample = scheduler == "roll-flash"
-    dropping = scheduler in ("roll-flash", "drop")
-    batches = in_flight_batches(config.staleness)
-    in_flight = round(batches * config.groups.per_step) * (config.groups.size if by_sample else 1)
     trainer = _trainer(measured, contention)
     slower = contention.slower(len(_workers(measured, config)), True)
     rates = _rates(measured)
@@ -234,10 +230,13 @@ def pool_plan(
         group_size=config.groups.size,
         per_step=config.groups.per_step,
         steps=config.run.steps,
-        in_flight=in_flight,
-        unit="sample" if by_sample else "group",
-        interrupt=scheduler != "drop",
-        bound=config.staleness.max_staleness if dropping else None,
+        **settings_of(
+            scheduler,
+            batches=in_flight_batches(config.staleness),
+            per_step=config.groups.per_step,
+            group_size=config.groups.size,
+            bound=config.staleness.max_staleness,
+        ),
         reward=rewards_of(measured.rewards),
         filter_zero_advantage=config.groups.filter_zero_advantage,
     )
@@ -322,11 +321,11 @@ def _evaluations(measured: Measured, config: Config) -> Evaluations | None:
     )
 
 
-def _summed(what: str, run: ClusterRun) -> Answer:
+def _summed(what: str, run: ClusterRun) -> Estimate:
     spans, wall_s = run.spans, run.spans[-1].committed_s
     trained = sum(one.committed_s - one.taken_s for one in spans)
     groups = [pair for one in spans for pair in one.staleness]
-    return Answer(
+    return Estimate(
         what=what,
         wall_s=wall_s,
         step_s=wall_s / len(spans),

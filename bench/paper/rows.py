@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from dora_pipe.bench.paper.lengths import EFFICIENCY
 from dora_pipe.bench.paper.scaling_model import FITTED, GROUPS, MINUTE_S, SIBLINGS, ScalingModel
 from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
-from dora_pipe.sim.paradigms import Pool, PoolPlan
+from dora_pipe.sim.paradigms import Pool, PoolPlan, settings_of
 from dora_pipe.sim.paradigms_planner import LegacyFill, Planner, Production, Proportional
 
 SEEDS: Final = (1, 2, 3)
@@ -272,7 +272,15 @@ def simulate(
         "steps": steps,
     }
     if scenario.pool:
-        return figures_of_run(Pool(_pool_plan(scenario, per_step, common)).run())
+        assert scenario.in_flight_batches is not None
+        settings = settings_of(
+            scenario.pool,
+            batches=scenario.in_flight_batches,
+            per_step=per_step,
+            group_size=SIBLINGS,
+            bound=scenario.max_staleness,
+        )
+        return figures_of_run(Pool(PoolPlan(**common, **settings, shared=scenario.shared)).run())
     plan = ClusterPlan(
         **common,
         max_staleness=scenario.max_staleness,
@@ -282,19 +290,6 @@ def simulate(
         round_s=ROUND_S,
     )
     return figures_of_run(Cluster(plan).run())
-
-
-def _pool_plan(scenario: Scenario, per_step: int, common: Mapping[str, Any]) -> PoolPlan:
-    by_sample = scenario.pool == "roll-flash"
-    assert scenario.in_flight_batches is not None
-    return PoolPlan(
-        **common,
-        in_flight=round(scenario.in_flight_batches * per_step) * (SIBLINGS if by_sample else 1),
-        unit="sample" if by_sample else "group",
-        shared=scenario.shared,
-        interrupt=scenario.pool != "drop",
-        bound=scenario.max_staleness if scenario.pool in ("roll-flash", "drop") else None,
-    )
 
 
 def simulate_seeds(

@@ -45,7 +45,7 @@ def whatif(
 
     The run is simulated as it was first: the error of that is printed.
     """
-    from dora_pipe.sim.whatif import SCHEDULERS, answer, as_it_was, check_question
+    from dora_pipe.sim.whatif import SCHEDULERS, as_measured, check_question, estimate
     from dora_pipe.sim.whatif_facts import measure
 
     known = [*PARADIGM_NAMES, *SCHEDULERS]
@@ -65,13 +65,13 @@ def whatif(
         scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
         check_question(measured, before, changed, scheduler=scheduler)
         told("simulating the run as it was")
-        was = as_it_was(measured)
-        again = answer(measured, measured.config, what="simulated", cores=cores)
+        was = as_measured(measured)
+        again = estimate(measured, measured.config, what="simulated", cores=cores)
         answers = [was, again]
         if override or paradigm:
             what = " ".join([paradigm, *(override or ())]).strip()
             told(f"simulating {what}")
-            answers.append(answer(measured, changed, what=what, cores=cores, scheduler=scheduler))
+            answers.append(estimate(measured, changed, what=what, cores=cores, scheduler=scheduler))
     error = again.wall_s / was.wall_s - 1
     if as_json:
         emit_json(plain_answers(measured, answers, error, cores))

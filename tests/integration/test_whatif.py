@@ -25,12 +25,12 @@ from dora_pipe.sim.whatif import (
     CLUSTER_KEYS,
     KEYS,
     SCHEDULERS,
-    Answer,
     Contention,
-    answer,
-    as_it_was,
+    Estimate,
+    as_measured,
     check_question,
     delays_of,
+    estimate,
     lengths_of,
     rewards_of,
 )
@@ -83,9 +83,9 @@ def measured() -> Iterator[Measured]:
     yield run_world(config())
 
 
-def simulated(measured: Measured, chosen: Config) -> Answer:
+def simulated(measured: Measured, chosen: Config) -> Estimate:
     """With these settings, on more cores than processes."""
-    return answer(measured, chosen, what="sim", cores=64)
+    return estimate(measured, chosen, what="sim", cores=64)
 
 
 def test_the_speed_of_engine_and_trainer_is_found(measured: Measured) -> None:
@@ -98,7 +98,7 @@ def test_the_speed_of_engine_and_trainer_is_found(measured: Measured) -> None:
 
 
 def test_the_run_as_it_was_is_reproduced(measured: Measured) -> None:
-    was, again = as_it_was(measured), simulated(measured, measured.config)
+    was, again = as_measured(measured), simulated(measured, measured.config)
     assert again.wall_s == pytest.approx(was.wall_s, rel=0.15)
     assert again.staleness == pytest.approx(was.staleness, abs=0.25)
 
@@ -111,17 +111,17 @@ def test_the_run_as_it_was_is_reproduced(measured: Measured) -> None:
 def test_another_setting_is_foretold(measured: Measured, changes: dict[str, int]) -> None:
     """The same world with the other setting is what really happens."""
     chosen = config(**changes)
-    happened = as_it_was(run_world(chosen))
-    foretold = simulated(measured, chosen)
-    assert foretold.wall_s == pytest.approx(happened.wall_s, rel=0.2)
-    ratio = happened.wall_s / as_it_was(measured).wall_s
+    happened = as_measured(run_world(chosen))
+    predicted = simulated(measured, chosen)
+    assert predicted.wall_s == pytest.approx(happened.wall_s, rel=0.2)
+    ratio = happened.wall_s / as_measured(measured).wall_s
     again = simulated(measured, measured.config)
-    assert foretold.wall_s / again.wall_s == pytest.approx(ratio, rel=0.15)
+    assert predicted.wall_s / again.wall_s == pytest.approx(ratio, rel=0.15)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_has_an_answer(measured: Measured, scheduler: Any) -> None:
-    found = answer(measured, measured.config, what=scheduler, cores=64, scheduler=scheduler)
+    found = estimate(measured, measured.config, what=scheduler, cores=64, scheduler=scheduler)
     assert found.wall_s >= 14 * TRAIN_NS / 1e9
     assert found.staleness <= 1
 

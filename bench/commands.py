@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dora_pipe.cli.options import JsonOption, RunsOption
 from dora_pipe.cli.output import emit_rows
 from dora_pipe.core.console import RUNS, say
+
+VLLM_ROWS = (1, 16, 64)
+RESIDENT_ROWS = (1, 16, 64)
+RECORD_BYTES = (2_000, 65_536, 1_048_576)
+AUDITED_TOKENS = (2_048, 16_384)
+WEIGHTS_WORKERS = (1, 4, 8)
+STORE_MB_S = (0, 200)
+ARCHIVED_BYTES = (1_000, 4_000, 64_000)
+TOKENS = (30, 256, 2_048, 16_384)
+RESTART = (20_000, 100_000)
+TURN_WORKERS = (512,)
+TURN_SLOTS = 200
+PLAN_WORKERS = (250, 500, 1_000, 2_000, 4_000, 10_000)
 
 
 def engine(
@@ -29,21 +44,15 @@ def engine(
 ) -> None:
     """Tokens per second of an engine by rows, beside `generate`: that of transformers for the own
     engine, vLLM's for vLLM; and of vLLM as a server, beside vLLM in process."""
-    from dora_pipe.bench.engine_choice import (
-        RESIDENT_ROWS,
-        beside_generate,
-        emit_figures,
-        resident_figures,
-    )
     from dora_pipe.producers.engines.registry import need_engines
 
     need_engines([engine])
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         if resident:
-            found = resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
+            found = _resident_figures(engine, Path(folder), rows or RESIDENT_ROWS, resident)
         else:
-            found = beside_generate(engine, Path(folder), rows)
-        emit_figures(found, as_json=as_json)
+            found = _beside_generate(engine, Path(folder), rows)
+        _emit_figures(found, as_json=as_json)
 
 
 def bus(
@@ -55,13 +64,12 @@ def bus(
 ) -> None:
     """Records and bytes per second of every bus, and bytes of a worker's statuses."""
     from dora_pipe.bench.bus import bench_bus
-    from dora_pipe.bench.engine_choice import RECORD_BYTES, emit_figures
     from dora_pipe.bench.status import bench_status
 
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
-        emit_figures(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
-    emit_figures(bench_status(), as_json=as_json)
+        _emit_figures(bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds), as_json=as_json)
+    _emit_figures(bench_status(), as_json=as_json)
 
 
 def archive(
@@ -70,13 +78,12 @@ def archive(
 ) -> None:
     """How fast a log is archived and an archive read, beside reading SQLite."""
     from dora_pipe.bench.archive import bench_archive
-    from dora_pipe.bench.engine_choice import ARCHIVED_BYTES, emit_figures
 
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         figures = bench_archive(
             Path(folder), record_bytes=ARCHIVED_BYTES, total_bytes=megabytes * 1_000_000
         )
-        emit_figures(figures, as_json=as_json)
+        _emit_figures(figures, as_json=as_json)
 
 
 def audit(
@@ -95,7 +102,6 @@ def audit(
 ) -> None:
     """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
     from dora_pipe.bench.audit import AuditFigure, MemoryFigure, bench_audit, bench_memory
-    from dora_pipe.bench.engine_choice import AUDITED_TOKENS
     from dora_pipe.cli.audit import help_audit, starting
     from dora_pipe.launch.fork_server import ForkedHelpers
     from dora_pipe.store.log_location import LogLocation
@@ -126,9 +132,8 @@ def codec(
 ) -> None:
     """Time and size of an encoded trajectory, beside pickle and raw arrays."""
     from dora_pipe.bench.codec import bench_codec
-    from dora_pipe.bench.engine_choice import TOKENS, emit_figures
 
-    emit_figures(bench_codec(tokens or TOKENS), as_json=as_json)
+    _emit_figures(bench_codec(tokens or TOKENS), as_json=as_json)
 
 
 def dataplane(
@@ -155,11 +160,10 @@ def dataplane(
             folder=Path(folder),
         )
         measured = bench_dataplane(setup, say)
-    from dora_pipe.bench.engine_choice import emit_figures
 
     for figures in (measured.layers, measured.delays, measured.planes, measured.splits):
         if figures:
-            emit_figures(figures, as_json=as_json)
+            _emit_figures(figures, as_json=as_json)
 
 
 def moves(
@@ -189,7 +193,6 @@ def moves(
 ) -> None:
     """Time until a moved request has its next token, between two processes: with its KV cache by
     files and by Flight, and prefilled."""
-    from dora_pipe.bench.engine_choice import STORE_MB_S, WEIGHTS_WORKERS, emit_figures
     from dora_pipe.launch.run_dir import opened
 
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
@@ -197,7 +200,7 @@ def moves(
             from dora_pipe.bench.moves_log import overhead_of
 
             with opened(run, root) as found:
-                emit_figures([overhead_of(found.bus, found.topics)], as_json=as_json)
+                _emit_figures([overhead_of(found.bus, found.topics)], as_json=as_json)
         elif weights:
             from dora_pipe.bench.moves_weights import bench_weights
 
@@ -207,13 +210,13 @@ def moves(
                 store_mb_s=STORE_MB_S if store_mb_s is None else store_mb_s,
                 megabytes=megabytes,
             )
-            emit_figures(list(figures), as_json=as_json)
+            _emit_figures(list(figures), as_json=as_json)
         else:
             from dora_pipe.bench.moves import bench_moves
 
             models = model or ("llama-25m",)
             moved = bench_moves(Path(folder), models, tokens or (), engine=engine)
-            emit_figures(list(moved), as_json=as_json)
+            _emit_figures(list(moved), as_json=as_json)
 
 
 def plan(
@@ -228,16 +231,15 @@ def plan(
 ) -> None:
     """Cost of one round of the planner by the number of workers, how it grows, and the longest turn
     of the orchestrator in a busy run of 102 400 open requests, part by part."""
-    from dora_pipe.bench.engine_choice import PLAN_WORKERS, TURN_SLOTS, TURN_WORKERS, emit_figures
     from dora_pipe.bench.plan import bench_plan, growth_of
     from dora_pipe.bench.turns import bench_turns
 
     figures = bench_plan(workers or PLAN_WORKERS)
-    emit_figures(figures, as_json=as_json)
+    _emit_figures(figures, as_json=as_json)
     growth = growth_of(figures)
     if growth:
-        emit_figures(growth, as_json=as_json)
-    emit_figures(bench_turns(turns or TURN_WORKERS, slots=TURN_SLOTS), as_json=as_json)
+        _emit_figures(growth, as_json=as_json)
+    _emit_figures(bench_turns(turns or TURN_WORKERS, slots=TURN_SLOTS), as_json=as_json)
 
 
 def catalogue(
@@ -251,11 +253,10 @@ def catalogue(
 ) -> None:
     """What a log as tables costs: following it, memory, saving, opening, what is asked often."""
     from dora_pipe.bench.catalogue import LENGTHS, bench_follow, bench_memory
-    from dora_pipe.bench.engine_choice import emit_figures
 
-    emit_figures([bench_memory(groups)], as_json=as_json)
+    _emit_figures([bench_memory(groups)], as_json=as_json)
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        emit_figures(list(bench_follow(Path(folder), trajectories or [*LENGTHS])), as_json=as_json)
+        _emit_figures(list(bench_follow(Path(folder), trajectories or [*LENGTHS])), as_json=as_json)
 
 
 def restart(
@@ -266,8 +267,46 @@ def restart(
     as_json: JsonOption = False,
 ) -> None:
     """Time of an orchestrator's restart: the whole log folded, and from its newest snapshot."""
-    from dora_pipe.bench.engine_choice import RESTART, emit_figures
     from dora_pipe.bench.restart import bench_restart
 
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
-        emit_figures(list(bench_restart(Path(folder), trajectories or [*RESTART])), as_json=as_json)
+        _emit_figures(
+            list(bench_restart(Path(folder), trajectories or [*RESTART])), as_json=as_json
+        )
+
+
+def _resident_figures(
+    engine: str, folder: Path, rows: Sequence[int], resident: Sequence[int]
+) -> list[Any]:
+    """An engine with so many versions resident."""
+    from dora_pipe.bench.engine_lora import TorchHosts, bench_resident
+
+    if engine == "torch":
+        return [*bench_resident(rows, resident, hosts=TorchHosts())]
+    from dora_pipe.bench.engine_vllm import ServerHosts, VllmHosts
+
+    if engine == "vllm":
+        return [*bench_resident(rows, resident, hosts=VllmHosts(folder))]
+    with closing(ServerHosts(folder, slots=max(rows))) as hosts:
+        return [*bench_resident(rows, resident, hosts=hosts)]
+
+
+def _beside_generate(engine: str, folder: Path, rows: Sequence[int] | None) -> list[Any]:
+    """An engine beside `generate`."""
+    if engine == "vllm":
+        from dora_pipe.bench.engine_vllm import bench_vllm
+
+        return [*bench_vllm(folder, rows or VLLM_ROWS)]
+    if engine == "vllm-server":
+        from dora_pipe.bench.engine_vllm import bench_server
+
+        return [*bench_server(folder, rows or VLLM_ROWS)]
+    from dora_pipe.bench.engine import bench_engine
+
+    return [*bench_engine(rows or (1, 16, 64, 256))]
+
+
+def _emit_figures(figures: Sequence[Any], *, as_json: bool) -> None:
+    """Dataclasses of one kind as a table, or as JSON."""
+    columns = [field.name for field in fields(figures[0])]
+    emit_rows(columns, [asdict(figure) for figure in figures], as_json=as_json)

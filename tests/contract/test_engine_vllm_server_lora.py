@@ -122,8 +122,7 @@ def test_server_outlives_requests_that_are_let_go_as_their_version_is_dropped(lo
 def test_bench_measures_adapters_and_the_server_with_what_both_spend(tmp_path: Path) -> None:
     from dora_pipe.bench.engine import REQUESTS_MIN
     from dora_pipe.bench.engine_lora import bench_resident
-    from dora_pipe.bench.engine_server import bench_server
-    from dora_pipe.bench.engine_vllm_hosts import ServerHosts
+    from dora_pipe.bench.engine_vllm import ServerHosts, bench_server
 
     need_vllm()
     (tmp_path / "adapters").mkdir()

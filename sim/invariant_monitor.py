@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from dora_pipe.audit.round_reader import Fact, FoldedRound
@@ -124,16 +123,26 @@ class InvariantMonitor:
 
     # Control and metrics, as they come
 
-    def _said(self, record: Record) -> None:
+    def _decoded(self, record: Record) -> Any:
+        """A record of control or metrics; None where it cannot be read."""
+        decode = decode_control if record.topic == self._topics.control else decode_metrics
         try:
-            found: Any = decode_control(record.value)
+            return decode(record.value)
         except SchemaError:
-            self.kinds["control unreadable"] += 1
+            return None
+
+    def _is_known(self, topic: str, found: Any) -> bool:
+        """Count its kind; whether this version knows it."""
+        if found is None or isinstance(found, Unknown):
+            self.kinds[f"{topic} {'unreadable' if found is None else 'unknown'}"] += 1
+            return False
+        self.kinds[f"{topic} {type(found).__struct_config__.tag}"] += 1
+        return True
+
+    def _said(self, record: Record) -> None:
+        found = self._decoded(record)
+        if not self._is_known("control", found):
             return
-        if isinstance(found, Unknown):
-            self.kinds["control unknown"] += 1
-            return
-        self.kinds[f"control {type(found).__struct_config__.tag}"] += 1
         if isinstance(found, RoleStarted):
             if self._newest[found.role] != found.role_epoch:
                 what = f"{found.role} takes role epoch {found.role_epoch}"
@@ -151,15 +160,8 @@ class InvariantMonitor:
             self._left.add((worker, epoch))
 
     def _status(self, record: Record) -> None:
-        try:
-            found = decode_metrics(record.value)
-        except SchemaError:
-            self.kinds["metrics unreadable"] += 1
-            return
-        if isinstance(found, Unknown):
-            self.kinds["metrics unknown"] += 1
-        else:
-            self.kinds[f"metrics {type(found).__struct_config__.tag}"] += 1
+        found = self._decoded(record)
+        if self._is_known("metrics", found):
             name = getattr(found, "worker", "") or _SPEAKERS[type(found)]
             self.waits[name] = found.waits_for
             if isinstance(found, TrainerStatus):
@@ -205,12 +207,9 @@ class InvariantMonitor:
         """The control records that a round folds."""
         facts: list[Fact] = []
         while self._control and self._control[0].offset < round_.control_next:
-            record, found = self._control.popleft(), None
-            with suppress(SchemaError):
-                found = decode_control(record.value)
-            facts.append(
-                Fact(offset=record.offset, key=record.key, value=record.value, record=found)
-            )
+            one = self._control.popleft()
+            found = self._decoded(one)
+            facts.append(Fact(offset=one.offset, key=one.key, value=one.value, record=found))
         return tuple(facts)
 
     def _links(self, round_: Round, facts: Sequence[Fact]) -> None:
@@ -246,13 +245,7 @@ class InvariantMonitor:
                 self._hears(heard, one)
 
     def _hears(self, heard: _Heard, record: Record) -> None:
-        try:
-            if record.topic == self._topics.control:
-                found: Any = decode_control(record.value)
-            else:
-                found = decode_metrics(record.value)
-        except SchemaError:
-            return
+        found = self._decoded(record)
         worker = getattr(found, "worker", None)
         if worker is None:
             return

@@ -18,7 +18,7 @@ from tests.support.traces import check_traces, check_whole, traces_of
 
 
 class _Traced(SeedRun):
-    """Looks at the traces of what was played instead of auditing it."""
+    """Checks the traces of a seed instead of auditing it."""
 
     trained = 0
 

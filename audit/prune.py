@@ -14,9 +14,8 @@ from typing import Final, Literal
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition
-from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.commits import CommitHistory, retained
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.retention import retained
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset

@@ -28,7 +28,7 @@ from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.files import Files, Listed
-from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
@@ -205,7 +205,7 @@ def _random_weights(path: Path, megabytes: int) -> Manifest:
     size = megabytes * 1_000_000 // TENSORS // 4
     tensors = [chance.random(size, np.float32) for _ in range(TENSORS)]
     sources = [
-        Source(name=f"t{number}", dtype="F32", shape=(size,), data=one.tobytes)
+        TensorSource(name=f"t{number}", dtype="F32", shape=(size,), data=one.tobytes)
         for number, one in enumerate(tensors)
     ]
     return write_tensors(path, sources)

@@ -11,7 +11,7 @@ from dora_pipe.cli.progress import Progress
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
-from dora_pipe.consumers.trainer.batch_source import batch_of_commit
+from dora_pipe.consumers.trainer.batch_reader import batch_of_commit
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import SystemClock

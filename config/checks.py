@@ -14,8 +14,12 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config.model import Config, Sampling, in_flight_batches
-from dora_pipe.config.rollout_sections import TEMPERATURE_MAX, TEMPERATURE_MIN
-from dora_pipe.config.training_sections import LEARNING_RATE_MAX, LINEAR_LAYERS
+from dora_pipe.config.sections import (
+    LEARNING_RATE_MAX,
+    LINEAR_LAYERS,
+    TEMPERATURE_MAX,
+    TEMPERATURE_MIN,
+)
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode

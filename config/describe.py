@@ -19,18 +19,11 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import (
-    machine_sections,
-    model,
-    objectives,
-    rollout_sections,
-    telemetry_section,
-    training_sections,
-)
+from dora_pipe.config import model, objectives, sections
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.config.paradigms import paradigm_of
 
-_WRITTEN_IN = (model, rollout_sections, training_sections, machine_sections, telemetry_section)
+_WRITTEN_IN = (model, sections)
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -265,7 +258,7 @@ def _cell(text: str) -> str:
 _HEAD = """# Configuration
 
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
-config/*_sections.py instead. -->
+config/sections.py instead. -->
 
 One TOML file is the configuration of a run. `dora-pipe config show FILE` prints it resolved, and
 `-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:

@@ -2,8 +2,8 @@
 
 Keys are `frozen` (a resumed run must have the same), `logged` (may change; in force from the next
 step, recorded in the log) or `free` (addresses, sizes, timing). `FROZEN` and `LOGGED` name the
-first two; everything else is free. The sections stand in `rollout_sections`, `training_sections`,
-`machine_sections` and `telemetry_section` and are imported from here; their docstrings are what
+first two; everything else is free. The sections stand in `sections` and are imported from here;
+their docstrings are what
 `config show` and reference/configuration.md print. `load` reads a file, `checks` says what one
 section asks of another.
 """
@@ -12,20 +12,27 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_pipe.config.machine_sections import Bus, Store, Timing, Transfers, Vllm, Workers
-from dora_pipe.config.rollout_sections import (
+from dora_pipe.config.sections import (
+    Bus,
     Evaluation,
     Groups,
+    Lora,
     Model,
+    Objective,
     Planner,
     Run,
     Sampling,
+    Section,
     Staleness,
+    Store,
     Task,
+    Telemetry,
+    Timing,
+    Trainer,
+    Transfers,
+    Vllm,
+    Workers,
 )
-from dora_pipe.config.section import Section
-from dora_pipe.config.telemetry_section import Telemetry
-from dora_pipe.config.training_sections import Lora, Objective, Trainer
 
 __all__ = [
     "FROZEN",

@@ -17,7 +17,7 @@ EMPTY_POLLS_MAX: Final = 60
 """So many waits in vain, one after the other, and the log counts as unreachable."""
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record lies."""
 
     partition: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 class PlaceReader:
     """One reader per partition, which seeks. `gap`: offsets this close are read in one go.
 
-    Example: ``PlaceReader(bus, "demo.trajectories", clock, gap=2).read([Place(0, 17)])``
+    Example: ``PlaceReader(bus, "demo.trajectories", clock, gap=2).read([RecordPlace(0, 17)])``
     """
 
     def __init__(self, bus: Bus, topic: str, clock: Clock, *, gap: int) -> None:
@@ -37,7 +37,7 @@ class PlaceReader:
         self._gap = gap
         self._readers: dict[int, Reader] = {}
 
-    def read(self, places: Iterable[Place]) -> Iterator[Record]:
+    def read(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
         """The records at these places, and those between that are read with them.
 
         Places must have been passed by some reader before. Raises BusError when the records of
@@ -51,7 +51,7 @@ class PlaceReader:
         for reader in self._readers.values():
             reader.close()
 
-    def _read_stretch(self, stretch: Sequence[Place]) -> Iterator[Record]:
+    def _read_stretch(self, stretch: Sequence[RecordPlace]) -> Iterator[Record]:
         partition, first, last = stretch[0].partition, stretch[0].offset, stretch[-1].offset
         at = TopicPartition(self._topic, partition)
         if partition not in self._readers:
@@ -83,9 +83,9 @@ def read_until(
             raise BusError(f"{at.topic}/{at.partition} has records that do not come")
 
 
-def stretches(places: Iterable[Place], gap: int) -> list[list[Place]]:
+def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:
     """Places of one partition that lie within `gap` of each other, sorted."""
-    found: list[list[Place]] = []
+    found: list[list[RecordPlace]] = []
     for place in sorted(places):
         last = found[-1][-1] if found else None
         near = last is not None and last.partition == place.partition

@@ -20,8 +20,7 @@ import msgspec
 
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
-from dora_pipe.consumers.trainer import retention
-from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.commits import CommitHistory, retained
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.orchestrator import apply_control as rules_control
@@ -322,12 +321,10 @@ def _unknown_is_done(patches: Patches) -> None:
 
 
 def _pins_forgotten(patches: Patches) -> None:
-    right = retention.retained
+    def without_pins(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
+        return retained(commits, (len(commits),), keep_every)
 
-    def retained(commits: Sequence[Blob | None], pins: Any, keep_every: int) -> set[int]:
-        return right(commits, (len(commits),), keep_every)
-
-    patches.everywhere(right, retained)
+    patches.everywhere(retained, without_pins)
 
 
 def _hosted_not_pinned(patches: Patches) -> None:

@@ -26,7 +26,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.safetensors_file import (
     Entry,
-    Source,
+    TensorSource,
     mapped,
     read_entries,
     read_manifest,
@@ -89,18 +89,18 @@ def b_name(layer: str) -> str:
     return f"{PREFIX}{layer}{B}"
 
 
-def marks(base: str, scale: float) -> list[Source]:
+def base_tensors(base: str, scale: float) -> list[TensorSource]:
     """The two tensors that say what an adapter stands on, and how much it counts."""
     digest, factor = bytes.fromhex(base), np.array([scale], "<f4").tobytes()
     return [
-        Source(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
-        Source(name=SCALE, dtype="F32", shape=(1,), data=lambda: factor),
+        TensorSource(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
+        TensorSource(name=SCALE, dtype="F32", shape=(1,), data=lambda: factor),
     ]
 
 
-def adapter_sources(adapter: Adapter) -> list[Source]:
+def adapter_sources(adapter: Adapter) -> list[TensorSource]:
     """What the file of an adapter in a store holds."""
-    return [*_peft_sources(adapter), *marks(adapter.base, adapter.scale)]
+    return [*_peft_sources(adapter), *base_tensors(adapter.base, adapter.scale)]
 
 
 def base_of(path: Path) -> str | None:
@@ -174,7 +174,7 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
         if odd := sorted(layers.keys() - {one.name for one in entries}):
             raise PolicyError(f"the adapter does not fit {base}: it has no tensor {odd[0]!r}")
         sources = [
-            Source(
+            TensorSource(
                 name=one.name,
                 dtype=one.dtype,
                 shape=one.shape,
@@ -208,10 +208,10 @@ def write_peft(directory: Path, adapter: Adapter) -> None:
     (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _peft_sources(adapter: Adapter) -> Iterator[Source]:
+def _peft_sources(adapter: Adapter) -> Iterator[TensorSource]:
     for layer, pair in adapter.pairs.items():
         for name, matrix in zip((a_name(layer), b_name(layer)), pair, strict=True):
-            yield Source(name=name, dtype="F32", shape=matrix.shape, data=matrix.tobytes)
+            yield TensorSource(name=name, dtype="F32", shape=matrix.shape, data=matrix.tobytes)
 
 
 def _base(path: Path, entry: Entry, data: memoryview) -> str:

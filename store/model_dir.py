@@ -24,7 +24,7 @@ from dora_pipe.store.adapters import FOLDER, base_of, read_adapter, write_merged
 from dora_pipe.store.safetensors_file import (
     WEIGHTS_HINT,
     Entry,
-    Source,
+    TensorSource,
     mapped,
     read_entries,
     write_tensors,
@@ -205,7 +205,7 @@ def _bytes(located: _Located, page: memoryview) -> memoryview:
     return page[located.entry.start : located.entry.end]
 
 
-def _source(located: _Located, page: memoryview) -> Source:
+def _source(located: _Located, page: memoryview) -> TensorSource:
     entry = located.entry
     widened = entry.dtype in ("F16", "BF16")
 
@@ -216,7 +216,7 @@ def _source(located: _Located, page: memoryview) -> Source:
     if entry.dtype.startswith("F8"):
         raise PolicyError(f"tensor {entry.name!r} has type {entry.dtype}; train from a wider copy")
     dtype = "F32" if widened else entry.dtype
-    return Source(name=entry.name, dtype=dtype, shape=entry.shape, data=data)
+    return TensorSource(name=entry.name, dtype=dtype, shape=entry.shape, data=data)
 
 
 def _widen(dtype: str, data: memoryview) -> bytes:

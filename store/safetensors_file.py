@@ -256,10 +256,10 @@ def refuse_non_finite_file(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TensorSource:
     """A tensor to write. `data` gives its row-major little-endian bytes and is called once.
 
-    Example: ``Source(name="bias", dtype="F32", shape=(2,), data=lambda: bytes(8))``
+    Example: ``TensorSource(name="bias", dtype="F32", shape=(2,), data=lambda: bytes(8))``
     """
 
     name: str
@@ -273,7 +273,7 @@ class Source:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def write_tensors(path: Path, sources: Iterable[Source]) -> Manifest:
+def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
     """Write a safetensors file and describe it; nothing is synced.
 
     Raises OSError, and NonFinite for a tensor that holds a NaN or an infinity.
@@ -296,7 +296,7 @@ def write_tensors(path: Path, sources: Iterable[Source]) -> Manifest:
 
 
 @contextmanager
-def file_sources(path: Path) -> Iterator[list[Source]]:
+def file_sources(path: Path) -> Iterator[list[TensorSource]]:
     """Every tensor of a safetensors file, to be written again. Raises PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
@@ -305,11 +305,12 @@ def file_sources(path: Path) -> Iterator[list[Source]]:
             return lambda: bytes(data[entry.start : entry.end])
 
         yield [
-            Source(name=one.name, dtype=one.dtype, shape=one.shape, data=of(one)) for one in entries
+            TensorSource(name=one.name, dtype=one.dtype, shape=one.shape, data=of(one))
+            for one in entries
         ]
 
 
-def manifest_in_memory(sources: Iterable[Source]) -> Manifest:
+def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
     """The manifest that `write_tensors` would return, without writing."""
     described, size_bytes = [], 0
     for source in sources:
@@ -322,7 +323,7 @@ def manifest_in_memory(sources: Iterable[Source]) -> Manifest:
     return manifest_of(described, size_bytes)
 
 
-def _header(sources: Iterable[Source]) -> bytes:
+def _header(sources: Iterable[TensorSource]) -> bytes:
     fields: dict[str, Mapping[str, object]] = {"__metadata__": METADATA}
     at = 0
     for source in sources:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from dora_pipe.config.model import Config, Lora
 from dora_pipe.config.model import Trainer as Section
 from dora_pipe.config.objectives import is_own
-from dora_pipe.consumers.learners.deepspeed import package
-from dora_pipe.consumers.learners.deepspeed.package import prepare
+from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.core.errors import ConfigError
@@ -211,5 +210,5 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         packages=("torch", "transformers", "safetensors"),
         hint="pip install 'dora-pipe[torch]'",
     ),
-    "deepspeed": LearnerKind(open=_deepspeed, packages=(package.NAME,), hint=package.HINT),
+    "deepspeed": LearnerKind(open=_deepspeed, packages=(NAME,), hint=HINT),
 }

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from dora_pipe.consumers.learners.packing import MicroBatch, Row, pack
+from dora_pipe.consumers.learners.step import MicroBatch, RowSize, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
@@ -177,7 +177,8 @@ def _batches(
 def _step(model: TorchModel, optimizer: Optimizer, chosen: Sequence[_Example]) -> float:
     """Gradients of one batch, clipped; its loss."""
     rows = [
-        Row(ordinal=place, sibling=0, tokens=len(one.token_ids)) for place, one in enumerate(chosen)
+        RowSize(ordinal=place, sibling=0, tokens=len(one.token_ids))
+        for place, one in enumerate(chosen)
     ]
     tokens = sum(sum(one.mask) for one in chosen)
     optimizer.clear()

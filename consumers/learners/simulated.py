@@ -20,7 +20,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.wire import canonical
 from dora_pipe.store.safetensors_file import (
-    Source,
+    TensorSource,
     manifest_in_memory,
     mapped,
     read_entries,
@@ -103,8 +103,8 @@ def initial_weights(path: Path) -> Manifest:
     return write_tensors(path, [_source("weights", INITIAL)])
 
 
-def _source(name: str, data: bytes) -> Source:
-    return Source(name=name, dtype="U8", shape=(len(data),), data=lambda: data)
+def _source(name: str, data: bytes) -> TensorSource:
+    return TensorSource(name=name, dtype="U8", shape=(len(data),), data=lambda: data)
 
 
 def _read(path: Path, name: str) -> bytes:

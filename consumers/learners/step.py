@@ -1,13 +1,17 @@
-"""A batch as items on their way through a step, and what a step says of itself; without torch."""
+"""A batch on its way through a step, without torch: minibatches for updates, micro-batches for
+passes, and what a step says of itself.
+
+Nothing but the batch and the step's settings decides how it is cut, so the same batch is cut the
+same way on every machine, and its bits can be made again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dora_pipe.consumers.learners.packing import MicroBatch, Row, pack
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.objectives.advantage import batch_advantages, token_weights
@@ -19,6 +23,77 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
+
+FILL_MIN: Final = 0.8
+"""A row shorter than this share of the longest opens another micro-batch ..."""
+
+WORTH_TOKENS: Final = 768
+"""... once the present one holds so many padded tokens: below, a pass costs more than padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSize:
+    """One trajectory to place: who it is, and its tokens (prompt included)."""
+
+    ordinal: int
+    sibling: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward and backward pass, as indices into what was packed, longest first."""
+
+    rows: tuple[int, ...]
+    width: int
+    """Tokens of the longest row: every row is padded to it."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """What the pass computes."""
+        return len(self.rows) * self.width
+
+
+def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
+    """Deal groups (in dispatch order) to `count` updates like cards; whole groups, never empty.
+
+    Dealing mixes versions and ages. Fewer groups than updates give fewer updates.
+
+    Example: ``minibatches("abcde", 2) == [["a", "c", "e"], ["b", "d"]]``
+    """
+    return [list(groups[start::count]) for start in range(min(count, len(groups)))]
+
+
+def pack(rows: Sequence[RowSize], *, padded_tokens_max: int) -> list[MicroBatch]:
+    """Cut rows into passes of at most `padded_tokens_max` padded tokens, longest first.
+
+    Equal lengths keep their order (ordinal, sibling). A single row above the limit gets a pass of
+    its own: it cannot be cut.
+    """
+    order = sorted(
+        range(len(rows)),
+        key=lambda index: (-rows[index].tokens, rows[index].ordinal, rows[index].sibling),
+    )
+    return list(_cut(rows, order, padded_tokens_max))
+
+
+def _cut(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[MicroBatch]:
+    present: list[int] = []
+    width = 0
+    for index in order:
+        tokens = rows[index].tokens
+        full = (len(present) + 1) * width > limit
+        ragged = tokens < FILL_MIN * width and len(present) * width >= WORTH_TOKENS
+        if present and (full or ragged):
+            yield MicroBatch(rows=tuple(present), width=width)
+            present = []
+        if not present:
+            width = tokens
+        present.append(index)
+    if present:
+        yield MicroBatch(rows=tuple(present), width=width)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +196,7 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
         if item.counted and (item.advantage or objective.kl)
     ]
     rows = [
-        Row(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))
+        RowSize(ordinal=item.ordinal, sibling=item.sibling, tokens=len(item.trajectory.token_ids))
         for item, _ in chosen
     ]
     micros = pack(rows, padded_tokens_max=settings.micro_batch_tokens)

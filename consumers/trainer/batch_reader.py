@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.consumers.place_reader import Place, PlaceReader
+from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
+from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import LogTruncated, SchemaError
+from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
 from dora_pipe.core.runtime import Meter
+from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id
-from dora_pipe.schemas.trajectory import Headers
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Headers, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import sha256_hex
 
 LOG = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ STALE_MIN: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FetchedRecord:
     """What lies at a place: a readable record, or why there is none."""
 
     record: Record | None = None
@@ -67,7 +71,7 @@ class BatchReader:
     beginning). Example::
 
         reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
-        while (found := reader.find([Place(0, 17)], timeout_s=0.05)) is None: ...
+        while (found := reader.find([RecordPlace(0, 17)], timeout_s=0.05)) is None: ...
     """
 
     def __init__(
@@ -99,10 +103,10 @@ class BatchReader:
         }
         self._reader = retry_bus("reading", lambda: bus.reader(positions), clock)
         self._places = PlaceReader(bus, topic, clock, gap=SEEK_GAP)
-        self._cache: dict[Place, Found] = {}
+        self._cache: dict[RecordPlace, FetchedRecord] = {}
         self._latest: list[tuple[int, int, int]] = []  # heap of (-deadline, -offset, partition)
         self._deadline_min = 0
-        self._letters: list[DeadLetter] = []
+        self._dead_letters: list[DeadLetter] = []
         self._waiting_since_ns: int | None = None
         self.bytes = 0
         """Of the cached records."""
@@ -132,7 +136,9 @@ class BatchReader:
                 self._pass(record)
         return len(records)
 
-    def find(self, places: Sequence[Place], *, timeout_s: float) -> dict[Place, Found] | None:
+    def find(
+        self, places: Sequence[RecordPlace], *, timeout_s: float
+    ) -> dict[RecordPlace, FetchedRecord] | None:
         """What lies at these places; None while some have not been reached (call it again).
 
         Raises LogTruncated when the log has ended before a place for `DELIVERY_TIMEOUT_S`.
@@ -149,7 +155,7 @@ class BatchReader:
         found |= self._seek([place for place in places if place not in found])
         return found
 
-    def drop(self, places: Iterable[Place]) -> None:
+    def drop(self, places: Iterable[RecordPlace]) -> None:
         """Forget records that will not be wanted again (if they are: they are read again)."""
         for place in places:
             self._forget(place)
@@ -164,12 +170,12 @@ class BatchReader:
         ]
         self.drop(overdue)
 
-    def letters(self) -> list[DeadLetter]:
+    def dead_letters(self) -> list[DeadLetter]:
         """Dead letters for the unreadable records passed since the last call."""
-        letters, self._letters = self._letters, []
-        return letters
+        found, self._dead_letters = self._dead_letters, []
+        return found
 
-    def letter(self, record: Record, error: SchemaError) -> DeadLetter:
+    def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
         """A dead letter for a record that turned out to be unreadable later."""
         return DeadLetter(
             topic=record.topic,
@@ -188,7 +194,7 @@ class BatchReader:
         self._reader.close()
         self._places.close()
 
-    def _behind(self, places: Iterable[Place]) -> Place | None:
+    def _behind(self, places: Iterable[RecordPlace]) -> RecordPlace | None:
         """The first place that the reader has not passed; partitions that do not exist are none."""
         for place in places:
             at = TopicPartition(self._topic, place.partition)
@@ -197,13 +203,13 @@ class BatchReader:
                 return place
         return None
 
-    def _words(self, behind: Place | None) -> str:
+    def _words(self, behind: RecordPlace | None) -> str:
         if behind is None:
             return ""
         position = self._reader.position(TopicPartition(self._topic, behind.partition))
         return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
-    def _wait_on(self, behind: Place | None, moved: bool) -> None:
+    def _wait_on(self, behind: RecordPlace | None, moved: bool) -> None:
         """A place that the log does not reach for a long time was lost."""
         now_ns = self._clock.now_ns()
         if behind is None or moved:
@@ -224,13 +230,13 @@ class BatchReader:
             assert found.error is not None
             where = f"{record.topic}/{record.partition} offset {record.offset}"
             LOG.warning("unreadable record at %s: %s", where, found.error.message)
-            self._letters.append(self.letter(record, found.error))
+            self._dead_letters.append(self.dead_letter(record, found.error))
             return
         wanted = found.headers.trajectory.startswith("g")
         if wanted and found.headers.deadline >= self._deadline_min:
-            self._keep(Place(record.partition, record.offset), found)
+            self._keep(RecordPlace(record.partition, record.offset), found)
 
-    def _look_at(self, record: Record) -> Found:
+    def _look_at(self, record: Record) -> FetchedRecord:
         """Parse headers and digest the value; the value itself is decoded when it is trained."""
         try:
             headers = parse_headers(record.headers)
@@ -243,10 +249,10 @@ class BatchReader:
             if headers.sha256 != sha256:
                 raise SchemaError("not the sha256 of the value", path="$.headers.sha256")
         except SchemaError as error:
-            return Found(record=record, error=error)
-        return Found(record=record, headers=headers, sha256=sha256)
+            return FetchedRecord(record=record, error=error)
+        return FetchedRecord(record=record, headers=headers, sha256=sha256)
 
-    def _keep(self, place: Place, found: Found) -> None:
+    def _keep(self, place: RecordPlace, found: FetchedRecord) -> None:
         assert found.record is not None
         assert found.headers is not None
         self._forget(place)
@@ -255,9 +261,9 @@ class BatchReader:
         heapq.heappush(self._latest, _lateness(place, found))
         while self.bytes > self._bytes_max or len(self._cache) > self._records_max:
             _, offset, partition = heapq.heappop(self._latest)
-            self._forget(Place(partition, -offset))
+            self._forget(RecordPlace(partition, -offset))
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: RecordPlace) -> None:
         found = self._cache.pop(place, None)
         if found is not None and found.record is not None:
             self.bytes -= record_bytes(found.record)
@@ -265,21 +271,114 @@ class BatchReader:
             self._latest = [_lateness(at, one) for at, one in self._cache.items()]
             heapq.heapify(self._latest)
 
-    def _seek(self, places: Sequence[Place]) -> dict[Place, Found]:
+    def _seek(self, places: Sequence[RecordPlace]) -> dict[RecordPlace, FetchedRecord]:
         """Read places that were passed already, partition by partition."""
-        nothing = Found(error=SchemaError("the log has nothing at its place"))
+        nothing = FetchedRecord(error=SchemaError("the log has nothing at its place"))
         found = dict.fromkeys(places, nothing)
         wanted = [place for place in places if 0 <= place.partition < self._partitions]
         with self.meter.spend("bus"):
             records = list(self._places.read(wanted))
         for record in records:
-            place = Place(record.partition, record.offset)
+            place = RecordPlace(record.partition, record.offset)
             if place in found:
                 found[place] = self._look_at(record)
                 self.seeks += 1
         return found
 
 
-def _lateness(place: Place, found: Found) -> tuple[int, int, int]:
+def _lateness(place: RecordPlace, found: FetchedRecord) -> tuple[int, int, int]:
     assert found.headers is not None
     return (-found.headers.deadline, -place.offset, place.partition)
+
+
+WAIT_S: Final = 0.05
+"""One wait for records that a step needs."""
+
+
+def committed_batch(
+    reader: BatchReader, commit: StepCommitted, *, strict: bool
+) -> Generator[None, None, TrainBatch]:
+    """The batch of a commit from the log. Raises InvariantBroken for what it cannot be."""
+    found = yield from find(reader, commit.groups)
+    trajectories: dict[str, Trajectory] = {}
+    sha256s: dict[str, str] = {}
+    for taken in (one for group in commit.groups for one in group.trajectories):
+        at = found[RecordPlace(taken.partition, taken.offset)]
+        who = f"step {commit.step}: trajectory {taken.trajectory}"
+        if at.record is None or (strict and at.why):
+            raise InvariantBroken(f"{who}: {at.why}")
+        if strict and at.sha256 != taken.sha256:
+            raise InvariantBroken(f"{who} has other bytes than those that were trained")
+        try:
+            with reader.meter.spend("codec"):
+                trajectories[taken.trajectory] = decode_trajectory(at.record.value)
+        except SchemaError as error:
+            why = lost_claim(at.record) or error.message
+            raise InvariantBroken(f"{who} cannot be read: {why}") from error
+        sha256s[taken.trajectory] = sha256_hex(at.record.value)
+    return batch_of(commit.step, commit.groups, trajectories, sha256s)
+
+
+def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
+    """The batch of a commit. Raises InvariantBroken for other bytes than trained, BusError."""
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    try:
+        waiting = committed_batch(reader, commit, strict=True)
+        while True:
+            try:
+                next(waiting)
+            except StopIteration as done:
+                batch: TrainBatch = done.value
+                return batch
+    finally:
+        reader.close()
+
+
+def find(
+    reader: BatchReader, groups: Sequence[TakenGroup]
+) -> Generator[None, None, dict[RecordPlace, FetchedRecord]]:
+    """What lies at the places of a batch, whole; records stay in the cache."""
+    places = places_of(groups)
+    while (found := reader.find(places, timeout_s=WAIT_S)) is None:
+        yield None
+    return found
+
+
+def places_of(groups: Sequence[TakenGroup]) -> list[RecordPlace]:
+    """Where the trajectories of a batch lie."""
+    return [
+        RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
+    ]
+
+
+def batch_of(
+    step: int,
+    groups: Sequence[TakenGroup],
+    trajectories: Mapping[str, Trajectory],
+    sha256s: Mapping[str, str] | None = None,
+) -> TrainBatch:
+    """A batch as the learner takes it: groups in dispatch order, siblings in theirs.
+
+    `sha256s` are of the values as they lie in the log now, where that may be other than taken.
+    """
+    ordered = sorted(groups, key=lambda group: group.group)
+    return TrainBatch(step=step, groups=[_group(one, trajectories, sha256s) for one in ordered])
+
+
+def _group(
+    group: TakenGroup, trajectories: Mapping[str, Trajectory], sha256s: Mapping[str, str] | None
+) -> TrainGroup:
+    siblings = sorted(group.trajectories, key=lambda taken: taken.trajectory)
+    return TrainGroup(
+        group=group.group,
+        version=group.version,
+        trajectories=[trajectories[taken.trajectory] for taken in siblings],
+        places=[
+            LoggedAt(
+                partition=taken.partition,
+                offset=taken.offset,
+                sha256=taken.sha256 if sha256s is None else sha256s[taken.trajectory],
+            )
+            for taken in siblings
+        ],
+    )

@@ -17,9 +17,16 @@ from typing import Final
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.contributions import write_contributions
 from dora_pipe.consumers.learners.port import Learner, StepResult, TrainBatch
-from dora_pipe.consumers.place_reader import Place
-from dora_pipe.consumers.trainer.batch_reader import BYTES_MAX, RECORDS_MAX, BatchReader, Found
-from dora_pipe.consumers.trainer.batch_source import batch_of, find, places_of
+from dora_pipe.consumers.place_reader import RecordPlace
+from dora_pipe.consumers.trainer.batch_reader import (
+    BYTES_MAX,
+    RECORDS_MAX,
+    BatchReader,
+    FetchedRecord,
+    batch_of,
+    find,
+    places_of,
+)
 from dora_pipe.consumers.trainer.checks import Arrived, check_batch
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
@@ -120,7 +127,7 @@ class EffectHandlers:
     def idle(self) -> Iterator[Event]:
         """Read ahead a bit, without waiting; what is cached then costs no step any time."""
         self.reader.read_ahead(timeout_s=0.0)
-        yield from self._letters()
+        yield from self._unreadable()
 
     def gauges(self) -> Gauges:
         """How it is with the reader, or with the store while that has no room."""
@@ -200,22 +207,24 @@ class EffectHandlers:
         self._fetched = None
         self.reader.drop_before(effect.known.next_step)
         found = yield from find(self.reader, decision.groups)
-        letters = list(self._letters())
+        unreadable = list(self._unreadable())
         arrived: dict[str, Arrived] = {}
         for taken in (one for group in decision.groups for one in group.trajectories):
-            at = found[Place(taken.partition, taken.offset)]
+            at = found[RecordPlace(taken.partition, taken.offset)]
             arrived[taken.trajectory], letter = self._arrived(taken, at)
-            letters += [] if letter is None else [letter]
+            unreadable += [] if letter is None else [letter]
         offenders = check_batch(decision, arrived, effect.known)
         if not offenders:
             whole = {name: _whole(one) for name, one in arrived.items()}
             key = (decision.step, decision.attempt)
             self._fetched = key, batch_of(decision.step, decision.groups, whole)
             self.reader.drop(places_of(decision.groups))
-        yield from letters
+        yield from unreadable
         yield BatchFetched(step=decision.step, attempt=decision.attempt, offenders=offenders)
 
-    def _arrived(self, taken: TakenTrajectory, at: Found) -> tuple[Arrived, Unreadable | None]:
+    def _arrived(
+        self, taken: TakenTrajectory, at: FetchedRecord
+    ) -> tuple[Arrived, Unreadable | None]:
         """What a record turns out to be; one whose value cannot be read is a dead letter."""
         if at.error is not None or at.record is None:
             return Arrived(why=at.why), None
@@ -223,8 +232,8 @@ class EffectHandlers:
             with self.reader.meter.spend("codec"):
                 trajectory = decode_trajectory(at.record.value)
         except SchemaError as error:
-            letter = self.reader.letter(at.record, error)
-            return Arrived(why=f"unreadable: {error.message}"), Unreadable(letter=letter)
+            letter = self.reader.dead_letter(at.record, error)
+            return Arrived(why=f"unreadable: {error.message}"), Unreadable(dead_letter=letter)
         return Arrived(headers=at.headers, sha256=at.sha256, trajectory=trajectory), None
 
     def _train(self, effect: TrainStep) -> Iterator[Event]:
@@ -292,9 +301,9 @@ class EffectHandlers:
             LOG.warning("dropped versions stay in the store: %s", error.message)
         yield from ()
 
-    def _letters(self) -> Iterator[Unreadable]:
-        for letter in self.reader.letters():
-            yield Unreadable(letter=letter)
+    def _unreadable(self) -> Iterator[Unreadable]:
+        for letter in self.reader.dead_letters():
+            yield Unreadable(dead_letter=letter)
 
 
 def _whole(arrived: Arrived) -> Trajectory:

@@ -123,7 +123,7 @@ class PolicyPublished:
 class Unreadable:
     """A record of the trajectories topic could not be read."""
 
-    letter: DeadLetter
+    dead_letter: DeadLetter
 
 
 Event = Replayed | Adopted | Restored | BatchFetched | StepTrained | PolicyPublished | Unreadable

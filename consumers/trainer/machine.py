@@ -31,7 +31,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.consumers.trainer.commits import CommitHistory
+from dora_pipe.consumers.trainer.commits import CommitHistory, droppable, files_of
 from dora_pipe.consumers.trainer.effects import (
     Adopted,
     BatchFetched,
@@ -46,7 +46,6 @@ from dora_pipe.consumers.trainer.effects import (
     TrainStep,
     Unreadable,
 )
-from dora_pipe.consumers.trainer.retention import droppable, files_of
 from dora_pipe.consumers.trainer.status import Gauges, Phase, waits
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
@@ -259,7 +258,7 @@ class TrainerMachine:
         self._end_attempt("idle")
 
     def _on_unreadable(self, event: Unreadable, now: Now) -> None:
-        letter = event.letter
+        letter = event.dead_letter
         try:
             value, headers = encode_dead_letter(letter)
         except SchemaError as unfit:

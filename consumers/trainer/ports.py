@@ -46,7 +46,7 @@ class ThreadPort:
         self._open_handlers = open_handlers
         self._meter = meter
         self._own = Meter()
-        self._booked = {"bus": 0.0, "codec": 0.0}
+        self._metered = {"bus": 0.0, "codec": 0.0}
         self._gauges = Gauges(0, 0)
         self._handlers: EffectHandlers | None = None
         handlers: Handlers = {
@@ -74,7 +74,7 @@ class ThreadPort:
 
     def poll(self) -> list[Any]:
         """Events since the last call. Raises what ended the thread."""
-        self._book()
+        self._add_costs()
         return self._runner.poll()
 
     def cached(self) -> Gauges:
@@ -85,12 +85,12 @@ class ThreadPort:
         """Stop the thread where it stands between two events; idempotent."""
         self._runner.close(wait_s=CLOSE_S, finish=False)
 
-    def _book(self) -> None:
-        """Add to the role's books what the thread has spent since the last time."""
+    def _add_costs(self) -> None:
+        """Add to the role's meter what the thread has spent since the last time."""
         cost = self._own.cost()
         for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
-            self._meter.add(name, spent_s - self._booked[name])
-            self._booked[name] = spent_s
+            self._meter.add(name, spent_s - self._metered[name])
+            self._metered[name] = spent_s
 
     # In the thread
 

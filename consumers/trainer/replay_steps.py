@@ -14,8 +14,7 @@ from typing import Any
 from dora_pipe.bus.port import Bus
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
-from dora_pipe.consumers.trainer.batch_reader import BatchReader
-from dora_pipe.consumers.trainer.batch_source import committed_batch
+from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError

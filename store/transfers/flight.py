@@ -170,7 +170,7 @@ def proof(token: bytes, run: str, who: bytes, client: bytes, server: bytes) -> b
     return hmac.digest(token, message, "sha256")
 
 
-class Server(flight.FlightServerBase):  # type: ignore[misc]
+class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
     """A server of its own thread pool; `paths` by the first part of names. `drop` and `sent` are
     told of a blob that a peer wants forgotten, and of one that a peer has got."""
 
@@ -420,7 +420,7 @@ class FlightTransfers:
         self._offered: set[str] = set()
         self._sent: set[str] = set()
         self._client = Client(identity.token, identity.run, **dict(identity.client_tls))
-        self._server = Server(
+        self._server = TransferServer(
             f"{identity.scheme}://{identity.host}:{identity.port}",
             token=identity.token,
             run=identity.run,

@@ -16,7 +16,7 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.peers import PeerBook, PeerWeights
+from dora_pipe.store.transfers.peers import PeerFinder, PeerWeights
 from dora_pipe.store.transfers.port import NoTransfers, Transfers
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def open_transfers(
             f"cannot listen on {where} for transfers: {str(error).splitlines()[0]}",
             hint="set transfers.host to an address of this machine, transfers.port to a free one",
         ) from None
-    book = PeerBook(open_bus, topics, own=flight.address)
-    return Opened(transfers=flight, peers=PeerWeights(flight, book.having))
+    finder = PeerFinder(open_bus, topics, own=flight.address)
+    return Opened(transfers=flight, peers=PeerWeights(flight, finder.having))
 
 
 def need_transfers(section: Section) -> None:

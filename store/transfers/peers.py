@@ -31,10 +31,10 @@ PEERS_MAX: Final = 4
 """So many are asked; when none of them has time the store is read at once."""
 
 
-class PeerBook:
+class PeerFinder:
     """Asks the log. `own` is this process's address, which is never among the answers.
 
-    Example: ``PeerBook(open_bus, topics, own="grpc://10.0.0.7:40123").having(name)``
+    Example: ``PeerFinder(open_bus, topics, own="grpc://10.0.0.7:40123").having(name)``
     """
 
     def __init__(self, open_bus: Callable[[], Bus], topics: Topics, *, own: str) -> None:
@@ -81,7 +81,7 @@ def _note(found: dict[str, str], record: Record) -> None:
         found[address] = status.weights_at
 
 
-class Source(Protocol):
+class PeerFiles(Protocol):
     """What gets a file from a peer; see `FlightTransfers.copy`."""
 
     def copy(self, peer: str, name: str, target: BinaryIO) -> Lost | None:
@@ -92,10 +92,10 @@ class Source(Protocol):
 class PeerWeights:
     """What a `PolicyStore` asks first. `having` says which peers may have a name.
 
-    Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, book.having))``
+    Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, finder.having))``
     """
 
-    def __init__(self, source: Source, having: Callable[[str], list[str]]) -> None:
+    def __init__(self, source: PeerFiles, having: Callable[[str], list[str]]) -> None:
         self._source = source
         self._having = having
 

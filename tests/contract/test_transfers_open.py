@@ -21,7 +21,7 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
-from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerBook, PeerWeights
+from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerFinder, PeerWeights
 from dora_pipe.store.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
 from tests.support.stores import Writer
 from tests.support.transfers import served
@@ -222,9 +222,9 @@ class Log:
         append = Append(topic=TOPICS.metrics, partition=self.said % 2, value=value)
         self.bus.writer().append([append])
 
-    def book(self, own: str = "grpc://me:1") -> PeerBook:
+    def book(self, own: str = "grpc://me:1") -> PeerFinder:
         """As a process of this address reads it."""
-        return PeerBook(self.open, TOPICS, own=own)
+        return PeerFinder(self.open, TOPICS, own=own)
 
 
 def test_peers_are_those_whose_last_status_has_the_weights() -> None:
@@ -265,7 +265,7 @@ def test_only_the_end_of_the_topic_is_read() -> None:
 
 
 def test_without_a_log_there_are_no_peers() -> None:
-    assert PeerBook(no_bus, TOPICS, own="").having(NAME) == []
+    assert PeerFinder(no_bus, TOPICS, own="").having(NAME) == []
 
 
 def test_process_that_serves_nothing_has_no_url() -> None:

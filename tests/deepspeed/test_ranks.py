@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.consumers.learners.deepspeed.commands import Ready, StepReply
 from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.core.errors import ConfigError, InvariantBroken
-from dora_pipe.store.safetensors_file import Source
+from dora_pipe.store.safetensors_file import TensorSource
 from tests.deepspeed.conftest import Bench
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
@@ -105,7 +105,7 @@ def test_disk_that_fills_up_while_weights_are_written_leaves_the_ranks_in_step(
 
     trainer = bench.deepspeed(zero_stage=3)
 
-    def full(path: Path, sources: list[Source]) -> None:
+    def full(path: Path, sources: list[TensorSource]) -> None:
         sources[0].data()
         raise OSError(28, "No space left on device")
 

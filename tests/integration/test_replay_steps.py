@@ -15,7 +15,7 @@ from dora_pipe.consumers.contributions import read_contributions, write_contribu
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import StepCommitted
-from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore
 from tests.support import damage
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
@@ -197,7 +197,7 @@ def test_setting_that_no_step_depends_on_is_refused(recorded: RecordedRun) -> No
 def test_distances_count_bits_and_measure_numbers(tmp_path: Path) -> None:
     def write(name: str, **tensors: bytes) -> Path:
         sources = [
-            Source(name=one, dtype="F32", shape=(len(data) // 4,), data=partial(bytes, data))
+            TensorSource(name=one, dtype="F32", shape=(len(data) // 4,), data=partial(bytes, data))
             for one, data in tensors.items()
         ]
         write_tensors(tmp_path / name, sources)

@@ -67,6 +67,6 @@ def need_cpu() -> None:
 def prepare() -> None:
     """Set what CUDA reads when it starts, as whoever makes a run's trainer does."""
     if ON_GPU:
-        from dora_pipe.consumers.learners.deepspeed.package import prepare as settle
+        from dora_pipe.consumers.learners.deepspeed import prepare as settle
 
         settle(DEVICE)

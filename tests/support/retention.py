@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from dora_pipe.consumers.trainer.commits import CommitHistory
-from dora_pipe.consumers.trainer.retention import droppable, files_of
+from dora_pipe.consumers.trainer.commits import CommitHistory, droppable, files_of
 from dora_pipe.schemas.control import RunStarted, StepCommitted, config_digest
 from dora_pipe.schemas.policy import Blob, Manifest
 

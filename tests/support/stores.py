@@ -13,7 +13,7 @@ from pyarrow import fs
 
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import ArrowFiles, open_files
-from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 
 _COUNTER = itertools.count()
 
@@ -25,7 +25,7 @@ class Writer:
         self.data = struct.pack("<f", value)
 
     def __call__(self, path: Path) -> Manifest:
-        source = Source(name="x", dtype="F32", shape=(1,), data=lambda: self.data)
+        source = TensorSource(name="x", dtype="F32", shape=(1,), data=lambda: self.data)
         return write_tensors(path, [source])
 
 

@@ -1,16 +1,23 @@
-"""What crosses between the ranks of a trainer: commands of rank 0, replies of the others.
+"""Which rank does which passes of an update, and what crosses between the ranks: commands of rank
+0, replies of the others.
 
 Decisions only: which records of the log a rank trains on, and how. Trajectories never cross; every
 rank reads its own from the log. (Weights do, when they are loaded and published.)
+
+Ranks meet after every pass (ZeRO 2 and 3 add gradients up there, ZeRO 3 gathers weights), so the
+slowest pass of a round costs all of them its time: passes of about equal size go into one round.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.consumers.learners.port import LoggedAt
+from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch
+from dora_pipe.consumers.learners.step import MicroBatch, Pass
 from dora_pipe.consumers.objectives.terms import RowFigures
 from dora_pipe.store.log_location import LogLocation
 
@@ -78,11 +85,11 @@ class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
     """By update and rank. Ranks without a pass stand idle in step with the others."""
 
 
-class End(RankCommand, frozen=True, kw_only=True, tag="end"):
+class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
     """The trainer is over."""
 
 
-AnyCommand = Open | LoadBase | Load | Read | Train | End
+AnyCommand = Open | LoadBase | Load | Read | Train | EndRanks
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,3 +126,79 @@ _COMMANDS: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyComm
 def decode_command(data: bytes) -> AnyCommand:
     """A command as rank 0 sent it."""
     return _COMMANDS.decode(data)
+
+
+_NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
+
+
+def shares(passes: Sequence[Pass], *, ranks: int, rounds_min: int = 1) -> list[list[Pass]]:
+    """The passes of each rank, in order; their numbers are new.
+
+    Large passes are halved until every rank has at least `rounds_min` of them, as far as there are
+    rows. Ranks may differ by one pass; who has fewer stands idle in the last round.
+
+    Example: five passes on two ranks: ``[[0, 3, 4], [1, 2]]`` by falling size.
+    """
+    cut = _halved(list(passes), ranks * rounds_min)
+    cut.sort(key=lambda one: (-one.micro.padded_tokens, one.number))
+    numbered = [replace(one, number=number) for number, one in enumerate(cut)]
+    found: list[list[Pass]] = [[] for _ in range(ranks)]
+    for start in range(0, len(numbered), ranks):
+        round_ = numbered[start : start + ranks]
+        # Back and forth, so that no rank has the largest pass of every round.
+        order = range(ranks) if start // ranks % 2 == 0 else range(ranks - 1, -1, -1)
+        for rank, one in zip(order, round_, strict=False):
+            found[rank].append(one)
+    return found
+
+
+def _halved(passes: list[Pass], count: int) -> list[Pass]:
+    """At least so many passes, by halving the largest again and again, if there are rows."""
+    while len(passes) < count:
+        sized = [
+            (one.micro.padded_tokens, -place)
+            for place, one in enumerate(passes)
+            if len(one.items) > 1
+        ]
+        if not sized:
+            break
+        place = -max(sized)[1]
+        passes[place : place + 1] = _halves(passes[place])
+    for number, one in enumerate(passes):
+        passes[number] = replace(one, number=number)
+    return passes
+
+
+def _halves(one: Pass) -> tuple[Pass, Pass]:
+    middle = (len(one.items) + 1) // 2
+    return _part(one, 0, middle), _part(one, middle, len(one.items))
+
+
+def _part(one: Pass, start: int, end: int) -> Pass:
+    items = one.items[start:end]
+    width = max(len(item.trajectory.token_ids) for item in items)
+    micro = MicroBatch(rows=one.micro.rows[start:end], width=width)
+    return replace(one, items=items, weights=one.weights[start:end], micro=micro)
+
+
+def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
+    """Where each trajectory of a batch lies."""
+    found: dict[str, LoggedAt] = {}
+    for group in batch.groups:
+        assert len(group.places) == len(group.trajectories), "several ranks need a log"
+        named = [one.trajectory for one in group.trajectories]
+        found |= zip(named, group.places, strict=True)
+    return found
+
+
+def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
+    """A pass as rank 0 commands it; without places where rank 0 does it itself."""
+    rows = [
+        RowCommand(
+            at=places.get(item.trajectory.trajectory, _NOWHERE),
+            advantage=item.advantage or 0.0,
+            weight=weight,
+        )
+        for item, weight in zip(one.items, one.weights, strict=True)
+    ]
+    return PassCommand(rows=rows, width=one.micro.width)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.consumers.learners.deepspeed.package import package
+from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score, untied
 from dora_pipe.consumers.learners.torch.optimizer import MOMENTS
@@ -101,7 +101,7 @@ class Engine:
         self._adamw = torch.optim.AdamW(
             parameters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay
         )
-        self._engine: Any = package(options.device).initialize(
+        self._engine: Any = import_deepspeed(options.device).initialize(
             model=module, optimizer=self._adamw, config=_config(options), dist_init_required=False
         )[0]
         self._zero: Any = self._engine.optimizer

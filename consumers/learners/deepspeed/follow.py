@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from dora_pipe.consumers.learners.deepspeed import prepare
 from dora_pipe.consumers.learners.deepspeed.commands import (
     AnyCommand,
-    End,
+    EndRanks,
     Load,
     LoadBase,
     Open,
     Read,
     Train,
 )
-from dora_pipe.consumers.learners.deepspeed.package import prepare
 from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import DoraError
 from dora_pipe.store.log_location import LogLocation
@@ -78,7 +78,7 @@ class Follower:
             command = self._group.receive()
             for number in command.retired:
                 self._ranks.pop(number).close()
-            if isinstance(command, End):
+            if isinstance(command, EndRanks):
                 return
             self._obey(command)
 

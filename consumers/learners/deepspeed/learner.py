@@ -31,12 +31,13 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Ready,
     StepReply,
     Train,
+    pass_command,
+    places_of,
+    shares,
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank import Rank, engine_options
 from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
-from dora_pipe.consumers.learners.deepspeed.share import pass_command, places_of, shares
-from dora_pipe.consumers.learners.packing import minibatches
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, step_settings
 from dora_pipe.consumers.learners.step import (
@@ -45,19 +46,25 @@ from dora_pipe.consumers.learners.step import (
     contribution,
     figures_of,
     items_of,
+    minibatches,
     passes_of,
 )
 from dora_pipe.consumers.learners.torch.device import capability, compute_clock, device_class
-from dora_pipe.consumers.learners.torch.lora import Standing
-from dora_pipe.consumers.learners.torch.micro_pass import temperature_numerics
-from dora_pipe.consumers.learners.torch.model import DTYPES, NAMES, read_tensor, tensor_source
+from dora_pipe.consumers.learners.torch.lora import AdapterBase
+from dora_pipe.consumers.learners.torch.model import (
+    DTYPES,
+    NAMES,
+    read_tensor,
+    temperature_numerics,
+    tensor_source,
+)
 from dora_pipe.consumers.learners.torch.optimizer import STEPS
 from dora_pipe.core.errors import InvariantBroken, NonFinite, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.safetensors_file import (
     Entry,
-    Source,
+    TensorSource,
     file_sources,
     manifest_in_memory,
     mapped,
@@ -119,7 +126,7 @@ class DeepspeedLearner:
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
         lora = self._options.engine.lora
-        self._standing = Standing(reference, lora) if lora else None
+        self._adapter_base = AdapterBase(reference, lora) if lora else None
         command = Open(
             learner=self._number,
             retired=_retired(),
@@ -189,8 +196,8 @@ class DeepspeedLearner:
         )
         replies = self._run_step(command, [one for by_rank in shared for one in by_rank[0]])
         sums = _sums(shared, replies)
-        if self._standing is not None and sums.updates:
-            self._standing.updated = True
+        if self._adapter_base is not None and sums.updates:
+            self._adapter_base.updated = True
         flat = [item for group in items for item in group]
         return StepResult(
             figures=figures_of(flat, sums),
@@ -253,10 +260,10 @@ class DeepspeedLearner:
     @contextmanager
     def _trained(self, weights: Path) -> Iterator[Callable[[str], Tensor]]:
         """What is trained of a file, by name; the ranks have the base then. Raises PolicyError."""
-        if self._standing is not None:
+        if self._adapter_base is not None:
             assert self._engine.pairs is not None
             layers = self._engine.pairs.layers
-            yield self._standing.take(weights, layers=layers, have=self._have_base).__getitem__
+            yield self._adapter_base.take(weights, layers=layers, have=self._have_base).__getitem__
             return
         entries = self._fitting(weights, self._engine.names)
         with mapped(weights) as data:
@@ -293,19 +300,19 @@ class DeepspeedLearner:
                 raise PolicyError(f"{path}: {wanted} has shape {entry.shape}")
         return entries
 
-    def _weights(self, use: Callable[[list[Source]], Manifest]) -> Manifest:
-        names, standing = [(name, name) for name in self._engine.names], self._standing
-        if standing is None:
+    def _weights(self, use: Callable[[list[TensorSource]], Manifest]) -> Manifest:
+        names, adapter_base = [(name, name) for name in self._engine.names], self._adapter_base
+        if adapter_base is None:
             return self._whole(use, names, moments=False)
-        if standing.updated:
-            marks = standing.marks()
-            return self._whole(lambda sources: use([*sources, *marks]), names, moments=False)
-        with file_sources(standing.base) as sources:
+        if adapter_base.updated:
+            base_tensors = adapter_base.base_tensors()
+            return self._whole(lambda sources: use([*sources, *base_tensors]), names, moments=False)
+        with file_sources(adapter_base.base) as sources:
             return use(sources)
 
     def _whole(
         self,
-        use: Callable[[list[Source]], Manifest],
+        use: Callable[[list[TensorSource]], Manifest],
         names: Sequence[tuple[str, str]],
         *,
         moments: bool,
@@ -318,7 +325,7 @@ class DeepspeedLearner:
         following = self._rank.read(moments=moments)
         engine = self._engine
         sources = [
-            Source(
+            TensorSource(
                 name=stored,
                 dtype="F32" if moments else NAMES[engine.dtype(name)],
                 shape=engine.shape(name),

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.port import Bus, Record
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Load,
     Open,
@@ -28,22 +28,71 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
-from dora_pipe.consumers.learners.deepspeed.share_reader import ShareReader
+from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.consumers.learners.settings import StepSettings, step_settings
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token
-from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.model import (
+    Passage,
+    TorchModel,
+    pass_loss,
+    passage_of,
+    per_token,
+)
 from dora_pipe.consumers.objectives.registry import (
     needs_proximal,
     needs_reference,
     objective_kind,
 )
 from dora_pipe.consumers.objectives.terms import RowFigures
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.errors import BusError, InvariantBroken
+from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
+from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore
+
+GAP: Final = 2
+"""Offsets this close are read in one go: Kafka has a transaction's marker between two records."""
+
+
+class ShareReader:
+    """Example: ``ShareReader(bus, "demo.trajectories", clock).read([LoggedAt(...), ...])``."""
+
+    def __init__(self, bus: Bus, topic: str, clock: Clock) -> None:
+        self._topic = topic
+        self._reader = PlaceReader(bus, topic, clock, gap=GAP)
+        self.records = 0
+        """Read so far, those between the wanted ones among them."""
+
+    def read(self, places: Sequence[LoggedAt]) -> list[Trajectory]:
+        """The trajectories at these places, in their order.
+
+        Raises InvariantBroken for one that is not there with those bytes, BusError.
+        """
+        found: dict[tuple[int, int], Record] = {}
+        for record in self._reader.read(RecordPlace(one.partition, one.offset) for one in places):
+            found[record.partition, record.offset] = record
+            self.records += 1
+        return [self._decoded(place, found) for place in places]
+
+    def close(self) -> None:
+        """Close the readers; idempotent."""
+        self._reader.close()
+
+    def _decoded(self, place: LoggedAt, found: dict[tuple[int, int], Record]) -> Trajectory:
+        record = found.get((place.partition, place.offset))
+        where = f"{self._topic}/{place.partition} offset {place.offset}"
+        if record is None:
+            raise InvariantBroken(f"{where} is empty, where a trajectory of the batch was")
+        if sha256_hex(record.value) != place.sha256:
+            raise InvariantBroken(f"{where} has other bytes than the batch was taken with")
+        try:
+            return decode_trajectory(record.value)
+        except SchemaError as error:
+            raise InvariantBroken(f"{where} cannot be read: {error.message}") from error
+
 
 IDLE: Final = ([0, 0], [0, 1], [None, 0.0])
 """The row of a rank that has no pass in a round: two tokens, one of which counts, for nothing."""

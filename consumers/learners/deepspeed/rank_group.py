@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.consumers.learners.deepspeed.commands import AnyCommand, End, decode_command
+from dora_pipe.consumers.learners.deepspeed.commands import AnyCommand, EndRanks, decode_command
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
@@ -227,7 +227,7 @@ class RankGroup:
         idle = not self._lost() and self._busy.acquire(timeout=BUSY_S)
         if idle:
             with suppress(ResourceError):  # one that is gone need not be told
-                self.send(End(learner=0))
+                self.send(EndRanks(learner=0))
             self._busy.release()
         give_up_s = time.monotonic() + (END_S if idle else 0.0)
         for child in self._children.values():
@@ -316,7 +316,7 @@ def rank_group(ranks: int, device: str) -> RankGroup:
 
 
 def end_rank_group() -> None:
-    """End the other ranks, if this process started any."""
+    """EndRanks the other ranks, if this process started any."""
     for group in _GROUP:
         group.end()
 

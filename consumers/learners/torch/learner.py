@@ -17,15 +17,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from dora_pipe.consumers.learners.packing import Row, minibatches, pack
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (
     Pass,
+    RowSize,
     Sums,
     contribution,
     figures_of,
     items_of,
+    minibatches,
+    pack,
     passes_of,
 )
 from dora_pipe.consumers.learners.torch.device import (
@@ -35,8 +37,14 @@ from dora_pipe.consumers.learners.torch.device import (
     device_class,
 )
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
-from dora_pipe.consumers.learners.torch.micro_pass import pass_loss, per_token, temperature_numerics
-from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.model import (
+    Passage,
+    TorchModel,
+    pass_loss,
+    passage_of,
+    per_token,
+    temperature_numerics,
+)
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.consumers.objectives.registry import needs_proximal
 from dora_pipe.core.errors import NonFinite, PolicyError
@@ -126,7 +134,8 @@ class TorchLearner:
         """
         found: list[list[float]] = [[] for _ in rows]
         sized = [
-            Row(ordinal=place, sibling=0, tokens=len(ids)) for place, (ids, _) in enumerate(rows)
+            RowSize(ordinal=place, sibling=0, tokens=len(ids))
+            for place, (ids, _) in enumerate(rows)
         ]
         chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
         micros = pack(

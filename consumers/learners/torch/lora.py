@@ -25,8 +25,8 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, tensor_source
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.adapters import a_name, b_name, base_of, marks, read_adapter
-from dora_pipe.store.safetensors_file import Source, read_manifest
+from dora_pipe.store.adapters import a_name, b_name, base_of, base_tensors, read_adapter
+from dora_pipe.store.safetensors_file import TensorSource, read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Pairs(torch.nn.Module):
         return add
 
 
-class Standing:
+class AdapterBase:
     """Which base a policy stands on, and whether it has learned anything since it began there.
 
     Whoever has the network sees to it that the base is in it (`have` of `take`).
@@ -152,9 +152,9 @@ class Standing:
         self.base, self.updated = path, base is not None
         return matrices
 
-    def marks(self) -> list[Source]:
+    def base_tensors(self) -> list[TensorSource]:
         """What the file of an adapter says of its base."""
-        return marks(self._digest, self._options.scale)
+        return base_tensors(self._digest, self._options.scale)
 
 
 class LoraModel(TorchModel):
@@ -174,14 +174,14 @@ class LoraModel(TorchModel):
     ) -> None:
         super().__init__(assets, device=device, temperature=temperature)
         self.pairs = Pairs(self.network, options)
-        self._standing = Standing(base, options)
+        self._adapter_base = AdapterBase(base, options)
 
     def load(self, weights: Path) -> None:
         """Take whole weights, on which an adapter begins, or an adapter on version 0.
 
         Raises PolicyError if they do not fit.
         """
-        matrices = self._standing.take(weights, layers=self.pairs.layers, have=super().load)
+        matrices = self._adapter_base.take(weights, layers=self.pairs.layers, have=super().load)
         with torch.no_grad():
             for name, matrix in self.parameters():
                 matrix.copy_(matrices[name])
@@ -195,16 +195,16 @@ class LoraModel(TorchModel):
         with torch.no_grad(), self.pairs.off():
             return self.logprobs(passage)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """The adapter and what it stands on; before the first update the base itself."""
-        if not self._standing.updated:
+        if not self._adapter_base.updated:
             return super().sources()
         found = [tensor_source(name, matrix) for name, matrix in self.parameters()]
-        return found + self._standing.marks()
+        return found + self._adapter_base.base_tensors()
 
     def updated(self) -> None:
         """The optimizer has changed the adapter."""
-        self._standing.updated = True
+        self._adapter_base.updated = True
 
 
 def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:

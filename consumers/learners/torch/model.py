@@ -7,7 +7,7 @@ take the general way. Dropout is off: a step must be a function of its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dora_pipe.consumers.learners.settings import StepSettings
+from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
+from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.safetensors_file import Entry, Source, mapped, read_entries
+from dora_pipe.store.safetensors_file import Entry, TensorSource, mapped, read_entries
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -93,7 +96,7 @@ class TorchModel:
     def updated(self) -> None:
         """The optimizer has changed the parameters."""
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """Every tensor to store, tied ones once, parameters and persistent buffers alike."""
         return [tensor_source(name, tensor) for name, tensor in untied(self.network).items()]
 
@@ -134,7 +137,7 @@ def read_tensor(data: memoryview, entry: Entry) -> Tensor:
     return torch.from_numpy(copied).view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
-def tensor_source(name: str, tensor: Tensor) -> Source:
+def tensor_source(name: str, tensor: Tensor) -> TensorSource:
     """A tensor as something to write."""
 
     def data() -> memoryview:
@@ -142,7 +145,7 @@ def tensor_source(name: str, tensor: Tensor) -> Source:
         bytes_: Any = plain.view(torch.uint8).numpy()
         return memoryview(bytes_)
 
-    return Source(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+    return TensorSource(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
 def untied(network: Any) -> dict[str, Tensor]:
@@ -227,3 +230,48 @@ def head_is_all(network: Any, device: str) -> bool:
 
 def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def per_token(values: Sequence[float], passage: Passage) -> Tensor:
+    """A value per row as one per counted token, [N] float32, on the passage's device."""
+    spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(
+        torch.tensor(passage.lengths)
+    )
+    return spread.to(passage.ids.device)
+
+
+def pass_loss(
+    passage: Passage,
+    logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    weights: Tensor,
+    proximal: Tensor | None,
+    reference: Callable[[Passage], Tensor],
+    step: StepSettings,
+) -> tuple[Tensor, list[RowFigures]]:
+    """The weighted loss of a pass, and what each of its rows did; tensors are per token, [N].
+
+    `proximal` is None in a step's first update, whose own weights are the step's first ones.
+    `reference` is called where the objective needs it.
+    """
+    objective = step.objective
+    if not needs_proximal(objective):
+        proximal = None
+    elif proximal is None:
+        proximal = logprobs.detach()
+    inputs = Inputs(
+        logprobs=logprobs,
+        behaviour=passage.behaviour,
+        proximal=proximal,
+        reference=reference(passage) if needs_reference(objective) else None,
+        advantages=advantages,
+        lengths=passage.lengths,
+    )
+    terms = terms_of(inputs, objective)
+    return (terms.loss * weights).sum(), row_figures(terms, weights, passage.lengths)
+
+
+def temperature_numerics(temperature: float) -> dict[str, str]:
+    """What the policy's temperature adds to a trainer's fingerprint: at 1 nothing, as ever."""
+    return {} if temperature == 1 else {"temperature": repr(temperature)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.safetensors_file import Source, mapped, read_entries, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
 
 STEPS: Final = "steps"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -77,9 +77,9 @@ class Optimizer:
                 state[moment] = value.to(parameter.device)
             self._adamw.state[parameter] = state
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[TensorSource]:
         steps = 0
-        sources: list[Source] = []
+        sources: list[TensorSource] = []
         for name, parameter in zip(self._names, self._parameters, strict=True):
             state = self._adamw.state.get(parameter)
             if not state:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.learners.deepspeed.share import shares
+from dora_pipe.consumers.learners.deepspeed.commands import shares
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import Item, Pass, items_of, passes_of
 from tests.support.batches import SETTINGS, make_batch

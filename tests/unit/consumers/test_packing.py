@@ -5,14 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.learners.packing import FILL_MIN, Row, minibatches, pack
+from dora_pipe.consumers.learners.step import FILL_MIN, RowSize, minibatches, pack
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 limits = st.integers(1, 4000)
 
 
-def rows(tokens: list[int]) -> list[Row]:
-    return [Row(ordinal=i // 4, sibling=i % 4, tokens=count) for i, count in enumerate(tokens)]
+def rows(tokens: list[int]) -> list[RowSize]:
+    return [RowSize(ordinal=i // 4, sibling=i % 4, tokens=count) for i, count in enumerate(tokens)]
 
 
 @given(lengths, limits)

@@ -7,8 +7,8 @@ import pytest
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.consumers.place_reader import Place
-from dora_pipe.consumers.trainer.batch_reader import BatchReader, Found
+from dora_pipe.consumers.place_reader import RecordPlace
+from dora_pipe.consumers.trainer.batch_reader import BatchReader, FetchedRecord
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.identity import group_id, trajectory_id
@@ -42,11 +42,13 @@ def memory_bus(stage: TrainerStage, **faults: Any) -> MemoryBus:
     )
 
 
-def places(*groups: TakenGroup) -> list[Place]:
-    return [Place(one.partition, one.offset) for group in groups for one in group.trajectories]
+def places(*groups: TakenGroup) -> list[RecordPlace]:
+    return [
+        RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
+    ]
 
 
-def find(reader: BatchReader, *groups: TakenGroup) -> dict[Place, Found]:
+def find(reader: BatchReader, *groups: TakenGroup) -> dict[RecordPlace, FetchedRecord]:
     for _ in range(100):
         found = reader.find(places(*groups), timeout_s=0.0)
         if found is not None:
@@ -54,7 +56,7 @@ def find(reader: BatchReader, *groups: TakenGroup) -> dict[Place, Found]:
     raise AssertionError("never reached")
 
 
-def readable(found: dict[Place, Found]) -> bool:
+def readable(found: dict[RecordPlace, FetchedRecord]) -> bool:
     return all(one.headers is not None and not one.why for one in found.values())
 
 
@@ -68,7 +70,7 @@ def test_what_was_read_ahead_is_found_without_a_seek(stage: TrainerStage) -> Non
     assert reader.seeks == 0
     for group in groups:
         for taken in group.trajectories:
-            one = found[Place(taken.partition, taken.offset)]
+            one = found[RecordPlace(taken.partition, taken.offset)]
             assert one.headers is not None
             assert one.headers.trajectory == taken.trajectory
             assert one.sha256 == taken.sha256
@@ -92,7 +94,7 @@ def test_place_that_the_log_never_reaches_stops_the_run(stage: TrainerStage) -> 
     stage.log_group(0)
     reader = reader_of(stage)
     reader.read_ahead(timeout_s=0.0)
-    beyond = [Place(0, 10_000)]
+    beyond = [RecordPlace(0, 10_000)]
     assert reader.find(beyond, timeout_s=0.0) is None
     stage.clock.sleep(119)
     assert reader.find(beyond, timeout_s=0.0) is None
@@ -166,7 +168,7 @@ def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> Non
     assert readable(find(reader, late))
     reader.drop_before(5)
     assert reader.records == 0
-    assert reader.letters() == []
+    assert reader.dead_letters() == []
 
 
 def test_dropped_records_can_be_had_again(stage: TrainerStage) -> None:
@@ -178,12 +180,12 @@ def test_dropped_records_can_be_had_again(stage: TrainerStage) -> None:
     assert readable(find(reader, group))
 
 
-def damaged(stage: TrainerStage, kind: str) -> Place:
+def damaged(stage: TrainerStage, kind: str) -> RecordPlace:
     """Append one unreadable record."""
     if kind == "no headers":
         append = Append(topic=stage.topics.trajectories, value=b"x", key=b"k")
         (offset,) = stage.writer.append([append])
-        return Place(0, offset)
+        return RecordPlace(0, offset)
     changes: dict[str, dict[str, Any]] = {
         "other bytes": {"sha256": "b" * 64},
         "another run": {"run": "stranger"},
@@ -191,7 +193,7 @@ def damaged(stage: TrainerStage, kind: str) -> Place:
     }
     trajectory = make_trajectory(trajectory_id(group_id("train", 8), 0), run=RUN)
     taken = stage.log_trajectory(trajectory, partition=0, **changes[kind])
-    return Place(taken.partition, taken.offset)
+    return RecordPlace(taken.partition, taken.offset)
 
 
 @pytest.mark.parametrize("kind", ["no headers", "other bytes", "another run", "no trajectory id"])
@@ -202,18 +204,18 @@ def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
     after = stage.log_group(0)
     reader = reader_of(stage)
     assert readable(find(reader, after))
-    (letter,) = reader.letters()
+    (letter,) = reader.dead_letters()
     assert (letter.topic, letter.partition, letter.offset) == (
         stage.topics.trajectories,
         *place,
     )
     assert letter.why
     assert letter.value is not None
-    assert reader.letters() == []
+    assert reader.dead_letters() == []
     found = reader.find([place], timeout_s=0.0)
     assert found is not None
     assert found[place].why.startswith("unreadable: ")
-    assert reader.letters() == []  # it was reported when it was passed
+    assert reader.dead_letters() == []  # it was reported when it was passed
 
 
 def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable(
@@ -221,9 +223,9 @@ def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable
 ) -> None:
     first = places(stage.log_group(0))[-1]
     stage.log_group(0)
-    gap = Place(first.partition, first.offset + 1)
+    gap = RecordPlace(first.partition, first.offset + 1)
     reader = reader_of(stage)
-    wanted = [gap, Place(PARTITIONS, 0), Place(-1, 3)]
+    wanted = [gap, RecordPlace(PARTITIONS, 0), RecordPlace(-1, 3)]
     reader.read_ahead(timeout_s=0.0)
     found = reader.find(wanted, timeout_s=0.0)
     assert found is not None

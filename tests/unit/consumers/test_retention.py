@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.consumers.trainer.commits import DROPPED_MAX, droppable, files_of, retained
 from dora_pipe.consumers.trainer.effects import DropFiles
-from dora_pipe.consumers.trainer.retention import DROPPED_MAX, droppable, files_of, retained
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.policy import Blob
 from tests.support.retention import Commits, Life, play

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.consumers.learners.deepspeed.share_reader import ShareReader
+from dora_pipe.consumers.learners.deepspeed.rank import ShareReader
 from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import InvariantBroken

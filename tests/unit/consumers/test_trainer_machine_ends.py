@@ -174,7 +174,7 @@ def test_unreadable_record_goes_to_dead_letters_as_it_came() -> None:
         value=b"\xff\x00",
         headers=(("run", b"r"),),
     )
-    driver.react(Unreadable(letter=letter))
+    driver.react(Unreadable(dead_letter=letter))
     assert driver.letters == [letter]
 
 

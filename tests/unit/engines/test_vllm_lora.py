@@ -22,7 +22,7 @@ from dora_pipe.producers.engines.vllm.lora import (
     arguments,
 )
 from dora_pipe.store.adapters import CONFIG, WEIGHTS, adapter_sources
-from dora_pipe.store.safetensors_file import Source, read_entries, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, read_entries, write_tensors
 from tests.support.adapters import RANK, random_adapter
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -91,7 +91,7 @@ def files(tmp_path: Path) -> Files:
     manifest = write_tensors(
         tmp_path / "base",
         [
-            Source(name=name, dtype="F32", shape=one.shape, data=one.tobytes)
+            TensorSource(name=name, dtype="F32", shape=one.shape, data=one.tobytes)
             for name, one in zeros.items()
         ],
     )

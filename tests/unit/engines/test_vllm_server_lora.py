@@ -17,7 +17,7 @@ from dora_pipe.producers.engines.vllm import client as vllm_client
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmServerEngine
 from dora_pipe.store.adapters import adapter_sources
-from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from tests.support.adapters import RANK, random_adapter
 from tests.support.engine_contract import request, run
 from tests.support.fake_vllm_server import GUARD_S, FakeVllm
@@ -66,7 +66,7 @@ class Hosted:
 def hosted(tmp_path: Path) -> Iterator[Hosted]:
     zeros = np.zeros((8, 6), np.float32)
     base = write_tensors(
-        tmp_path / "base", [Source(name=LAYER, dtype="F32", shape=(8, 6), data=zeros.tobytes)]
+        tmp_path / "base", [TensorSource(name=LAYER, dtype="F32", shape=(8, 6), data=zeros.tobytes)]
     )
     policies = [(tmp_path / "base", base.digest)]
     for seed in (1, 2, 3):
@@ -246,7 +246,9 @@ def test_weights_do_not_change_under_running_rows(hosted: Hosted) -> None:
     engine.add(under(1))
     other = path.parent / "other"
     ones = np.ones((8, 6), np.float32)
-    whole = write_tensors(other, [Source(name=LAYER, dtype="F32", shape=(8, 6), data=ones.tobytes)])
+    whole = write_tensors(
+        other, [TensorSource(name=LAYER, dtype="F32", shape=(8, 6), data=ones.tobytes)]
+    )
     with pytest.raises(ValueError, match="rows are active"):
         engine.load(other, version=4, digest=whole.digest)
     engine.cancel("r1")

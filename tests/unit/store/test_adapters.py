@@ -25,7 +25,7 @@ from dora_pipe.store.adapters import (
 )
 from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.safetensors_file import (
-    Source,
+    TensorSource,
     mapped,
     read_entries,
     read_manifest,
@@ -50,9 +50,9 @@ def store(tmp_path: Path) -> PolicyStore:
 def base_weights(store: PolicyStore, seed: int = 0) -> str:
     chance = np.random.default_rng(seed)
 
-    def source(name: str, shape: tuple[int, ...]) -> Source:
+    def source(name: str, shape: tuple[int, ...]) -> TensorSource:
         data = chance.standard_normal(shape).astype("<f4").tobytes()
-        return Source(name=name, dtype="F32", shape=shape, data=lambda: data)
+        return TensorSource(name=name, dtype="F32", shape=shape, data=lambda: data)
 
     sources = [source(name, shape) for name, shape in SHAPES.items()]
     return store.publish_weights(lambda path: write_tensors(path, sources)).digest
@@ -185,13 +185,17 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
     [
         ("lora_B", None, "is no adapter: tensor"),
         (SCALE, None, "what it stands on"),
-        ("", Source(name=BASE, dtype="U8", shape=(3,), data=lambda: b"abc"), "is no digest"),
-        ("", Source(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"), "is no number"),
-        ("", Source(name="more", dtype="U8", shape=(1,), data=lambda: b"a"), "tensor 'more'"),
+        ("", TensorSource(name=BASE, dtype="U8", shape=(3,), data=lambda: b"abc"), "is no digest"),
+        (
+            "",
+            TensorSource(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"),
+            "is no number",
+        ),
+        ("", TensorSource(name="more", dtype="U8", shape=(1,), data=lambda: b"a"), "tensor 'more'"),
     ],
 )
 def test_file_that_is_not_quite_an_adapter_is_refused(
-    store: PolicyStore, tmp_path: Path, dropped: str, changed: Source | None, match: str
+    store: PolicyStore, tmp_path: Path, dropped: str, changed: TensorSource | None, match: str
 ) -> None:
     sources = {one.name: one for one in adapter_sources(adapter_on(store, base_weights(store)))}
     if dropped:

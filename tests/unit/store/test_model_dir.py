@@ -12,7 +12,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.model_dir import export_model, import_model
 from dora_pipe.store.safetensors_file import (
     PIECE_BYTES,
-    Source,
+    TensorSource,
     count_non_finite,
     read_entries,
     refuse_non_finite_file,
@@ -21,9 +21,9 @@ from dora_pipe.store.safetensors_file import (
 from dora_pipe.store.store import PolicyStore
 
 
-def source(name: str, *values: float) -> Source:
+def source(name: str, *values: float) -> TensorSource:
     data = np.array(values, dtype="<f4").tobytes()
-    return Source(name=name, dtype="F32", shape=(len(values),), data=lambda: data)
+    return TensorSource(name=name, dtype="F32", shape=(len(values),), data=lambda: data)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def model_dir(tmp_path: Path) -> Path:
     return path
 
 
-def shard(model_dir: Path, **files: list[Source]) -> None:
+def shard(model_dir: Path, **files: list[TensorSource]) -> None:
     (model_dir / "model.safetensors").unlink()
     weight_map = {}
     for name, sources in files.items():
@@ -75,8 +75,8 @@ def test_sixteen_bit_floats_become_the_same_numbers_in_float32(
     write_tensors(
         model_dir / "model.safetensors",
         [
-            Source(name="half", dtype="F16", shape=(4,), data=numbers.astype("<f2").tobytes),
-            Source(name="brain", dtype="BF16", shape=(4,), data=brain.tobytes),
+            TensorSource(name="half", dtype="F16", shape=(4,), data=numbers.astype("<f2").tobytes),
+            TensorSource(name="brain", dtype="BF16", shape=(4,), data=brain.tobytes),
         ],
     )
     manifest, _ = import_model(store, model_dir)

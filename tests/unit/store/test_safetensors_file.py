@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import weights_digest
 from dora_pipe.store.safetensors_file import (
-    Source,
+    TensorSource,
     manifest_in_memory,
     read_entries,
     read_manifest,
@@ -21,9 +21,9 @@ from dora_pipe.store.safetensors_file import (
 )
 
 
-def source(name: str, values: list[float], shape: tuple[int, ...] | None = None) -> Source:
+def source(name: str, values: list[float], shape: tuple[int, ...] | None = None) -> TensorSource:
     data = np.array(values, dtype="<f4").tobytes()
-    return Source(name=name, dtype="F32", shape=shape or (len(values),), data=lambda: data)
+    return TensorSource(name=name, dtype="F32", shape=shape or (len(values),), data=lambda: data)
 
 
 def raw(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
@@ -57,8 +57,8 @@ def test_safetensors_itself_writes_files_with_the_same_digest(tmp_path: Path) ->
     ours = write_tensors(
         tmp_path / "ours",
         [
-            Source(name="y", dtype="I64", shape=(1,), data=values["y"].tobytes),
-            Source(name="x", dtype="F32", shape=(2, 3), data=values["x"].tobytes),
+            TensorSource(name="y", dtype="I64", shape=(1,), data=values["y"].tobytes),
+            TensorSource(name="x", dtype="F32", shape=(2, 3), data=values["x"].tobytes),
         ],
     )
     assert read_manifest(tmp_path / "theirs").digest == ours.digest

@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.core.errors import PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store.safetensors_file import Source, write_tensors
+from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore, assets_digest
 
 
@@ -22,7 +22,7 @@ class Writer:
 
     def __call__(self, path: Path) -> Manifest:
         return write_tensors(
-            path, [Source(name="x", dtype="F32", shape=(1,), data=lambda: self.data)]
+            path, [TensorSource(name="x", dtype="F32", shape=(1,), data=lambda: self.data)]
         )
 
 

@@ -54,8 +54,8 @@ _COUNTER = itertools.count()
 class PolicyStore:
     """The policies of a run. Opening one creates nothing.
 
-    The `..._path` methods say where a file lies on this machine, or would lie; `weights` and
-    `verify_blob` also fetch it where the store lies elsewhere.
+    The `..._path` methods say where a file lies on this machine, or would lie; `weights` and `blob`
+    also fetch it where the store lies elsewhere.
 
     Example: ``PolicyStore(Path("runs/demo/policies")).weights(digest)``
     """
@@ -87,14 +87,6 @@ class PolicyStore:
     def weights_path(self, digest: str) -> Path:
         """Where the weights with this digest (hex) lie, or would lie."""
         return self.root / weights_name(digest)
-
-    def optimizer_path(self, sha256: str) -> Path:
-        """Where the optimizer state with this sha256 of its file lies, or would lie."""
-        return self.root / blob_name("optimizer", sha256)
-
-    def contributions_path(self, sha256: str) -> Path:
-        """Where the contributions file with this sha256 lies, or would lie."""
-        return self.root / blob_name("contributions", sha256)
 
     def assets_path(self, assets_digest: str) -> Path:
         """The directory of the config and tokenizer files with this digest."""

@@ -211,6 +211,16 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
     ]
 
 
+def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], list[list[Pass]]]:
+    """The trajectories of a batch in its order, and the passes of each update of a step."""
+    items = items_of(batch, settings)
+    updates = [
+        passes_of([item for group in groups for item in group], number, settings)
+        for number, groups in enumerate(minibatches(items, settings.minibatches))
+    ]
+    return [item for group in items for item in group], updates
+
+
 def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
     """The step's figures; all finite, and no figure where there is nothing to say."""
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]

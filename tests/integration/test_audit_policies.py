@@ -41,7 +41,7 @@ def _forge_contributions(run: RecordedRun, change: Callable[[Rows], Rows]) -> No
     store = PolicyStore(run.store)
     with Tamper(run) as log:
         row, fact = log.facts(StepCommitted)[STEP]
-        rows = change(read_contributions(store.contributions_path(fact.contributions.sha256)))
+        rows = change(read_contributions(store.blob("contributions", fact.contributions.sha256)))
         blob = store.publish_blob("contributions", lambda path: write_contributions(path, rows))
         log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
         log.mend()

@@ -46,7 +46,7 @@ def digest(version: int) -> str:
     return f"{version:064d}"
 
 
-def run_started() -> RunStarted:
+def run_started(version_0: str = digest(0)) -> RunStarted:
     return RunStarted(
         at_ns=1,
         run="r",
@@ -58,7 +58,7 @@ def run_started() -> RunStarted:
         eval_digest="",
         eval_rows=0,
         seed=0,
-        policy=Manifest(digest=digest(0), bytes=0, tensors=()),
+        policy=Manifest(digest=version_0, bytes=0, tensors=()),
         assets_digest="",
         planner="",
         package="",
@@ -94,7 +94,7 @@ class Driver:
         self.now_ns = 0
         self.offset = 100
         self.written: list[Any] = []
-        self.letters: list[DeadLetter] = []
+        self.dead_letters: list[DeadLetter] = []
         self.statuses: list[TrainerStatus] = []
 
     def react(self, *inputs: Any, after_ns: int = 1) -> list[Any]:
@@ -115,7 +115,7 @@ class Driver:
                 self.statuses.append(status)
             else:
                 assert record.topic == TOPICS.dead_letters
-                self.letters.append(decode_dead_letter(record.value, record.headers))
+                self.dead_letters.append(decode_dead_letter(record.value, record.headers))
 
     def decide(self, *decisions: AnyDecision) -> list[Any]:
         """A round from the log; the effects of reading it."""

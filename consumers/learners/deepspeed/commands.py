@@ -120,13 +120,7 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True):
     updates: list[UpdateReply]
 
 
-_COMMANDS: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
-
-
-def decode_command(data: bytes) -> AnyCommand:
-    """A command as rank 0 sent it."""
-    return _COMMANDS.decode(data)
-
+COMMANDS: Final[msgspec.msgpack.Decoder[AnyCommand]] = msgspec.msgpack.Decoder(AnyCommand)
 
 _NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 

@@ -45,9 +45,7 @@ from dora_pipe.consumers.learners.step import (
     Sums,
     contribution,
     figures_of,
-    items_of,
-    minibatches,
-    passes_of,
+    updates_of,
 )
 from dora_pipe.consumers.learners.torch.device import capability, compute_clock, device_class
 from dora_pipe.consumers.learners.torch.lora import AdapterBase
@@ -174,11 +172,7 @@ class DeepspeedLearner:
         start_s = clock()
         logged = {MICRO_BATCH_TOKENS: options.micro_batch_tokens, **settings}
         step = step_settings(logged)
-        items = items_of(batch, step)
-        updates = [
-            passes_of([item for group in groups for item in group], number, step)
-            for number, groups in enumerate(minibatches(items, step.minibatches))
-        ]
+        items, updates = updates_of(batch, step)
         shared = [
             shares(passes, ranks=options.ranks, rounds_min=options.rounds_min)
             for passes in updates
@@ -198,10 +192,9 @@ class DeepspeedLearner:
         sums = _sums(shared, replies)
         if self._adapter_base is not None and sums.updates:
             self._adapter_base.updated = True
-        flat = [item for group in items for item in group]
         return StepResult(
-            figures=figures_of(flat, sums),
-            contributions=[contribution(item) for item in flat],
+            figures=figures_of(items, sums),
+            contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora_pipe.consumers.learners.deepspeed.commands import AnyCommand, EndRanks, decode_command
+from dora_pipe.consumers.learners.deepspeed.commands import COMMANDS, AnyCommand, EndRanks
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
@@ -153,7 +153,7 @@ class RankGroup:
             dist.broadcast(size, 0, group=self._control)
             data = torch.zeros(int(size), dtype=torch.uint8)
             dist.broadcast(data, 0, group=self._control)
-        return decode_command(data.numpy().tobytes())
+        return COMMANDS.decode(data.numpy().tobytes())
 
     def reply(self, reply: msgspec.Struct) -> None:
         """To rank 0."""

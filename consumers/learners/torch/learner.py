@@ -25,10 +25,8 @@ from dora_pipe.consumers.learners.step import (
     Sums,
     contribution,
     figures_of,
-    items_of,
-    minibatches,
     pack,
-    passes_of,
+    updates_of,
 )
 from dora_pipe.consumers.learners.torch.device import (
     capability,
@@ -109,21 +107,16 @@ class TorchLearner:
         clock = compute_clock(self._options.device, self._options.threads)
         start_s = clock()
         step = step_settings({MICRO_BATCH_TOKENS: self._options.micro_batch_tokens, **settings})
-        items = items_of(batch, step)
-        updates = [
-            passes_of([item for group in groups for item in group], number, step)
-            for number, groups in enumerate(minibatches(items, step.minibatches))
-        ]
+        items, updates = updates_of(batch, step)
         sums = Sums()
         with deterministic(self._options.threads):
             if needs_proximal(step.objective):
                 self._score_later(updates)
             for passes in updates:
                 self._update(passes, step, sums)
-        flat = [item for group in items for item in group]
         return StepResult(
-            figures=figures_of(flat, sums),
-            contributions=[contribution(item) for item in flat],
+            figures=figures_of(items, sums),
+            contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
 

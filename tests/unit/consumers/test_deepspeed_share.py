@@ -1,15 +1,32 @@
-"""Every pass has one rank, ranks have about equal work, and the same batch is cut the same way."""
+"""Every pass has one rank, the same batch is cut the same way, and a rank reads its own records."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.consumers.learners.deepspeed import rank_group as ranks
 from dora_pipe.consumers.learners.deepspeed.commands import shares
+from dora_pipe.consumers.learners.deepspeed.rank import ShareReader
+from dora_pipe.consumers.learners.deepspeed.rank_group import (
+    RankGroup,
+    RankInfo,
+    rank_group,
+    torchrun_rank,
+)
+from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import Item, Pass, items_of, passes_of
+from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.errors import ConfigError, InvariantBroken, ResourceError
+from dora_pipe.schemas.topics import Topics
 from tests.support.batches import SETTINGS, make_batch
+from tests.support.deepspeed import RUN, BatchLog
 
 
 def _step(tokens: int) -> StepSettings:
@@ -85,3 +102,93 @@ def test_passes_of_one_round_are_of_about_equal_size(ranks: int) -> None:
 
 def test_update_without_a_gradient_has_no_pass_on_any_rank() -> None:
     assert shares([], ranks=2) == [[], []]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> BatchLog:
+    return BatchLog(tmp_path / "log.sqlite")
+
+
+def _reader(log: BatchLog) -> ShareReader:
+    return ShareReader(log.place.open(), Topics(RUN).trajectories, SystemClock())
+
+
+def test_share_comes_in_the_order_it_was_asked_for_and_nothing_else_is_read(log: BatchLog) -> None:
+    groups = log.logged(make_batch(seed=1, groups=6, siblings=4)).groups
+    every = [pair for g in groups for pair in zip(g.places, g.trajectories, strict=True)]
+    share = every[::9][::-1]
+    reader = _reader(log)
+    found = reader.read([place for place, _ in share])
+    assert [one.trajectory for one in found] == [one.trajectory for _, one in share]
+    assert [list(one.token_ids) for one in found] == [list(one.token_ids) for _, one in share]
+    assert reader.records == len(share)
+    reader.close()
+
+
+def test_share_of_an_earlier_batch_can_be_read_again(log: BatchLog) -> None:
+    first = log.logged(make_batch(seed=1)).groups[0]
+    second = log.logged(make_batch(seed=2)).groups[0]
+    reader = _reader(log)
+    for group in (second, first, second):
+        found = reader.read(group.places)
+        assert [list(one.token_ids) for one in found] == [
+            list(one.token_ids) for one in group.trajectories
+        ]
+
+
+def test_other_bytes_than_the_batch_was_taken_with_are_refused(log: BatchLog) -> None:
+    place = log.logged(make_batch(seed=1)).groups[0].places[2]
+    with pytest.raises(InvariantBroken, match="other bytes"):
+        _reader(log).read([replace(place, sha256="0" * 64)])
+
+
+def test_record_of_another_place_is_no_trajectory_of_the_batch(log: BatchLog) -> None:
+    one, two = log.logged(make_batch(seed=1)).groups[0].places[:2]
+    moved = LoggedAt(partition=one.partition, offset=two.offset, sha256=one.sha256)
+    with pytest.raises(InvariantBroken, match=f"offset {two.offset} has other bytes"):
+        _reader(log).read([moved])
+
+
+GLOO = "[/a/b/pair.cc:553] Connection closed by peer [127.0.0.1]:21659. Check the logs."
+
+
+def test_closed_connection_is_a_lost_rank_and_another_fault_stays_itself() -> None:
+    group = RankGroup(RankInfo(rank=0, ranks=1, local_rank=0), "cpu")
+    with pytest.raises(ResourceError) as caught, group.together():
+        raise RuntimeError(GLOO)
+    assert caught.value.message == "a rank of the trainer is gone: connection closed by peer"
+    with pytest.raises(ResourceError, match="gone: store"), group.together():
+        raise dist.DistError("store\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), group.together():
+        raise RuntimeError("shapes do not fit")
+
+
+def test_seat_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "h")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert torchrun_rank() is None
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert torchrun_rank() == RankInfo(rank=3, ranks=4, local_rank=1)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ConfigError, match="RANK"):
+        torchrun_rank()
+
+
+def test_more_ranks_than_torchrun_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "h")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(ranks, "_GROUP", [])
+    with pytest.raises(ConfigError, match=r"trainer.ranks is 2, but torchrun started 3") as caught:
+        rank_group(2, "cpu")
+    assert "torchrun --nproc-per-node 2" in str(caught.value.hint)
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(ranks, "_GROUP", [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks .* and there are 1"):
+        rank_group(2, "cuda")

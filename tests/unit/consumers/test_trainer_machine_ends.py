@@ -175,7 +175,7 @@ def test_unreadable_record_goes_to_dead_letters_as_it_came() -> None:
         headers=(("run", b"r"),),
     )
     driver.react(Unreadable(dead_letter=letter))
-    assert driver.letters == [letter]
+    assert driver.dead_letters == [letter]
 
 
 def test_round_that_cannot_be_read_ends_the_role_naming_its_offset() -> None:

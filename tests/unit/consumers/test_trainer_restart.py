@@ -121,7 +121,7 @@ def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
     trainer.close()
     newest = stage.commits()[3].checkpoint
     assert newest is not None
-    stage.store.optimizer_path(newest.sha256).write_bytes(b"damaged")
+    stage.store.blob("optimizer", newest.sha256).write_bytes(b"damaged")
     older = stage.commits()[1].digest_after
     stage.store.weights_path(older).unlink()  # both checkpoints are gone: from version 0
     again = stage.trainer(checkpoint_every=2)

@@ -62,9 +62,9 @@ def test_blob_is_named_by_the_sha256_of_its_file(store: PolicyStore) -> None:
     blob = store.publish_blob("contributions", lambda path: _write(path, b"rows"))
     assert blob.sha256 == hashlib.sha256(b"rows").hexdigest()
     assert blob.bytes == 4
-    assert store.contributions_path(blob.sha256).read_bytes() == b"rows"
+    assert store.blob("contributions", blob.sha256).read_bytes() == b"rows"
     assert store.verify_blob("contributions", blob.sha256).name.endswith(".arrow")
-    store.contributions_path(blob.sha256).write_bytes(b"rowz")
+    store.blob("contributions", blob.sha256).write_bytes(b"rowz")
     with pytest.raises(PolicyError, match="was changed"):
         store.verify_blob("contributions", blob.sha256)
     with pytest.raises(PolicyError, match="no optimizer file"):
@@ -153,7 +153,7 @@ def test_orphans_are_what_no_commit_names(store: PolicyStore, tmp_path: Path) ->
     assert orphans(named, blob.sha256, assets) == [unfinished, store.weights_path(orphan)]
     assert orphans(named, orphan) == [
         store.assets_path(assets) / "config.json",
-        store.optimizer_path(blob.sha256),
+        store.blob("optimizer", blob.sha256),
         unfinished,
     ]
 

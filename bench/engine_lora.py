@@ -28,7 +28,7 @@ from dora_pipe.bench.engine import (
     measured,
     run_requests,
 )
-from dora_pipe.config.sections import LINEAR_LAYERS
+from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.engines.port import EngineRequest
 from dora_pipe.store.adapters import Adapter, adapter_sources

@@ -13,12 +13,14 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.config.model import Config, Sampling, in_flight_batches
-from dora_pipe.config.sections import (
+from dora_pipe.config.model import (
     LEARNING_RATE_MAX,
     LINEAR_LAYERS,
     TEMPERATURE_MAX,
     TEMPERATURE_MIN,
+    Config,
+    Sampling,
+    in_flight_batches,
 )
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling

@@ -19,11 +19,9 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config import model, objectives, sections
+from dora_pipe.config import model, objectives
 from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
 from dora_pipe.config.paradigms import paradigm_of
-
-_WRITTEN_IN = (model, sections)
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -161,8 +159,8 @@ class _SectionDoc:
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
     """What stands in the source of the sections: docstrings do not outlive it."""
-    trees = [ast.parse(inspect.getsource(module)) for module in _WRITTEN_IN]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    tree = ast.parse(inspect.getsource(model))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return {node.name: _section_doc(node) for node in classes}
 
 
@@ -258,7 +256,7 @@ def _cell(text: str) -> str:
 _HEAD = """# Configuration
 
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
-config/sections.py instead. -->
+config/model.py instead. -->
 
 One TOML file is the configuration of a run. `dora-pipe config show FILE` prints it resolved, and
 `-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:

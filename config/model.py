@@ -1,64 +1,444 @@
-"""The configuration tree: which sections there are, and what a resumed run may change of them.
+"""The configuration tree: its sections, and what a resumed run may change of them.
 
-Keys are `frozen` (a resumed run must have the same), `logged` (may change; in force from the next
-step, recorded in the log) or `free` (addresses, sizes, timing). `FROZEN` and `LOGGED` name the
-first two; everything else is free. The sections stand in `sections` and are imported from here;
-their docstrings are what
-`config show` and reference/configuration.md print. `load` reads a file, `checks` says what one
-section asks of another.
+Each class is a section; the docstrings are what `config show` and reference/configuration.md print,
+where `describe` names the values that keys take. Keys are `frozen` (a resumed run must have the
+same), `logged` (may change; in force from the next step, recorded in the log) or `free` (addresses,
+sizes, timing). `FROZEN` and `LOGGED` name the first two; everything else is free. `load` reads a
+file, `checks` says what one section asks of another.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal
+
 import msgspec
+from msgspec import Meta
 
-from dora_pipe.config.sections import (
-    Bus,
-    Evaluation,
-    Groups,
-    Lora,
-    Model,
-    Objective,
-    Planner,
-    Run,
-    Sampling,
-    Section,
-    Staleness,
-    Store,
-    Task,
-    Telemetry,
-    Timing,
-    Trainer,
-    Transfers,
-    Vllm,
-    Workers,
-)
+from dora_pipe.config import objectives
+from dora_pipe.schemas.topics import PATTERN
 
-__all__ = [
-    "FROZEN",
-    "LOGGED",
-    "Bus",
-    "Config",
-    "Evaluation",
-    "Groups",
-    "Lora",
-    "Model",
-    "Objective",
-    "Planner",
-    "Run",
-    "Sampling",
-    "Section",
-    "Staleness",
-    "Store",
-    "Task",
-    "Telemetry",
-    "Timing",
-    "Trainer",
-    "Transfers",
-    "Vllm",
-    "Workers",
-    "in_flight_batches",
-]
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Siblings = Annotated[int, Meta(ge=1, le=1000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+RunName = Annotated[str, Meta(pattern=PATTERN)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections: an unknown key is an error."""
+
+
+class Run(Section, frozen=True, kw_only=True):
+    """What run this is, and how long."""
+
+    name: RunName
+    """Letters, digits, `-` and `_`; the name of its directory and of its topics."""
+    steps: Positive
+    """The run ends when this many steps are committed."""
+    seed: NonNegative = 0
+    """Decides the order of prompts and every sampled token."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """The policy that is trained: version 0."""
+
+    path: str
+    """A Hugging Face causal LM directory: config.json, *.safetensors, tokenizer files."""
+    dtype: Literal["float32"] = "float32"
+    """Of weights and computation."""
+
+
+class Task(Section, frozen=True, kw_only=True):
+    """What is learnt: data, environment and reward."""
+
+    kind: str
+    """`arithmetic`, `calculator`, `jsonl`, or `module:attribute` of a user's Task."""
+    data: str = ""
+    """Training data file; empty where the task makes its own rows."""
+    eval_data: str = ""
+    """Evaluation data file; empty where the task makes its own rows, or there is none."""
+    reward: str = ""
+    """`module:function`, for `jsonl`."""
+    directory: str = ""
+    """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Given to the task as keyword arguments."""
+    processes: Positive = 1
+    """Processes per worker that run rewards and environments."""
+    reward_timeout_s: PositiveFloat = 10.0
+    """A reward that takes longer is killed; its trajectory is invalid."""
+    environment_timeout_s: PositiveFloat = 10.0
+    """The same for a prompt and for one step of an environment."""
+    turns_max: Positive = 8
+    """Turns of the model in one trajectory, where there is an environment."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """How control tokens that are written in prompts and observations are encoded: as the text that
+    they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a
+    turn or begin another's. See docs/tasks.md."""
+
+
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
+"""Nearer to 0 float32 has no digits left between the likeliest tokens, and vLLM takes this minimum
+in place of a smaller one; beyond 100 every token is as likely as any other."""
+
+
+class Sampling(Section, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy; else from 0.01 to 100."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keeps the most likely tokens that together reach this share; 1 keeps every token."""
+    top_k: NonNegative = 0
+    """0 keeps every token."""
+    min_p: Share = 0.0
+    """Drops tokens less likely than this share of the likeliest; 0 keeps every token."""
+    max_tokens: Positive = 256
+    """Sampled tokens per trajectory, over all its turns."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, beside the tokenizer's end-of-sequence token."""
+    logprobs: Literal["tempered", "raw"] = "tempered"
+    """Of which distribution log-probs are recorded, and ratios and KL taken by the trainer:
+    softmax(logits / temperature), the policy that samples, or softmax(logits), as older logs have
+    it. Truncation (top_p, top_k, min_p) is in neither; of a greedy policy both are softmax(logits).
+    See docs/objectives.md."""
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by before log-probs are taken of them."""
+        return self.temperature if self.logprobs == "tempered" and self.temperature else 1.0
+
+
+class Groups(Section, frozen=True, kw_only=True):
+    """Groups of siblings, and batches of groups."""
+
+    size: Siblings = 8
+    """Siblings per group."""
+    per_step: Positive = 32
+    """Groups per training step (B)."""
+    min_valid_siblings: Positive = 2
+    """A group with fewer valid trajectories fails."""
+    filter_zero_advantage: bool = False
+    """End groups whose valid rewards are all equal as `filtered`, and replace them."""
+    attempts_max: Positive = 5
+    """Placements of one request before it counts as failed."""
+    failed_share_max: Share | None = 0.9
+    """The run stops when more than this share of the last 4 * per_step groups (at least 32) have
+    failed, or all of the first 2 * per_step (8); 1 never stops it."""
+
+
+class Staleness(Section, frozen=True, kw_only=True):
+    """The bound (C3), and how much of it is used."""
+
+    max_staleness: NonNegative = 2
+    """eta: a group of version w is trained at a step <= w + eta."""
+    in_flight_batches: PositiveFloat | None = None
+    """C: groups dispatched and not yet trained, in batches. Default min(2, eta + 1)."""
+    interruptible: bool = False
+    """Running requests go on under every new version after a prefill, so that a trajectory may mix
+    versions (C1 is off); the bound is kept by the version at dispatch. See docs/scheduling.md."""
+
+
+class Planner(Section, frozen=True, kw_only=True):
+    """Which worker hosts which version, and who moves (docs/scheduling.md)."""
+
+    moves: bool = True
+    """Running requests may move to another worker of their version; if not, workers run empty."""
+    moves_max: NonNegative = 3
+    """A request moves so often at most, but for a worker that is drained."""
+    pack: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of a worker's slots that requests of older versions are packed into."""
+    kv_pressure: Annotated[float, Meta(gt=0, le=1)] = 0.95
+    """A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""
+
+
+class Evaluation(Section, frozen=True, kw_only=True):
+    """Evaluation on fixed prompts with fixed seeds."""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates only the first and the last policy."""
+    prompts: NonNegative = 64
+    """Rows of the evaluation data, from the first; 0 switches evaluation off."""
+    siblings: Siblings = 1
+    """Trajectories per row."""
+    sampling: Sampling = Sampling()
+    """Keys that are not given are as in [sampling]."""
+
+
+class Vllm(Section, frozen=True, kw_only=True):
+    """What only the vLLM engines need; see docs/vllm.md."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
+    eager: bool = True
+    """Without compiled graphs: they cost a start of minutes, and pay on a GPU."""
+    kv_gb: NonNegativeFloat = 0.0
+    """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
+    prefix_cache: bool = True
+    """Prompts that begin alike are prefilled once; forgotten whenever the weights change."""
+    addresses: tuple[str, ...] = ()
+    """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
+    `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+
+
+class Workers(Section, frozen=True, kw_only=True):
+    """Rollout workers."""
+
+    count: NonNegative = 2
+    """Started by `run`; others may join."""
+    engine: str = "torch"
+    """Which engine generates: torch, vllm, vllm-server, or `module:attribute` of your own
+    (docs/extending.md)."""
+    engines: tuple[str, ...] = ()
+    """Engines of w0, w1, ... in turn, where they differ; empty: all have `engine`."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of w0, w1, ... in turn, one each, counted from 0 among those that are visible; empty:
+    all take the first. For the vLLM engines."""
+    vllm: Vllm = Vllm()
+    slots: Positive = 64
+    """Requests that one worker generates at the same time."""
+    prefetch: NonNegative = 16
+    """Placed requests a worker holds ahead of its slots."""
+    context_tokens: Positive = 1024
+    """Longest sequence a slot holds."""
+    checkpoint_tokens: Positive = 128
+    """A progress record every so many sampled tokens."""
+    threads: Positive = 1
+    """Of each worker's process."""
+    versions_resident: Positive = 4
+    """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
+
+
+class Bus(Section, frozen=True, kw_only=True):
+    """Where the log is."""
+
+    url: str = ""
+    """`sqlite:PATH` or `kafka://host:port,...`; empty is log.sqlite in the run directory."""
+    partitions: Positive = 4
+    """Of the trajectories and progress topics."""
+    record_bytes_max: RecordBytes = 10 * 1024 * 1024
+    """Largest record a topic takes when it is made; larger trajectories and progress records lie
+    in the store's `claims`, and the log says which. See docs/kafka.md."""
+    metrics_keep_hours: NonNegative = 168
+    """Statuses of the roles (the metrics topic) older than this are deleted while a run goes on;
+    nothing but pictures of that time needs them. 0 keeps them for ever. See docs/storage.md."""
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How Kafka is spoken to: with TLS or without, with a password or without."""
+    mechanism: Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"] = "SCRAM-SHA-512"
+    """How the password is proved, with SASL."""
+    username: str = ""
+    """Who this is, with SASL. The password is in the environment (DORA_PIPE_KAFKA_PASSWORD) or in
+    `password_file`, never here."""
+    password_file: str = ""
+    """A file that holds the password; its last line end does not count."""
+    ca_file: str = ""
+    """PEM certificates that brokers are checked against, with TLS; empty: the machine's own."""
+    cert_file: str = ""
+    """PEM certificate of this client, where the brokers ask for one."""
+    key_file: str = ""
+    """PEM key of `cert_file`; DORA_PIPE_KAFKA_KEY_PASSWORD opens an encrypted one."""
+    check_hostname: bool = True
+    """A broker's certificate must name the host that was connected to."""
+
+
+class Timing(Section, frozen=True, kw_only=True):
+    """Heartbeats, leases and restarts."""
+
+    heartbeat_s: PositiveFloat = 0.5
+    """From news of a role to the status record that says them; without news it says so every fifth
+    heartbeat, and four times in a lease at least."""
+    lease_s: PositiveFloat = 10.0
+    """How long a silent role counts as alive; more than two heartbeats."""
+    plan_period_s: PositiveFloat = 30.0
+    """The orchestrator plans anew at least this often."""
+    alarm_s: PositiveFloat = 30.0
+    """A role that waits longer raises an alarm: for an acknowledgement, a reward, a first token."""
+    alarm_work_s: PositiveFloat = 600.0
+    """The same for waits that last as long as others work (a batch, groups, weights), until the
+    run has shown how long they last; then four times the longest lately, at least `alarm_s`."""
+    restarts_max: NonNegative = 5
+    """Restarts of one role within `restart_window_s` before `run` gives up: a worker, the last one
+    excepted, is then done without. So many starts in a row that hosted nothing count, too."""
+    restart_window_s: PositiveFloat = 60.0
+    """See `restarts_max`."""
+    stop_timeout_s: PositiveFloat = 30.0
+    """How long roles may take to stop in order before they are killed."""
+
+
+class Store(Section, frozen=True, kw_only=True):
+    """Policies and checkpoints."""
+
+    path: str = ""
+    """Policies and checkpoints; empty is `policies` in the run directory."""
+    url: str = ""
+    """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
+    another file system of pyarrow. `path` then holds copies. See docs/storage.md."""
+    cache_gb: PositiveFloat = 100.0
+    """Copies in `path` of a store with a `url` take so much room."""
+    keep_every: NonNegative = 0
+    """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
+    replay makes them again. 0 keeps everything."""
+
+
+class Transfers(Section, frozen=True, kw_only=True):
+    """How KV caches and weights go from process to process beside the log (docs/storage.md)."""
+
+    kind: Literal["files", "flight", "none"] = "files"
+    """`files` between processes of one machine, `flight` between machines too, `none`: every
+    request that moves is prefilled."""
+    host: str = ""
+    """What others reach this machine by, and where it listens; empty: 127.0.0.1, which only its own
+    processes reach."""
+    port: Port = 0
+    """Where it listens; 0: any port that is free. Processes of one machine cannot share one."""
+    token_file: str = ""
+    """A file that holds the token of the run, the same for all its processes. The environment
+    (DORA_PIPE_TRANSFERS_TOKEN) goes before it; the token itself stands nowhere."""
+    cert_file: str = ""
+    """PEM certificate of this machine, for TLS; it must name `host`."""
+    key_file: str = ""
+    """PEM key of `cert_file`, not encrypted; empty: it stands in there too."""
+    ca_file: str = ""
+    """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""
+
+
+class Telemetry(Section, frozen=True, kw_only=True):
+    """What a run tells the outside of itself, beside its log (docs/reference/traces.md)."""
+
+    traces: str = "off"
+    """`off`, or the address of an endpoint that takes OTLP over HTTP, such as
+    http://127.0.0.1:4318: `run` then starts a process that follows the log and sends traces."""
+    traces_ratio: Share = 0.1
+    """Share of groups whose traces are sent. Slow groups, and those of which something failed or
+    changed its worker, are sent whatever it is."""
+    traces_slow: PositiveFloat = 2.0
+    """A group is slow when it took so many times as long as the median of the 64 before it."""
+
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Those that an adapter may stand beside: of attention and of the gated block."""
+
+
+LEARNING_RATE_MAX = 1e3
+"""Gradients are clipped, so below this an update cannot overflow float32."""
+
+
+class Objective(Section, frozen=True, kw_only=True):
+    """The loss. Every kind uses keys of its own, and knows a default for each; a key that it does
+    not use is an error (docs/objectives.md)."""
+
+    kind: str = "grpo"
+    """Which objective: grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo,
+    or `module:attribute` of your own (docs/extending.md). Another kind than before starts from its
+    own defaults. Those of `grpo` are DAPO's (token-mean, clip_high 0.28), as older logs have it;
+    GRPO as published is loss = "sequence-mean", clip_high = 0.2, kl = 0.04."""
+    clip_low: PositiveFloat | None = None
+    """The ratio is clipped below 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
+    clip_high: PositiveFloat | None = None
+    """The ratio is clipped above 1 + clip_high. 0.28; dr-grpo: 0.2, cispo: 4, gspo: 0.0004."""
+    proximal: objectives.Proximal | None = None
+    """The policy that ratios are clipped around: the one that sampled, or that of the step's first
+    weights, whose log-probs the trainer computes. "behaviour"; decoupled-ppo, tis: "recomputed"."""
+    weight_max: PositiveFloat | None = None
+    """Bound of the weight proximal / behaviour. decoupled-ppo leaves tokens above it out (5), tis
+    truncates them to it (2)."""
+    level: objectives.Level | None = None
+    """Weights per token, or one per trajectory from the product of its ratios. "token"; topr and
+    weighted-topr: "sequence"."""
+    positive_weight: NonNegativeFloat | None = None
+    """Of trajectories with a positive advantage, in weighted-topr. 1."""
+    negative_weight: NonNegativeFloat | None = None
+    """Of trajectories with a negative advantage, in weighted-topr. 1."""
+    loss: objectives.Averaging | None = None
+    """Mean over all tokens of a minibatch, or over trajectories of their means, or their sum over
+    trajectories times loss_tokens. "token-mean"; dr-grpo: "constant", gspo: "sequence-mean"."""
+    loss_tokens: Positive | None = None
+    """With loss = "constant": tokens that a trajectory counts as. sampling.max_tokens."""
+    advantage: objectives.Advantage | None = None
+    """A reward is compared with its group's mean, with the mean of its siblings (RLOO), or with
+    the mean of all that its version sampled in the batch. "group"."""
+    advantage_std: bool | None = None
+    """Divide advantages by the standard deviation of what they are compared with. true; dr-grpo:
+    false."""
+    kl: NonNegativeFloat | None = None
+    """Weight of the KL to the reference policy (version 0). 0; not in dapo."""
+    kl_estimate: objectives.KlEstimate | None = None
+    """How that KL is estimated. "k3"."""
+    mask: objectives.Mask | None = None
+    """Leave out tokens whose ratio of trainer to engine is out of bounds, or trajectories by the
+    product of theirs or by its geometric mean. "none"."""
+    mask_low: PositiveFloat | None = None
+    """Lower bound of `mask`. 0.5."""
+    mask_high: PositiveFloat | None = None
+    """Upper bound of `mask`. 5."""
+    options: dict[str, float | int | str | bool] = {}
+    """What an objective of your own declares."""
+
+    def __post_init__(self) -> None:
+        objectives.check_kind(self.kind)
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        for key in objectives.unused(given):
+            raise ValueError(objectives.why_unused(given, key))
+        for key, value in objectives.defaults_of(given).items():
+            if given[key] is None:
+                msgspec.structs.force_setattr(self, key, value)
+        low, high = self.mask_low, self.mask_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"mask_low: {low:g} is not below mask_high, {high:g}")
+
+
+class Lora(Section, frozen=True, kw_only=True):
+    """A policy of version 0's weights and an adapter, which alone is trained (docs/training.md)."""
+
+    rank: NonNegative = 0
+    """Of the adapter's matrices; 0: all weights are trained, there is no adapter."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter makes counts alpha / rank times."""
+    targets: tuple[str, ...] = LINEAR_LAYERS
+    """The linear layers that are adapted, in every decoder layer."""
+
+
+class Trainer(Section, frozen=True, kw_only=True):
+    """The training engine and its optimizer (AdamW)."""
+
+    kind: str = "torch"
+    """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
+    or `module:attribute` of your own (docs/extending.md)."""
+    learning_rate: PositiveFloat = 1e-5
+    """Constant; it may be changed between steps."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Of AdamW; below 1."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Of AdamW."""
+    grad_norm_max: PositiveFloat = 1.0
+    """Longer gradients are scaled down to this norm."""
+    minibatches: Positive = 1
+    """Optimizer updates per step."""
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens of one forward and backward pass."""
+    checkpoint_every: Positive = 10
+    """Steps between checkpoints of the optimizer state."""
+    threads: Positive = 1
+    """Of the trainer's process; equal bits are promised under an equal number."""
+    ranks: Positive = 1
+    """Processes. They are started on the trainer's machine, or by torchrun on several."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
+    """What is spread over the ranks: 1 AdamW's moments, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in the host's memory: AdamW's moments and its update, or weights too (stage 3)."""
+    gradient_accumulation: Positive = 1
+    """Passes of a rank per update, at least; `micro_batch_tokens` may ask for more."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of computation; weights are updated and published in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: for `deepspeed` a GPU per rank if there is one, for `torch` the CPU."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of the ranks on a machine, in their order, counted from 0 among those that are visible;
+    empty: the first ones."""
 
 
 class Config(Section, frozen=True, kw_only=True):

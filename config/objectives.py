@@ -1,7 +1,7 @@
 """The objectives that come with the package, a row each, and which keys of [objective] one uses.
 
 A row says where the function is, and the keys it uses with their defaults: nothing is imported to
-read a configuration, not even for `module:attribute` of a user's. `sections.Objective`
+read a configuration, not even for `module:attribute` of a user's. `model.Objective`
 refuses the other keys and fills the defaults in. See docs/objectives.md for when to use which, and
 docs/extending.md for how one is written.
 """

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Final, cast
 
 import msgspec
 
-from dora_pipe.config.model import Objective
+from dora_pipe.config.model import LEARNING_RATE_MAX, Objective
 from dora_pipe.config.objectives import Advantage, settled, uses
-from dora_pipe.config.sections import LEARNING_RATE_MAX
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 

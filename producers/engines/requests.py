@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from dora_pipe.config.sections import TEMPERATURE_MAX, TEMPERATURE_MIN
+from dora_pipe.config.model import TEMPERATURE_MAX, TEMPERATURE_MIN
 from dora_pipe.producers.engines.port import (
     EngineEvent,
     EngineRequest,

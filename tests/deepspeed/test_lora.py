@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.config.sections import LINEAR_LAYERS
+from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.consumers.learners.port import TrainBatch
 from dora_pipe.core.errors import NonFinite, PolicyError
 from dora_pipe.store.adapters import base_of, stands_on

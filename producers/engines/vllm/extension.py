@@ -16,7 +16,7 @@ import torch
 from vllm import envs
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from dora_pipe.config.sections import LINEAR_LAYERS
+from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import PolicyError, ResourceError, reason
 from dora_pipe.producers.engines.torch.weights import check_fit, other_digest, read_tensors
 from dora_pipe.producers.engines.vllm import core as vllm_core

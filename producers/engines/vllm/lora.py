@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from dora_pipe.config.sections import LINEAR_LAYERS
+from dora_pipe.config.model import LINEAR_LAYERS
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.base import ResidentVersions, Version
 from dora_pipe.producers.engines.vllm.core import REFUSALS, is_of_here

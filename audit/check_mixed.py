@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dora_pipe.audit.entries import GroupEntry, Logged
 from dora_pipe.audit.evidence import Content
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.schemas.fast_validate import Sampled
-from dora_pipe.schemas.trajectory import mixing_error
+from dora_pipe.schemas.trajectory import Segment, mixing_error
 
 Wrong = tuple[str, object, object]
 """(message, expected, found)."""
@@ -39,7 +38,7 @@ def wrong_mixture(
             yield why, "", ""
 
 
-def _not_hosted(segment: Sampled, logged: Logged, ledger: Ledger) -> str:
+def _not_hosted(segment: Segment, logged: Logged, ledger: Ledger) -> str:
     worker = ledger.accounts.workers.get(segment.epoch)
     of = f"{segment.worker} of incarnation {segment.epoch}"
     who = f"tokens {segment.start} to {segment.end} name {of}"

@@ -14,9 +14,9 @@ from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
-from dora_pipe.schemas.fast_validate import FastValidator, Glance, Sampled
+from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.identity import Purpose
-from dora_pipe.schemas.trajectory import Headers, Sampler
+from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import matches, parse_headers
 from dora_pipe.schemas.wire import sha256_hex
 
@@ -36,7 +36,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     finish: FinishReason
     version: int
-    sampled: tuple[Sampled, ...]
+    sampled: tuple[Segment, ...]
     weights: tuple[Sampler, ...]
 
     @property
@@ -122,7 +122,7 @@ def _open(
     return _content(seen), "", tuple(matches(headers, seen))
 
 
-def _content(seen: Glance) -> Content:
+def _content(seen: Described) -> Content:
     meta = seen.meta
     return Content(
         group_size=meta.group_size,
@@ -134,6 +134,6 @@ def _content(seen: Glance) -> Content:
         seed=meta.seed,
         finish=meta.finish,
         version=seen.version,
-        sampled=seen.runs,
+        sampled=tuple([one for one in seen.segments if one.kind == "model"]),
         weights=meta.weights,
     )

@@ -249,10 +249,7 @@ def _about(trajectory: Trajectory) -> dict[str, Any]:
         "reward_parts": msgspec.json.encode(meta.reward_parts).decode(),
         "tokens": len(trajectory.token_ids),
         "sampled": trajectory.sampled,
-        "segments": [
-            {name: getattr(segment, name) for name in segment.__dataclass_fields__}
-            for segment in trajectory.segments
-        ],
+        "segments": [msgspec.structs.asdict(one) for one in trajectory.segments],
         "prefills": list(meta.prefills),
         **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
         **{name: getattr(meta, name) for name in (*same, *also, *more)},

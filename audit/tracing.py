@@ -156,7 +156,7 @@ class Traces:
             record = record_at(self._bus, at, logged.offset)
             if self.damage.is_sound(record, logged) and record is not None:
                 with suppress(SchemaError):
-                    content = content_of(self._glancer.glance(record.value))
+                    content = content_of(self._glancer.look(record.value))
                     found[logged.trajectory] = content
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -132,7 +132,7 @@ def _meta(group: str, prompt: int) -> Meta:
 
 def _figures(trajectory: Trajectory) -> list[CodecFigure]:
     """Every way, in the same run."""
-    plain = {**asdict(trajectory), "meta": msgspec.to_builtins(trajectory.meta)}
+    plain = msgspec.to_builtins(trajectory)
     del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
     raw = decompress(encode_trajectory(trajectory)[0])
     batch = pa.ipc.open_stream(raw).read_next_batch()

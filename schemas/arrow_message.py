@@ -53,7 +53,7 @@ def check_schema(metadata: bytes) -> None:
         schema = _header(metadata)
         if schema is None:
             raise SchemaError("message without a schema")
-        order = _field(metadata, schema, _ENDIANNESS)
+        order = field_at(metadata, schema, _ENDIANNESS)
         if order is not None and struct.unpack_from("<h", metadata, order)[0]:
             raise SchemaError("the schema is big-endian: its columns would all be copied")
         _check_fields(metadata, schema)
@@ -65,7 +65,7 @@ def body_is_compressed(metadata: bytes) -> bool:
     """Whether a record batch announces body compression. Raises SchemaError."""
     try:
         batch = _header(metadata)
-        return batch is not None and _field(metadata, batch, _COMPRESSION) is not None
+        return batch is not None and field_at(metadata, batch, _COMPRESSION) is not None
     except struct.error as error:
         raise SchemaError(f"not an Arrow message: {error}") from None
 
@@ -86,20 +86,20 @@ def _check_fields(data: bytes, schema: int) -> None:
 
 
 def _check_type(data: bytes, field: int) -> None:
-    place = _field(data, field, _TYPE_TAG)
+    place = field_at(data, field, _TYPE_TAG)
     tag = 0 if place is None else struct.unpack_from("<B", data, place)[0]
-    if tag not in _TYPES or _field(data, field, _DICTIONARY) is not None:
+    if tag not in _TYPES or field_at(data, field, _DICTIONARY) is not None:
         raise SchemaError(f"a column of Arrow's type {tag}, or with a dictionary: not read here")
 
 
 def _header(metadata: bytes) -> int | None:
     """Where the schema or the record batch of a message lies."""
-    place = _field(metadata, struct.unpack_from("<I", metadata)[0], _HEADER)
-    return None if place is None else _target(metadata, place)
+    place = field_at(metadata, struct.unpack_from("<I", metadata)[0], _HEADER)
+    return None if place is None else target_of(metadata, place)
 
 
-def _field(data: bytes, table: int, slot: int) -> int | None:
-    """Where a table keeps the field of this slot; None where it is absent."""
+def field_at(data: bytes, table: int, slot: int) -> int | None:
+    """Where a flatbuffers table keeps the field of this slot; None where it is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
         raise SchemaError("not an Arrow message: a table without fields")
@@ -110,17 +110,18 @@ def _field(data: bytes, table: int, slot: int) -> int | None:
     return table + offset if offset else None
 
 
-def _target(data: bytes, place: int) -> int:
+def target_of(data: bytes, place: int) -> int:
+    """Where an offset at this place leads."""
     return int(place + struct.unpack_from("<I", data, place)[0])
 
 
 def _vector(data: bytes, table: int, slot: int) -> list[int]:
     """Where the tables of a vector lie; empty where it is absent."""
-    place = _field(data, table, slot)
+    place = field_at(data, table, slot)
     if place is None:
         return []
-    start = _target(data, place)
+    start = target_of(data, place)
     count = struct.unpack_from("<I", data, start)[0]
     if count > TABLES_MAX:
         raise SchemaError(f"a schema of more than {TABLES_MAX} fields and texts")
-    return [_target(data, start + 4 + 4 * index) for index in range(count)]
+    return [target_of(data, start + 4 + 4 * index) for index in range(count)]

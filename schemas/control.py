@@ -366,21 +366,7 @@ AnyControl = (
 )
 
 _DECODER = msgspec.json.Decoder(AnyControl)
-KINDS = kinds_of(
-    RunStarted,
-    RoleStarted,
-    WorkerJoined,
-    WorkerReady,
-    WorkerLeft,
-    TrajectoriesLogged,
-    RequestReleased,
-    RequestFailed,
-    StepCommitted,
-    BatchRefused,
-    Command,
-    WeightsAdopted,
-    VersionsDropped,
-)
+KINDS = kinds_of(AnyControl)
 
 
 def decode_control(data: bytes) -> AnyControl | Unknown:

@@ -1,27 +1,64 @@
-"""Looks at a trajectory record without Arrow where it lies as this version writes it.
+"""Reads and checks a trajectory record without Arrow where it lies as this version writes it.
 
 What is read of the stream is exactly what `view_trajectory` reads of it, and everything that is
 checked there is checked here; whatever looks unusual (another schema, a null where none is written,
 an offset that does not fit) goes to `view_trajectory`, which decides and says why. A test changes
 records byte by byte and holds the two against each other.
+
+The layout of a version never changes, so neither do a batch's metadata but for their numbers: how
+long columns are, how many of their entries are null, and where buffers lie. A mask has to be what
+segments say, and a bitmap of nulls what the mask says: both are made from the segments, which are
+few, and compared as bytes.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from operator import add, itemgetter
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import zstandard
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.arrow_frame import RAW_BYTES_MAX, WINDOW_BYTES_MAX
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import TRAJECTORY, view_trajectory
-from dora_pipe.schemas.trajectory_numbers import Unusual, metadata
-from dora_pipe.schemas.trajectory_row import Glance, Row, Sampled
+from dora_pipe.schemas.arrow_frame import (
+    COLUMN_BYTES_MAX,
+    ENTRIES_MAX,
+    RAW_BYTES_MAX,
+    WINDOW_BYTES_MAX,
+    decompress,
+)
+from dora_pipe.schemas.arrow_message import field_at, target_of
+from dora_pipe.schemas.trajectory import Described, Segment, check_fields
+from dora_pipe.schemas.trajectory_codec import LISTS, META, SEGMENT, TRAJECTORY, view_trajectory
+from dora_pipe.schemas.wire import decode
 
-__all__ = ["FastValidator", "Glance", "Sampled"]
+_SEGMENTS_MAX: Final = 64
+"""Beyond, Arrow is faster."""
+
+_TEXTS_KEPT_MAX: Final = 4096
+"""Columns of texts that are remembered: kinds and workers are nearly always the same few."""
+
+_KINDS: Final = frozenset({"prompt", "model", "tool", "environment"})
+_HEAD: Final = TRAJECTORY.head
+_PAIR: Final = struct.Struct("<2i")
+_NOTHING: Final = _PAIR.pack(0, 0)
+_LONG: Final = struct.Struct("<q")
+_DOUBLE: Final = struct.Struct("<d")
+_INTEGER_ROWS: Final = tuple(struct.Struct(f"<{count}i") for count in range(_SEGMENTS_MAX + 2))
+_LONG_ROWS: Final = tuple(struct.Struct(f"<{count}q") for count in range(_SEGMENTS_MAX + 1))
+_FINITE_MAX: Final = -0x00800001
+"""The bits of the lowest finite float32 as an int32. All negative floats, -0 among them, are below
+it or equal; infinity, NaN and what is not negative are above."""
+
+
+class Unusual(Exception):
+    """Not as this version writes it: Arrow decides."""
 
 
 class FastValidator:
@@ -29,34 +66,24 @@ class FastValidator:
 
     def __init__(self) -> None:
         self._decompress = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompress
-        self._frame = metadata()
+        self._frame = _metadata()
         self._texts: dict[tuple[bytes, bytes], tuple[str, ...]] = {}
 
-    def look(self, value: bytes) -> Glance:
-        """What a record says. Raises SchemaError with a path, nothing else."""
-        try:
-            return self._row(value).glance()
-        except _GIVES_UP:
-            return _glance_of(view_trajectory(value))
-
-    def glance(self, value: bytes) -> Trajectory:
-        """As `view_trajectory`, but log-probs, which are checked, are left empty.
+    def look(self, value: bytes) -> Described:
+        """What a record says, but for its arrays, which were checked.
 
         Raises SchemaError with a path, nothing else.
         """
         try:
-            return self._row(value).trajectory()
+            size = zstandard.frame_content_size(value)
+            if not 0 <= size <= RAW_BYTES_MAX:
+                raise Unusual
+            raw = self._decompress(value, allow_extra_data=False)
+            if not raw.startswith(_HEAD):
+                raise Unusual
+            return _Row(raw, self._frame, self._texts)
         except _GIVES_UP:
-            return replace(view_trajectory(value), logprobs=(), sampler_logprobs=())
-
-    def _row(self, value: bytes) -> Row:
-        size = zstandard.frame_content_size(value)
-        if not 0 <= size <= RAW_BYTES_MAX:
-            raise Unusual
-        raw = self._decompress(value, allow_extra_data=False)
-        if not raw.startswith(TRAJECTORY.head):
-            raise Unusual
-        return Row(raw, self._frame, self._texts)
+            return view_trajectory(value)
 
 
 _GIVES_UP: Final = (
@@ -69,18 +96,386 @@ _GIVES_UP: Final = (
 )
 
 
-def _glance_of(found: Trajectory) -> Glance:
-    return Glance(
-        found.trajectory,
-        found.version,
-        found.digest,
-        found.reward,
-        len(found.token_ids),
-        found.sampled,
-        tuple(
-            Sampled(one.start, one.end, one.worker, one.epoch, one.version)
-            for one in found.segments
-            if one.kind == "model"
-        ),
-        found.meta,
+class _Place(NamedTuple):
+    """Where a column, or what is nested in it, stands in a record batch."""
+
+    node: int
+    """Of the lengths and nulls."""
+    bitmap: int
+    """Of the buffers the first; offsets or values are behind it."""
+
+
+def _places(schema: pa.Schema) -> tuple[dict[str, _Place], int, int]:
+    """By path (`segments[].kind`); and how many nodes and buffers there are."""
+    found: dict[str, _Place] = {}
+    nodes = buffers = 0
+    nested = [(field.name, field.type) for field in reversed(schema)]
+    while nested:
+        path, kind = nested.pop()
+        found[path] = _Place(nodes, buffers)
+        nodes += 1
+        buffers += 3 if kind == pa.utf8() else 2
+        if pa.types.is_list(kind):
+            nested.append((f"{path}[]", kind.value_type))
+        elif pa.types.is_struct(kind):
+            buffers -= 1
+            nested += [(f"{path}.{field.name}", field.type) for field in reversed(kind)]
+    return found, nodes, buffers
+
+
+_PLACES, _NODES, _BUFFERS = _places(TRAJECTORY.schema)
+
+
+def _behind(path: str) -> int:
+    """The buffer behind the bitmap of this column."""
+    return _PLACES[path].bitmap + 1
+
+
+_TOKENS, _LOGPROBS, _SAMPLER, _MASK = map(
+    _behind, ("token_ids", "logprobs", "sampler_logprobs", "loss_mask")
+)
+_SEGMENTS: Final = _behind("segments")
+_SEGMENT_PLACES: Final = tuple((_behind(f"segments[].{one.name}"), one.type) for one in SEGMENT)
+_MAY_BE_NULL: Final = {
+    *(field.name for field in TRAJECTORY.schema if field.nullable),
+    *("logprobs[]", "sampler_logprobs[]"),
+}
+_NEVER_NULL: Final = itemgetter(
+    *(one.bitmap for path, one in _PLACES.items() if path not in _MAY_BE_NULL)
+)
+"""Of the buffers' sizes."""
+_NONE: Final = (0,) * (len(_PLACES) - len(_MAY_BE_NULL))
+
+# Of the nodes: two numbers each, how long it is and how many of its entries are null.
+_TOP: Final = [2 * _PLACES[name].node for name in TRAJECTORY.names]
+_ENTRIES: Final = [2 * _PLACES[f"{name}[]"].node for name in LISTS - {"sampler_logprobs"}]
+_NESTED: Final = [2 * one.node for path, one in _PLACES.items() if path.startswith("segments[]")]
+_SURE: Final = [2 * one.node + 1 for path, one in _PLACES.items() if path not in _MAY_BE_NULL]
+_LENGTHS, _COUNTS, _NULLS, _ROWS = (itemgetter(*one) for one in (_ENTRIES, _NESTED, _SURE, _TOP))
+_NO_NULLS, _ONES = (0,) * len(_SURE), (1,) * len(_TOP)
+_LOGPROBS_NULLS: Final = 2 * _PLACES["logprobs[]"].node + 1
+_SAMPLERS: Final = itemgetter(*(2 * _PLACES["sampler_logprobs[]"].node + one for one in (0, 1)))
+_NULL_ROWS: Final = itemgetter(
+    *(2 * _PLACES[one.name].node + 1 for one in TRAJECTORY.schema if one.nullable)
+)
+_SMALL_BYTES_MAX: Final = COLUMN_BYTES_MAX // _BUFFERS
+"""Buffers that lie in a body of this size cannot be too large together."""
+_MULTIPLES_OF_8: Final = bytes(range(0, 256, 8))
+
+
+class _Metadata:
+    """The metadata of a record batch as this version writes it: the same, but for its numbers."""
+
+    def __init__(self, raw: bytes) -> None:
+        prefix = struct.Struct("<iI")  # A message: continuation mark, bytes of its metadata.
+        start = len(_HEAD)
+        size = prefix.size + prefix.unpack_from(raw, start)[1]
+        self._body = start + size
+        whole = raw[start : start + size]
+        message = target_of(whole, prefix.size)
+        batch = target_of(whole, _slot(whole, message, 2))
+        body_bytes = _slot(whole, message, 3)
+        nodes = target_of(whole, _slot(whole, batch, 1)) + 4
+        buffers = target_of(whole, _slot(whole, batch, 2)) + 4
+        numbers = [(body_bytes, 1), (buffers, 2 * _BUFFERS), (nodes, 2 * _NODES), (size, 0)]
+        assert numbers == sorted(numbers), "Arrow writes its metadata in another order"
+        self._same: list[tuple[int, bytes]] = []
+        at, layout = 0, "<"
+        for place, count in numbers:
+            self._same.append((start + at, whole[at:place]))
+            layout += f"{place - at}x{count}Q"  # What is negative becomes huge.
+            at = place + 8 * count
+        self._numbers = struct.Struct(layout)
+        self._low_bytes = slice(start + buffers, start + buffers + 16 * _BUFFERS, 16)
+
+    def numbers(
+        self, raw: bytes
+    ) -> tuple[bytes, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The body, length and nulls of each node, starts and sizes of the buffers in the body.
+
+        Raises Unusual where anything else is not as it always is.
+        """
+        for at, piece in self._same:
+            if not raw.startswith(piece, at):
+                raise Unusual
+        found = self._numbers.unpack_from(raw, len(_HEAD))
+        starts, sizes = found[1 : 2 * _BUFFERS : 2], found[2 : 2 * _BUFFERS + 1 : 2]
+        body = raw[self._body :]
+        if found[0] > len(body) or max(map(add, starts, sizes)) > found[0]:
+            raise Unusual
+        if found[0] > _SMALL_BYTES_MAX and sum(sizes) > COLUMN_BYTES_MAX:
+            raise Unusual
+        if raw[self._low_bytes].translate(None, _MULTIPLES_OF_8):
+            raise Unusual
+        return body, found[2 * _BUFFERS + 1 :], starts, sizes
+
+
+def _slot(data: bytes, table: int, slot: int) -> int:
+    place = field_at(data, table, slot)
+    assert place is not None, "a record batch always says this"
+    return place
+
+
+@cache
+def _metadata() -> _Metadata:
+    """That of a trajectory."""
+    some: dict[pa.DataType, Any] = {pa.utf8(): "", pa.int64(): 0, pa.float64(): 0.0}
+    some[pa.binary(32)] = bytes(32)
+    columns = [
+        TRAJECTORY.column(field.name, some.get(field.type, [])) for field in TRAJECTORY.schema
+    ]
+    return _Metadata(decompress(TRAJECTORY.seal(columns)))
+
+
+class _Row:
+    """The row of a stream that begins as this version writes it, checked in the making.
+
+    `texts` remembers columns of texts. Raises Unusual, SchemaError, ValueError or struct.error
+    where Arrow has to look.
+    """
+
+    __slots__ = (
+        *("_at", "_nodes", "_raw", "_sizes", "_texts", "count"),
+        *("digest", "length", "meta", "reward", "sampled", "segments", "trajectory", "version"),
     )
+
+    def __init__(
+        self, raw: bytes, frame: _Metadata, texts: dict[tuple[bytes, bytes], tuple[str, ...]]
+    ) -> None:
+        self._texts = texts
+        self._raw, self._nodes, self._at, self._sizes = frame.numbers(raw)
+        if _NEVER_NULL(self._sizes) != _NONE:
+            raise Unusual
+        self.length, self.count = self._list_end(_TOKENS), self._list_end(_SEGMENTS)
+        if self.length > ENTRIES_MAX or self.count > _SEGMENTS_MAX:
+            raise Unusual
+        columns = [_SEGMENT_READERS[kind](self, place) for place, kind in _SEGMENT_PLACES]
+        self.segments: Sequence[Segment] = [Segment(*one) for one in zip(*columns, strict=True)]
+        runs = self._runs()
+        self.sampled = sum(end - start for start, end in runs)
+        other = not self._nulls("sampler_logprobs")
+        self._check_nodes(other)
+        self._check_lists(other)
+        self._check_arrays(runs, other)
+        values = {name: read(self, name) for name, read in _SCALARS}
+        self.trajectory: str = values["trajectory"]
+        self.version: int = values["version"]
+        self.digest: str = values["weights_digest"].hex()
+        self.reward: float | None = values["reward"]
+        self.meta = decode(values["meta_json"].encode(), META, "$.meta")
+        check_fields(self)
+
+    @property
+    def versions(self) -> list[int]:
+        """As `Trajectory.versions`."""
+        return [one.version for one in self.segments if one.kind == "model"]
+
+    def _nulls(self, column: str) -> int:
+        return self._nodes[2 * _PLACES[column].node + 1]
+
+    def _list_end(self, place: int) -> int:
+        """The end of the only list or text of a column."""
+        if self._sizes[place] < _PAIR.size:
+            raise Unusual
+        first, end = _PAIR.unpack_from(self._raw, self._at[place])
+        if first or end < 0:
+            raise Unusual
+        return int(end)
+
+    def _check_lists(self, other: bool) -> None:
+        """The only list of a column goes from its first entry to the last token."""
+        at, begins, whole = self._at, self._raw.startswith, _PAIR.pack(0, self.length)
+        sampler = whole if other else _NOTHING
+        if min(self._sizes[_LOGPROBS], self._sizes[_SAMPLER], self._sizes[_MASK]) < _PAIR.size:
+            raise Unusual
+        if not (begins(whole, at[_LOGPROBS]) and begins(whole, at[_MASK])):
+            raise Unusual
+        if not begins(sampler, at[_SAMPLER]):
+            raise Unusual
+
+    def text(self, column: str) -> str:
+        """Of a column that is not null."""
+        place = _behind(column)
+        end, start = self._list_end(place), self._at[place + 1]
+        if end > self._sizes[place + 1]:
+            raise Unusual
+        return self._raw[start : start + end].decode()
+
+    def digest_bytes(self, column: str) -> bytes:
+        """Of a column that is not null."""
+        place = _behind(column)
+        if self._sizes[place] < 32:
+            raise Unusual
+        return self._raw[self._at[place] : self._at[place] + 32]
+
+    def long(self, column: str) -> int | None:
+        """None for a null."""
+        value: int | None = self._number(column, _LONG)
+        return value
+
+    def double(self, column: str) -> float | None:
+        """None for a null."""
+        value: float | None = self._number(column, _DOUBLE)
+        if value is not None and not math.isfinite(value):
+            raise Unusual
+        return value
+
+    def _number(self, column: str, layout: struct.Struct) -> Any:
+        bitmap = _PLACES[column].bitmap
+        nulls, bitmap_bytes = self._nulls(column), self._sizes[bitmap]
+        if self._sizes[bitmap + 1] < layout.size or bool(nulls) != bool(bitmap_bytes):
+            raise Unusual
+        if not nulls:
+            return layout.unpack_from(self._raw, self._at[bitmap + 1])[0]
+        if self._raw[self._at[bitmap]] & 1:
+            raise Unusual
+        return None
+
+    def unknown(self, column: str) -> Any:
+        """A column of a type that only Arrow reads."""
+        raise Unusual
+
+    def texts(self, place: int) -> tuple[str, ...]:
+        """A text for each segment."""
+        if not self.count:
+            return ()
+        raw, (offset, start) = self._raw, self._at[place : place + 2]
+        width = 4 * self.count + 4
+        offsets = raw[offset : offset + width]
+        end = int.from_bytes(offsets[-4:], "little")
+        if width > self._sizes[place] or end > self._sizes[place + 1]:
+            raise Unusual
+        key = offsets, raw[start : start + end]
+        found = self._texts.get(key)
+        if found is None:
+            if len(self._texts) >= _TEXTS_KEPT_MAX:
+                self._texts.clear()
+            found = self._texts[key] = self._split(*key)
+        return found
+
+    def _split(self, offsets: bytes, data: bytes) -> tuple[str, ...]:
+        ends = _INTEGER_ROWS[self.count + 1].unpack(offsets)
+        if ends[0] or list(ends) != sorted(ends):
+            raise Unusual
+        return tuple(data[first:last].decode() for first, last in pairwise(ends))
+
+    def integers(self, place: int) -> tuple[int, ...]:
+        """An int32 for each segment."""
+        if self._sizes[place] < 4 * self.count:
+            raise Unusual
+        return _INTEGER_ROWS[self.count].unpack_from(self._raw, self._at[place])
+
+    def longs(self, place: int) -> tuple[int, ...]:
+        """An int64 for each segment."""
+        if self._sizes[place] < 8 * self.count:
+            raise Unusual
+        return _LONG_ROWS[self.count].unpack_from(self._raw, self._at[place])
+
+    def flags(self, place: int) -> list[bool]:
+        """A bit for each segment."""
+        if 8 * self._sizes[place] < self.count:
+            raise Unusual
+        raw, start = self._raw, self._at[place]
+        return [bool(raw[start + at // 8] >> at % 8 & 1) for at in range(self.count)]
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """The model segments, of segments that tile the sequence and of a mask that says so."""
+        raw, mask, length = self._raw, self._at[_MASK + 2], self.length
+        if self._sizes[_MASK + 2] < length:
+            raise Unusual
+        at, found = 0, []
+        for one in self.segments:
+            end = one.end
+            if one.start != at or not at <= end <= length or one.kind not in _KINDS:
+                raise Unusual
+            model = one.kind == "model"
+            if not raw.startswith((b"\x01" if model else b"\x00") * (end - at), mask + at):
+                raise Unusual
+            if model:
+                found.append((at, end))
+            at = end
+        if at != length:
+            raise Unusual
+        return found
+
+    def _check_nodes(self, other: bool) -> None:
+        """Lengths and nulls are those that the offsets and the segments want."""
+        nodes, length, nulls = self._nodes, self.length, self.length - self.sampled
+        lengths = _LENGTHS(nodes)
+        if lengths != (length,) * len(_ENTRIES) or _COUNTS(nodes) != (self.count,) * len(_NESTED):
+            raise Unusual
+        if _NULLS(nodes) != _NO_NULLS or nodes[_LOGPROBS_NULLS] != nulls:
+            raise Unusual
+        if _SAMPLERS(nodes) != ((length, nulls) if other else (0, 0)):
+            raise Unusual
+        if _ROWS(nodes) != _ONES or max(_NULL_ROWS(nodes)) > 1:
+            raise Unusual
+
+    def _check_arrays(self, runs: list[tuple[int, int]], other: bool) -> None:
+        """Token ids and log-probs; where these are null, the sampler's are not `other` ones."""
+        raw, at, sizes, length = self._raw, self._at, self._sizes, self.length
+        if sizes[_TOKENS + 2] < 4 * length:
+            raise Unusual
+        token_ids = np.frombuffer(raw, "<i4", length, at[_TOKENS + 2])
+        if length and np.minimum.reduce(token_ids) < 0:
+            raise Unusual
+        self._check_floats(_LOGPROBS, runs)
+        if other:
+            if sizes[_SAMPLER - 1]:
+                raise Unusual
+            self._check_floats(_SAMPLER, runs)
+        else:
+            null = sizes[_SAMPLER - 1] and not raw[at[_SAMPLER - 1]] & 1
+            if not null or sizes[_SAMPLER + 1]:
+                raise Unusual
+
+    def _check_floats(self, place: int, runs: list[tuple[int, int]]) -> None:
+        raw, length = self._raw, self.length
+        bitmap, start = self._at[place + 1 : place + 3]
+        bitmap_bytes, size = self._sizes[place + 1 : place + 3]
+        if size < 4 * length:
+            raise Unusual
+        if self.sampled == length:
+            if bitmap_bytes:
+                raise Unusual
+        else:
+            width = (length + 7) // 8
+            known = sum((1 << end) - (1 << first) for first, end in runs)
+            # What the last byte says beyond the end is nobody's business.
+            said = int.from_bytes(raw[bitmap : bitmap + width], "little") & ((1 << length) - 1)
+            if bitmap_bytes < width or said != known:
+                raise Unusual
+        for first, end in runs:
+            if end > first:
+                _check_logprobs(raw, start + 4 * first, end - first)
+
+
+def _check_logprobs(raw: bytes, start: int, count: int) -> None:
+    """Finite and not above 0, first as bits: one look is enough unless there is a plain 0."""
+    bits = np.frombuffer(raw, "<i4", count, start)
+    if np.maximum.reduce(bits) <= _FINITE_MAX:
+        return
+    values = bits.view("<f4")
+    # A NaN is neither: the comparison fails, too.
+    if not (values.max() <= 0 and values.min() > -np.inf):
+        raise Unusual
+
+
+_SEGMENT_READERS: Final[dict[pa.DataType, Callable[[_Row, int], Sequence[Any]]]] = {
+    pa.utf8(): _Row.texts,
+    pa.int32(): _Row.integers,
+    pa.int64(): _Row.longs,
+    pa.bool_(): _Row.flags,
+}
+_READERS: Final[dict[tuple[pa.DataType, bool], Callable[[_Row, str], Any]]] = {
+    (pa.utf8(), False): _Row.text,
+    (pa.binary(32), False): _Row.digest_bytes,
+    (pa.int64(), False): _Row.long,
+    (pa.int64(), True): _Row.long,
+    (pa.float64(), True): _Row.double,
+}
+_SCALARS: Final = [
+    (field.name, _READERS.get((field.type, field.nullable), _Row.unknown))
+    for field in TRAJECTORY.schema
+    if field.name not in {*LISTS, "segments"}
+]

@@ -1,7 +1,7 @@
 """What a trajectory's headers say, so that a reader may filter without opening the value.
 
-Names are the fields of `Headers`, values ASCII; an invalid reward is an empty value. Names that
-this version does not know are ignored.
+Names are the fields of `Headers`, each one of the trajectory or its `Meta`; values are ASCII; an
+invalid reward is an empty value. Names that this version does not know are ignored.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.schemas.trajectory import Headers, Meta, Trajectory
+from dora_pipe.schemas.trajectory import Described, Headers, Meta, Trajectory
 
 _TEXT_CHARACTERS_MAX = 500
 _DIGESTS = ("digest", "sha256")
@@ -23,7 +23,7 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> Headers:
     """The headers that a trajectory has, `sha256` being that of its value bytes."""
-    said = dict(zip(_COMPARED_NAMES, _said_by(trajectory), strict=True))
+    said = dict(zip(_COMPARED_NAMES, _SAID_BY(trajectory), strict=True))
     return Headers(**said, sha256=sha256, traceparent=traceparent)
 
 
@@ -55,30 +55,10 @@ def _as_written(pairs: tuple[tuple[str, bytes], ...]) -> Headers | None:
     found = _LINE.fullmatch(line.decode())
     if found is None:
         return None
-    texts = found.groups()
     try:
-        reward = float(texts[11]) if texts[11] else None
+        return Headers(*[read(text) for read, text in zip(_QUICK, found.groups(), strict=True)])
     except ValueError:
         return None
-    if reward is not None and not math.isfinite(reward):
-        return None
-    return Headers(
-        run=texts[0],
-        group=texts[1],
-        trajectory=texts[2],
-        attempt=int(texts[3]),
-        version=int(texts[4]),
-        deadline=int(texts[5]),
-        digest=texts[6],
-        worker=texts[7],
-        epoch=int(texts[8]),
-        tokens=int(texts[9]),
-        sampled=int(texts[10]),
-        reward=reward,
-        schema_version=int(texts[12]),
-        sha256=texts[13],
-        traceparent=texts[14],
-    )
 
 
 def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
@@ -90,60 +70,32 @@ def _one_by_one(raw: Iterable[tuple[str, bytes]]) -> Headers:
     parsed: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         if name in found:
-            parsed[name] = _PARSERS[kind](name, _ascii(name, found[name]))
+            parsed[name] = _parse(name, kind, found[name])
         elif name not in _OPTIONAL:
             raise SchemaError("header is missing", path=_path(name))
-    for name in _DIGESTS:
-        if _HEX.fullmatch(parsed[name]) is None:
-            raise SchemaError("not 64 hex digits", path=_path(name))
     return Headers(**parsed)
 
 
-class Described(Protocol):
-    """What headers are held against: a decoded trajectory, or a glance at one."""
-
-    @property
-    def trajectory(self) -> str:
-        """Its id."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Its policy version."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Weights digest (hex)."""
-        ...
-
-    @property
-    def reward(self) -> float | None:
-        """None where it is not valid."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence."""
-        ...
-
-    @property
-    def sampled(self) -> int:
-        """How many of them the policy sampled."""
-        ...
-
-    @property
-    def meta(self) -> Meta:
-        """Everything else."""
-        ...
+def _parse(name: str, kind: str, value: bytes) -> Any:
+    if not value.isascii() or len(value) > _TEXT_CHARACTERS_MAX:
+        raise SchemaError("not ASCII, or too long", path=_path(name))
+    text = value.decode()
+    if kind == "int" and _INTEGER.fullmatch(text) is None:
+        raise SchemaError(f"not an integer: {text[:60]!r}", path=_path(name))
+    if name in _DIGESTS and _HEX.fullmatch(text) is None:
+        raise SchemaError("not 64 hex digits", path=_path(name))
+    try:
+        return _READ[kind](text)
+    except ValueError:
+        raise SchemaError(f"not a finite number: {text[:60]!r}", path=_path(name)) from None
 
 
-def matches(headers: Headers, value: Described) -> list[str]:
-    """Names of the header fields that disagree with the value; empty when all agree.
+def matches(headers: Headers, trajectory: Described) -> list[str]:
+    """Names of the header fields that disagree with the trajectory; empty when all agree.
 
     Not compared: `sha256` (of the bytes, not of what they say) and `traceparent`.
     """
-    wanted, found = _said_by(value), _COMPARED(headers)
+    wanted, found = _SAID_BY(trajectory), _COMPARED(headers)
     if wanted == found:
         return []
     return [
@@ -151,26 +103,6 @@ def matches(headers: Headers, value: Described) -> list[str]:
         for name, one, other in zip(_COMPARED_NAMES, wanted, found, strict=True)
         if one != other
     ]
-
-
-def _said_by(value: Described) -> tuple[Any, ...]:
-    """What the headers of a value say, in the order of `_COMPARED_NAMES`."""
-    meta = value.meta
-    return (
-        meta.run,
-        meta.group,
-        value.trajectory,
-        meta.attempt,
-        value.version,
-        meta.deadline,
-        value.digest,
-        meta.worker,
-        meta.epoch,
-        value.length,
-        value.sampled,
-        value.reward,
-        meta.schema_version,
-    )
 
 
 def _path(name: str) -> str:
@@ -184,45 +116,25 @@ def _write(name: str, value: str | int | float | None) -> bytes:
     return text.encode()
 
 
-def _ascii(name: str, value: bytes) -> str:
-    if not value.isascii() or len(value) > _TEXT_CHARACTERS_MAX:
-        raise SchemaError("not ASCII, or too long", path=_path(name))
-    return value.decode()
-
-
-def _text(name: str, text: str) -> str:
-    return text
-
-
-def _integer(name: str, text: str) -> int:
-    if _INTEGER.fullmatch(text) is None:
-        raise SchemaError(f"not an integer: {text[:60]!r}", path=_path(name))
-    return int(text)
-
-
-def _reward(name: str, text: str) -> float | None:
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise SchemaError(f"not a finite number: {text[:60]!r}", path=_path(name))
+def _finite(text: str) -> float | None:
+    """Raises ValueError."""
+    value = float(text) if text else None
+    if value is not None and not math.isfinite(value):
+        raise ValueError(text)
     return value
 
 
-_PARSERS: dict[str, Callable[[str, str], Any]] = {
-    "str": _text,
-    "int": _integer,
-    "float | None": _reward,
-}
+_READ: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float | None": _finite}
 _ORDER = Headers.__struct_fields__
 _KINDS = {name: str(Headers.__annotations__[name]) for name in _ORDER}
+_QUICK = tuple(_READ[kind] for kind in _KINDS.values())
 _NAMES = frozenset(_ORDER)
 _OPTIONAL = frozenset({"traceparent"})
 _COMPARED_NAMES = tuple(name for name in _ORDER if name not in ("sha256", "traceparent"))
 _COMPARED = attrgetter(*_COMPARED_NAMES)
+_ELSEWHERE = {"tokens": "length"} | {name: f"meta.{name}" for name in Meta.__struct_fields__}
+_SAID_BY = attrgetter(*(_ELSEWHERE.get(name, name) for name in _COMPARED_NAMES))
+"""What the headers of a trajectory say, in the order of `_COMPARED_NAMES`."""
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 

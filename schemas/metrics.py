@@ -125,7 +125,7 @@ class OrchestratorStatus(Metrics, frozen=True, kw_only=True):
 AnyMetrics = WorkerStatus | TrainerStatus | OrchestratorStatus
 
 _DECODER = msgspec.json.Decoder(AnyMetrics)
-KINDS = kinds_of(WorkerStatus, TrainerStatus, OrchestratorStatus)
+KINDS = kinds_of(AnyMetrics)
 
 
 def decode_metrics(data: bytes) -> AnyMetrics | Unknown:

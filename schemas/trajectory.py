@@ -24,8 +24,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 SegmentKind = Literal["prompt", "model", "tool", "environment"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a trajectory that came from one source in one go.
 
     Example: ``Segment(kind="model", start=5, end=31, turn=0, worker="w0", epoch=7, version=3,
@@ -148,7 +147,46 @@ class Trajectory:
         return [one.version for one in self.segments if one.kind == "model"]
 
 
-class Headers(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+class Versioned(Protocol):
+    """What `mixing_error` looks at."""
+
+    @property
+    def version(self) -> int:
+        """The trajectory's own version."""
+        ...
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of every segment that the policy sampled, in order."""
+        ...
+
+
+class Described(Versioned, Protocol):
+    """What a trajectory says beside its arrays, as `Trajectory` has it."""
+
+    @property
+    def trajectory(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def reward(self) -> float | None: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def sampled(self) -> int: ...
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    @property
+    def meta(self) -> Meta: ...
+
+
+class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a reader may filter by without opening the value; ASCII on the wire (see `headers`).
 
     Example: ``parse_headers(record.headers).version == 3``.
@@ -201,7 +239,8 @@ def check(trajectory: Trajectory) -> None:
         loss_mask=_array(trajectory.loss_mask, None, "loss_mask"),
     )
     check_arrays(arrays)
-    check_fields(trajectory, arrays)
+    check_segments(trajectory.segments, arrays.loss_mask)
+    check_fields(trajectory)
 
 
 def check_arrays(arrays: Arrays) -> None:
@@ -222,10 +261,9 @@ def check_arrays(arrays: Arrays) -> None:
         _refuse(~((values <= 0) & (values > -np.inf)) & sampled, name, "log-prob is not <= 0")
 
 
-def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
-    """Raise SchemaError unless everything beside the arrays fits them and each other."""
+def check_fields(trajectory: Described) -> None:
+    """Raise SchemaError unless everything beside arrays and segments fits them and each other."""
     meta = trajectory.meta
-    _check_segments(trajectory.segments, arrays.loss_mask)
     if (trajectory.reward is None) != (meta.reward_error is not None):
         raise SchemaError("exactly one of reward and reward_error must be there", path="$.reward")
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
@@ -234,7 +272,7 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
     if trajectory.version < 0:
         raise SchemaError(f"version {trajectory.version} is none", path="$.version")
     _check_weights(trajectory)
-    if not 0 <= meta.prompt_tokens <= len(arrays.token_ids):
+    if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
     purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
     if (group_of(trajectory.trajectory), purpose, sibling) != (
@@ -243,20 +281,6 @@ def check_fields(trajectory: Trajectory, arrays: Arrays) -> None:
         meta.sibling,
     ):
         raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
-
-
-class Versioned(Protocol):
-    """What `mixing_error` looks at."""
-
-    @property
-    def version(self) -> int:
-        """The trajectory's own version."""
-        ...
-
-    @property
-    def versions(self) -> list[int]:
-        """The version of every segment that the policy sampled, in order."""
-        ...
 
 
 def mixing_error(trajectory: Versioned, newest: int) -> str:
@@ -278,7 +302,7 @@ def check_digest(digest: str) -> None:
         raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
 
 
-def _check_weights(trajectory: Trajectory) -> None:
+def _check_weights(trajectory: Described) -> None:
     """A mixed trajectory names the weights of each of its other versions, and no others."""
     named = [one.version for one in trajectory.meta.weights]
     for one in trajectory.meta.weights:
@@ -307,7 +331,8 @@ def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
         raise SchemaError(why, path=f"$.{name}[{int(wrong.argmax())}]")
 
 
-def _check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> None:
+def check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> None:
+    """Raise SchemaError unless the segments tile the sequence, and the mask is what they say."""
     at = 0
     for place, segment in enumerate(segments):
         if segment.start != at or not at <= segment.end <= len(mask):

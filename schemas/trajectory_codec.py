@@ -1,15 +1,17 @@
 """How trajectories and progress records become bytes and come back, checked at both ends.
 
-A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`). Log-probs and
-nothing else are rounded: to float32, once, by the writer. `sampler_logprobs` is a null column where
-it equals `logprobs` (nothing is truncated, and they are at the sampler's temperature); reading
-restores it.
+A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`), with a column for
+every field of `Trajectory` or `Progress`, in their order: a field that comes is a column. Log-probs
+and nothing else are rounded: to float32, once, by the writer. `sampler_logprobs` is a null column
+where it equals `logprobs` (nothing is truncated, and they are at the sampler's temperature);
+reading restores it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +31,7 @@ from dora_pipe.schemas.trajectory import (
     check_arrays,
     check_digest,
     check_fields,
+    check_segments,
 )
 
 __all__ = [
@@ -43,10 +46,98 @@ __all__ = [
     "view_trajectory",
 ]
 
-_DIGEST_BYTES = 32
-_TOKENS = pa.list_(pa.int32())
-_LOGPROBS = pa.list_(pa.float32())
-_SEGMENT = pa.struct(
+T = TypeVar("T", Trajectory, Progress)
+
+META: Final = msgspec.json.Decoder(Meta)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class Column(NamedTuple):
+    """How a field becomes a column, where its annotation does not say it."""
+
+    kind: pa.DataType
+    name: str = ""
+    """Of the column, where that is not the field's."""
+    nullable: bool = False
+    """It may be absent, too: it has a meaning when null."""
+    write: Callable[[Any], Any] = _as_it_is
+    read: Callable[[Any], Any] = _as_it_is
+
+
+class RecordLayout(Layout, Generic[T]):
+    """The columns of a record class; `columns` are those that need saying."""
+
+    def __init__(self, record: type[T], columns: Mapping[str, Column]) -> None:
+        self._record: type[T] = record
+        self.columns = {
+            one.name: columns.get(one.name) or _plain(one.type) for one in fields(record)
+        }
+        self._names = tuple((field, one.name or field) for field, one in self.columns.items())
+        self._reads = tuple(
+            (field, one.read) for field, one in self.columns.items() if one.read is not _as_it_is
+        )
+        super().__init__(
+            pa.schema(
+                pa.field(name, self.columns[field].kind, nullable=self.columns[field].nullable)
+                for field, name in self._names
+            )
+        )
+
+    def write(self, record: T) -> dict[str, pa.Array]:
+        """The columns of a record. Raises SchemaError."""
+        values = {name: one.write(getattr(record, name)) for name, one in self.columns.items()}
+        return {name: self.column(name, values[field]) for field, name in self._names}
+
+    def read(self, values: Mapping[str, Any]) -> T:
+        """The record of plain values by column. Raises SchemaError."""
+        found: dict[str, Any] = {field: values.get(name) for field, name in self._names}
+        for field, read in self._reads:
+            found[field] = read(found[field])
+        if found["sampler_logprobs"] is None:
+            found["sampler_logprobs"] = found["logprobs"]
+        made: T = self._record(**found)
+        return made
+
+    def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
+        """The value bytes of checked columns."""
+        # Bits are compared, not numbers: -0.0 must come back as -0.0.
+        bits = (arrays.logprobs.view(np.uint32), arrays.sampler_logprobs.view(np.uint32))
+        if np.array_equal(*bits):
+            columns["sampler_logprobs"] = self.column("sampler_logprobs", None)
+        return self.seal(list(columns.values()))
+
+
+def _plain(annotation: Any) -> Column:
+    """Of a field that is a text or a number, perhaps none."""
+    kind, _, none = annotation.partition(" | ")
+    kinds = {"str": pa.utf8(), "int": pa.int64(), "float": pa.float64()}
+    return Column(kinds[kind], nullable=none == "None")
+
+
+def _digest_bytes(digest: str) -> bytes:
+    check_digest(digest)
+    return bytes.fromhex(digest)
+
+
+def _segments(rows: Sequence[Any]) -> list[Segment]:
+    try:
+        return msgspec.convert(rows, list[Segment])
+    except msgspec.ValidationError as error:
+        raise wire.schema_error(error, "$.segments") from None
+
+
+_INT32: Final = Column(pa.int32())
+_LOGPROBS: Final = pa.list_(pa.float32())
+_SHARED: Final[Mapping[str, Column]] = {
+    "digest": Column(pa.binary(32), "weights_digest", write=_digest_bytes, read=bytes.hex),
+    "token_ids": Column(pa.list_(pa.int32())),
+    "logprobs": Column(_LOGPROBS),
+    "sampler_logprobs": Column(_LOGPROBS, nullable=True),
+}
+SEGMENT: Final = pa.struct(
     [
         ("kind", pa.utf8()),
         ("start", pa.int32()),
@@ -61,54 +152,41 @@ _SEGMENT = pa.struct(
         ("ok", pa.bool_()),
     ]
 )
-_SEGMENT_FIELDS = tuple(field.name for field in _SEGMENT)
+"""The fields of `Segment`, in their order."""
 
-
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-TRAJECTORY = Layout(
-    pa.schema(
-        [
-            _required("trajectory", pa.utf8()),
-            _required("version", pa.int64()),
-            _required("weights_digest", pa.binary(_DIGEST_BYTES)),
-            _required("token_ids", _TOKENS),
-            _required("logprobs", _LOGPROBS),
-            pa.field("sampler_logprobs", _LOGPROBS),
-            _required("loss_mask", pa.list_(pa.uint8())),
-            pa.field("reward", pa.float64()),
-            _required("segments", pa.list_(_SEGMENT)),
-            _required("meta_json", pa.utf8()),
-        ]
-    )
+TRAJECTORY: Final = RecordLayout(
+    Trajectory,
+    {
+        **_SHARED,
+        "loss_mask": Column(pa.list_(pa.uint8())),
+        "segments": Column(
+            pa.list_(SEGMENT),
+            write=lambda segments: [msgspec.structs.asdict(one) for one in segments],
+            read=_segments,
+        ),
+        "meta": Column(
+            pa.utf8(),
+            "meta_json",
+            write=lambda meta: wire.encode(meta).decode(),
+            read=lambda text: wire.decode(text.encode(), META, "$.meta"),
+        ),
+    },
 )
-"""Columns of the trajectories topic. A nullable one may be absent: it has a meaning when null."""
+"""Columns of the trajectories topic."""
 
-PROGRESS = Layout(
-    pa.schema(
-        [
-            _required("trajectory", pa.utf8()),
-            _required("attempt", pa.int32()),
-            _required("version", pa.int64()),
-            _required("weights_digest", pa.binary(_DIGEST_BYTES)),
-            _required("worker", pa.utf8()),
-            _required("epoch", pa.int64()),
-            _required("start", pa.int32()),
-            _required("token_ids", _TOKENS),
-            _required("logprobs", _LOGPROBS),
-            pa.field("sampler_logprobs", _LOGPROBS),
-            _required("prefills", pa.list_(pa.int32())),
-            _required("previous", pa.int64()),
-            _required("started_ns", pa.int64()),
-        ]
-    )
+PROGRESS: Final = RecordLayout(
+    Progress,
+    {
+        **_SHARED,
+        "attempt": _INT32,
+        "start": _INT32,
+        "prefills": Column(pa.list_(pa.int32()), read=tuple),
+    },
 )
 """Columns of the progress topic."""
 
-_LISTS = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
-META = msgspec.json.Decoder(Meta)
+LISTS: Final = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
+"""Columns with an entry for every token."""
 
 
 def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[bytes, Headers]:
@@ -117,24 +195,12 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
     Example: ``value, headers = encode_trajectory(trajectory)``, then
     ``Append(value=value, headers=header_pairs(headers), ...)``.
     """
-    columns = {
-        "trajectory": trajectory.trajectory,
-        "version": trajectory.version,
-        "weights_digest": _digest_bytes(trajectory.digest),
-        "token_ids": trajectory.token_ids,
-        "logprobs": trajectory.logprobs,
-        "sampler_logprobs": trajectory.sampler_logprobs,
-        "loss_mask": trajectory.loss_mask,
-        "reward": trajectory.reward,
-        "segments": [_segment_row(segment) for segment in trajectory.segments],
-        "meta_json": wire.encode(trajectory.meta).decode(),
-    }
-    built = {name: TRAJECTORY.column(name, value) for name, value in columns.items()}
-    arrays = _arrays(built)
+    columns = TRAJECTORY.write(trajectory)
+    arrays = _arrays(columns)
     check_arrays(arrays)
-    check_fields(trajectory, arrays)
-    _null_where_equal(TRAJECTORY, built, arrays.logprobs, arrays.sampler_logprobs)
-    value = TRAJECTORY.seal(list(built.values()))
+    check_segments(trajectory.segments, arrays.loss_mask)
+    check_fields(trajectory)
+    value = TRAJECTORY.finish(columns, arrays)
     return value, describe(trajectory, sha256=wire.sha256_hex(value), traceparent=traceparent)
 
 
@@ -149,79 +215,34 @@ def view_trajectory(value: bytes) -> Trajectory:
 
     For who looks at a record as a whole; checks and errors are the same.
     """
-    columns, values = TRAJECTORY.unseal(value, leave=_LISTS)
+    columns, values = TRAJECTORY.unseal(value, leave=LISTS)
     arrays = _arrays(columns)
-    values["token_ids"], values["loss_mask"] = arrays.token_ids, arrays.loss_mask
-    values["logprobs"], values["sampler_logprobs"] = arrays.logprobs, arrays.sampler_logprobs
+    values |= {name: getattr(arrays, name) for name in LISTS}
     return _checked(columns, values, arrays)
 
 
 def _checked(columns: Mapping[str, pa.Array], values: dict[str, Any], arrays: Arrays) -> Trajectory:
     check_arrays(arrays)
     _no_stray_values(columns, arrays.loss_mask)
-    trajectory = Trajectory(
-        trajectory=values["trajectory"],
-        version=values["version"],
-        digest=values["weights_digest"].hex(),
-        token_ids=values["token_ids"],
-        logprobs=values["logprobs"],
-        sampler_logprobs=_or(values.get("sampler_logprobs"), values["logprobs"]),
-        loss_mask=values["loss_mask"],
-        reward=values.get("reward"),
-        segments=_segments(values["segments"]),
-        meta=wire.decode(values["meta_json"].encode(), META, "$.meta"),
-    )
-    check_fields(trajectory, arrays)
+    trajectory = TRAJECTORY.read(values)
+    check_segments(trajectory.segments, arrays.loss_mask)
+    check_fields(trajectory)
     return trajectory
 
 
 def encode_progress(progress: Progress) -> bytes:
     """The value bytes of a progress record. Raises SchemaError."""
-    columns = {
-        "trajectory": progress.trajectory,
-        "attempt": progress.attempt,
-        "version": progress.version,
-        "weights_digest": _digest_bytes(progress.digest),
-        "worker": progress.worker,
-        "epoch": progress.epoch,
-        "start": progress.start,
-        "token_ids": progress.token_ids,
-        "logprobs": progress.logprobs,
-        "sampler_logprobs": progress.sampler_logprobs,
-        "prefills": progress.prefills,
-        "previous": progress.previous,
-        "started_ns": progress.started_ns,
-    }
-    built = {name: PROGRESS.column(name, value) for name, value in columns.items()}
-    arrays = _progress_arrays(built)
+    columns = PROGRESS.write(progress)
+    arrays = _progress_arrays(columns)
     check_arrays(arrays)
-    _null_where_equal(PROGRESS, built, arrays.logprobs, arrays.sampler_logprobs)
-    return PROGRESS.seal(list(built.values()))
+    return PROGRESS.finish(columns, arrays)
 
 
 def decode_progress(value: bytes) -> Progress:
     """A progress record from its value bytes, checked. Raises SchemaError, nothing else."""
     columns, values = PROGRESS.unseal(value)
     check_arrays(_progress_arrays(columns))
-    return Progress(
-        trajectory=values["trajectory"],
-        attempt=values["attempt"],
-        version=values["version"],
-        digest=values["weights_digest"].hex(),
-        worker=values["worker"],
-        epoch=values["epoch"],
-        start=values["start"],
-        token_ids=values["token_ids"],
-        logprobs=values["logprobs"],
-        sampler_logprobs=_or(values.get("sampler_logprobs"), values["logprobs"]),
-        prefills=tuple(values["prefills"]),
-        previous=values["previous"],
-        started_ns=values["started_ns"],
-    )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    return PROGRESS.read(values)
 
 
 def _numbers(columns: Mapping[str, pa.Array], name: str, *, nulls: bool) -> np.ndarray[Any, Any]:
@@ -267,18 +288,6 @@ def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
     )
 
 
-def _null_where_equal(
-    layout: Layout,
-    columns: dict[str, pa.Array],
-    logprobs: np.ndarray[Any, Any],
-    sampler_logprobs: np.ndarray[Any, Any],
-) -> None:
-    # Bits are compared, not numbers: -0.0 must come back as -0.0.
-    bits = (logprobs.view(np.uint32), sampler_logprobs.view(np.uint32))
-    if np.array_equal(*bits):
-        columns["sampler_logprobs"] = layout.column("sampler_logprobs", None)
-
-
 def _no_stray_values(columns: Mapping[str, pa.Array], mask: np.ndarray[Any, Any]) -> None:
     """A NaN in place of a null would pass `check_arrays`, which sees both as NaN."""
     nulls = len(mask) - int(np.count_nonzero(mask))
@@ -286,19 +295,3 @@ def _no_stray_values(columns: Mapping[str, pa.Array], mask: np.ndarray[Any, Any]
         column = columns.get(name)
         if column is not None and not column.null_count and column[0].values.null_count != nulls:
             raise SchemaError("NaN instead of null", path=f"$.{name}")
-
-
-def _segment_row(segment: Segment) -> dict[str, Any]:
-    return {name: getattr(segment, name) for name in _SEGMENT_FIELDS}
-
-
-def _segments(rows: Sequence[Any]) -> list[Segment]:
-    try:
-        return msgspec.convert(rows, list[Segment])
-    except msgspec.ValidationError as error:
-        raise wire.schema_error(error, "$.segments") from None
-
-
-def _digest_bytes(digest: str) -> bytes:
-    check_digest(digest)
-    return bytes.fromhex(digest)

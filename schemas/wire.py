@@ -111,9 +111,9 @@ def kebab(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
-def kinds_of(*records: type[msgspec.Struct]) -> frozenset[str]:
-    """The tags of record classes."""
-    return frozenset(kebab(record.__name__) for record in records)
+def kinds_of(union: Any) -> frozenset[str]:
+    """The tags of a union of record classes."""
+    return frozenset(kebab(record.__name__) for record in typing.get_args(union))
 
 
 REWARD_MAX: Final = 1e6

@@ -38,7 +38,7 @@ class Source:
                 version=version,
                 digest=digest,
                 segments=[
-                    replace(one, version=version) if one.kind == "model" else one
+                    msgspec.structs.replace(one, version=version) if one.kind == "model" else one
                     for one in sample.segments
                 ],
                 meta=meta,

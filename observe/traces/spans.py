@@ -38,7 +38,7 @@ from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory import Described, Segment, Times
 
 PROVIDER: Final = "dora-pipe"
 
@@ -55,7 +55,7 @@ class Content:
     error: str
 
 
-def content_of(trajectory: Trajectory) -> Content:
+def content_of(trajectory: Described) -> Content:
     """What traces need of a record."""
     meta = trajectory.meta
     return Content(

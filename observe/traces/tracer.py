@@ -242,6 +242,6 @@ class _Contents:
 
     def _read(self, record: Record) -> _Seen:
         with suppress(SchemaError):  # audit says what is wrong with it
-            value = self._glancer.glance(record.value)
+            value = self._glancer.look(record.value)
             return _Seen(fingerprint_of(record, value_of=value.trajectory), content_of(value))
         return _Seen(fingerprint_of(record), None)

@@ -23,8 +23,8 @@ from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
 from dora_pipe.core.errors import SchemaError, UsageError
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced
-from dora_pipe.schemas.fast_validate import FastValidator, Glance
-from dora_pipe.schemas.trajectory import Times
+from dora_pipe.schemas.fast_validate import FastValidator
+from dora_pipe.schemas.trajectory import Described, Times
 
 STEPS_MAX: Final = 40
 """Steps that are looked at, evenly spaced."""
@@ -122,7 +122,7 @@ def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
     }
 
 
-def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Glance]:
+def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Described]:
     """What the records of these rows say, partition by partition; of the others, the damage."""
     places: dict[int, dict[int, LoggedRecord]] = {}
     for row in rows:

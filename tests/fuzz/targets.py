@@ -40,7 +40,7 @@ from dora_pipe.schemas.headers import header_pairs, parse_headers
 from dora_pipe.schemas.metrics import decode_metrics
 from dora_pipe.schemas.policy import Manifest as Policy
 from dora_pipe.schemas.rounds import decode_round
-from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory import Described, Trajectory
 from dora_pipe.schemas.trajectory_codec import (
     decode_progress,
     decode_trajectory,
@@ -195,23 +195,28 @@ def _glance(data: bytes) -> Any:
         whole = decode_trajectory(data)
     except SchemaError as error:
         refused = error
-    for reader in (view_trajectory, _GLANCER.glance):
+    for reader in (view_trajectory, _GLANCER.look):
         try:
             seen = reader(data)
         except SchemaError as error:
             assert refused is not None, f"one reader refuses what the others read: {error}"
         else:
             assert whole is not None, f"one reader reads what the others refuse: {refused}"
-            assert _plain(seen) == _plain(whole)
+            assert _said(seen) == _said(whole)
+            if isinstance(seen, Trajectory):
+                assert _plain(seen) == _plain(whole)
     if refused is not None:
         raise refused
     return whole
 
 
 def _plain(one: Trajectory) -> tuple[Any, ...]:
-    tokens, mask = (tuple(int(entry) for entry in entries) for entries in _integers(one))
+    return tuple(tuple(int(entry) for entry in entries) for entries in _integers(one))
+
+
+def _said(one: Described) -> tuple[Any, ...]:
     beside = (one.trajectory, one.version, one.digest, one.reward, one.meta)
-    return *beside, tokens, mask, tuple(one.segments)
+    return *beside, one.length, one.sampled, tuple(one.segments)
 
 
 def _integers(one: Trajectory) -> tuple[Sequence[int], Sequence[int]]:

@@ -150,9 +150,9 @@ MIXED_TRAJECTORY = replace(
     loss_mask=TRAJECTORY.loss_mask[:6],
     segments=[
         _PROMPT,
-        replace(_FIRST, end=4),
-        replace(_FIRST, start=4, end=5, version=5),
-        replace(_FIRST, start=5, worker="w1", epoch=9, version=6),
+        msgspec.structs.replace(_FIRST, end=4),
+        msgspec.structs.replace(_FIRST, start=4, end=5, version=5),
+        msgspec.structs.replace(_FIRST, start=5, worker="w1", epoch=9, version=6),
     ],
     meta=msgspec.structs.replace(
         TRAJECTORY.meta,

@@ -220,7 +220,9 @@ def test_torch_goes_on_under_new_weights_and_comes_out_bit_for_bit(tmp_path: Pat
 
 def by_versions(one: Trajectory, change: Callable[[int], int]) -> list[Segment]:
     return [
-        replace(part, version=change(part.version)) if part.kind == "model" else part
+        msgspec.structs.replace(part, version=change(part.version))
+        if part.kind == "model"
+        else part
         for part in one.segments
     ]
 
@@ -228,7 +230,10 @@ def by_versions(one: Trajectory, change: Callable[[int], int]) -> list[Segment]:
 def back_to_an_older_one(one: Trajectory) -> Trajectory:
     """The last two versions change places."""
     *rest, newer, last = one.segments
-    changed = [replace(newer, version=last.version), replace(last, version=newer.version)]
+    changed = [
+        msgspec.structs.replace(newer, version=last.version),
+        msgspec.structs.replace(last, version=newer.version),
+    ]
     named = {each.version: each for each in one.meta.weights}
     order = dict.fromkeys(part.version for part in [*rest[1:], *changed])
     weights = tuple(named[version] for version in order if version != one.version)
@@ -239,7 +244,7 @@ def back_to_an_older_one(one: Trajectory) -> Trajectory:
 def never_hosted(one: Trajectory) -> Trajectory:
     """The last segment names another worker's role epoch."""
     *rest, last = one.segments
-    return replace(one, segments=[*rest, replace(last, epoch=last.epoch + 100_000)])
+    return replace(one, segments=[*rest, msgspec.structs.replace(last, epoch=last.epoch + 100_000)])
 
 
 def other_weights(one: Trajectory) -> Trajectory:

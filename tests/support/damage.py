@@ -241,11 +241,15 @@ def another_logprob(one: Trajectory) -> Trajectory:
 
 def another_version(one: Trajectory) -> Trajectory:
     """It says everywhere that it is of the next version."""
-    segments = [replace(segment, version=one.version + 1) for segment in one.segments]
+    segments = [
+        msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
+    ]
     return replace(one, version=one.version + 1, segments=segments)
 
 
 def another_segment_version(one: Trajectory) -> Trajectory:
     """Its tokens are said to be of the next version, itself not."""
-    segments = [replace(segment, version=one.version + 1) for segment in one.segments]
+    segments = [
+        msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
+    ]
     return replace(one, segments=segments)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -168,8 +169,8 @@ def test_mixed_trajectory_is_held_against_the_version_of_each_token() -> None:
     prompt, whole = made.segments
     parts = [
         prompt,
-        replace(whole, end=4),
-        replace(whole, start=4, version=2),
+        msgspec.structs.replace(whole, end=4),
+        msgspec.structs.replace(whole, start=4, version=2),
     ]
     recorded = [
         None if one is None else logprob(token, 1 if at < 4 else 2)

@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda c: c.change_trajectory(
             segments=[
                 c.trajectories[TWO].segments[0],
-                replace(c.trajectories[TWO].segments[1], version=0),
+                msgspec.structs.replace(c.trajectories[TWO].segments[1], version=0),
             ]
         ),
         "C1: its segments are of versions [0]",
@@ -201,7 +201,9 @@ def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) 
     case.known = replace(case.known, interruptible=True, digests={1: DIGEST, 2: OTHER})
     prompt, model = case.trajectories[TWO].segments
     stays = [
-        replace(model, start=model.start + at, end=model.start + at + 1, version=version)
+        msgspec.structs.replace(
+            model, start=model.start + at, end=model.start + at + 1, version=version
+        )
         for at, version in enumerate(versions)
     ]
     assert stays[-1].end == model.end

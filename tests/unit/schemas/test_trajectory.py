@@ -106,25 +106,25 @@ BROKEN: list[tuple[str, Trajectory, str, str]] = [
     ("segments that stop short", replace(SOUND, segments=TILES[:-1]), "$.segments", "reach"),
     (
         "segment beyond the end",
-        replace(SOUND, segments=[*TILES[:-1], replace(TILES[-1], end=11)]),
+        replace(SOUND, segments=[*TILES[:-1], msgspec.structs.replace(TILES[-1], end=11)]),
         "$.segments[3]",
         "tile",
     ),
     (
         "segment that ends before it starts",
-        replace(SOUND, segments=[*TILES[:-1], replace(TILES[-1], end=7)]),
+        replace(SOUND, segments=[*TILES[:-1], msgspec.structs.replace(TILES[-1], end=7)]),
         "$.segments[3]",
         "tile",
     ),
     (
         "model segment that was not sampled",
-        replace(SOUND, segments=changed(TILES, 2, replace(TILES[2], kind="model"))),
+        replace(SOUND, segments=changed(TILES, 2, msgspec.structs.replace(TILES[2], kind="model"))),
         "$.segments[2]",
         "disagree",
     ),
     (
         "tool segment that was sampled",
-        replace(SOUND, segments=changed(TILES, 1, replace(TILES[1], kind="tool"))),
+        replace(SOUND, segments=changed(TILES, 1, msgspec.structs.replace(TILES[1], kind="tool"))),
         "$.segments[1]",
         "disagree",
     ),
@@ -298,7 +298,10 @@ def rewritten(**columns: Any) -> bytes:
 def by(*versions: int) -> Trajectory:
     """The mixed trajectory, of version 3, with its segments by other versions."""
     prompt, *stays = MIXED.segments
-    made = [replace(one, version=version) for one, version in zip(stays, versions, strict=True)]
+    made = [
+        msgspec.structs.replace(one, version=version)
+        for one, version in zip(stays, versions, strict=True)
+    ]
     return replace(MIXED, segments=[prompt, *made])
 
 

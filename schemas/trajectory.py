@@ -227,22 +227,6 @@ class Arrays:
     loss_mask: np.ndarray[Any, Any]
 
 
-def check(trajectory: Trajectory) -> None:
-    """Raise SchemaError unless everything that must hold inside a trajectory holds.
-
-    Log-probs are looked at as the float32 that they become.
-    """
-    arrays = Arrays(
-        token_ids=_array(trajectory.token_ids, None, "token_ids"),
-        logprobs=_array(trajectory.logprobs, np.float32, "logprobs"),
-        sampler_logprobs=_array(trajectory.sampler_logprobs, np.float32, "sampler_logprobs"),
-        loss_mask=_array(trajectory.loss_mask, None, "loss_mask"),
-    )
-    check_arrays(arrays)
-    check_segments(trajectory.segments, arrays.loss_mask)
-    check_fields(trajectory)
-
-
 def check_arrays(arrays: Arrays) -> None:
     """Raise SchemaError unless the arrays fit each other."""
     size = len(arrays.token_ids)
@@ -313,16 +297,6 @@ def _check_weights(trajectory: Described) -> None:
     others = dict.fromkeys(version for version in trajectory.versions if version != own)
     if named != list(others):
         raise SchemaError("not the versions of its segments", path="$.meta.weights")
-
-
-def _array(
-    values: Sequence[Any], dtype: type[np.float32] | None, name: str
-) -> np.ndarray[Any, Any]:
-    try:
-        with np.errstate(over="ignore"):  # It becomes infinite, and is refused as that.
-            return np.asarray(values, dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SchemaError(str(error).splitlines()[0], path=f"$.{name}") from None
 
 
 def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:

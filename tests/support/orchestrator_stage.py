@@ -135,6 +135,18 @@ class Stage:
         batch = self.batch
         self.tell(records.committed(batch.step, batch.groups, attempt=batch.attempt))
 
+    def step(self) -> None:
+        """All that runs is finished, what trains is committed, and everybody plans."""
+        self.finish_all()
+        if self.state.training is not None:
+            self.commit()
+        self.settle()
+
+    def complete(self) -> None:
+        """Steps until the run is over."""
+        while not self.state.done:
+            self.step()
+
     def release(self, trajectory: str, resume: Resume | None = None) -> None:
         """The worker of a request lets go of it, as it was asked to."""
         self.tell(records.released(self.placed[trajectory], resume))

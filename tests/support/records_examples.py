@@ -7,27 +7,62 @@ and code are held against each other.
 from __future__ import annotations
 
 import importlib.util
+import json
 import linecache
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.orchestrator.digest import BUCKETS, LEFT_OUT, PAIRS, STATE_FORM, TABLES
+from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.jsonl import JsonlTask
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.schemas import arrow_frame, identity, rounds, wire
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.policy import weights_digest
+from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import canonical, sha256_hex
 from dora_pipe.store.store import assets_digest
 from tests.golden.make import FOLDER, pairs_from_bytes
+from tests.golden.state import FOLDER as STATE
 from tests.golden.values import FOLDED
-from tests.support.records_state import state_figures
+
+IDS: Final = {
+    "group": "of the group",
+    "request": "of the trajectory",
+    "worker": "name of the worker",
+    "resident": "name of the worker, if it hosts several versions at once",
+}
+
+
+def state_figures() -> dict[str, Any]:
+    """Every name that the text uses in braces."""
+    leaves = (STATE / "leaves.jsonl").read_bytes().splitlines()
+    values = {kind: value for kind, _, value in map(json.loads, leaves)}
+    kinds = [f"| `{kind}` | {IDS[kind]} | {_named(values[kind])} |" for kind in TABLES]
+    return {
+        "state_digest_every": STATE_DIGEST_EVERY,
+        "form": STATE_FORM,
+        "buckets": BUCKETS,
+        "kinds": "\n".join(kinds),
+        "rest": _named(sorted(one.name for one in fields(State) if one.name not in LEFT_OUT)),
+        "pairs": _named(PAIRS),
+        "first": [json.loads(one)[:2] for one in leaves[:2]],
+        "count": len(leaves),
+        "hex": (STATE / "digest.txt").read_text("utf-8").strip().partition(":")[2],
+    }
+
+
+def _named(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
 
 RUN_SEED = 7
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "3+4=", "answer": "7"}]

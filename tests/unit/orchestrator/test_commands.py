@@ -150,10 +150,7 @@ def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> N
     ends = [one for one in stage.settle() if isinstance(one, End)]
     assert [(one.group, one.fate) for one in ends] == [("g0000000004", "cancelled")]
     assert "stop" in ends[0].reason
-    while not stage.state.done:
-        stage.finish_all()
-        stage.commit()
-        stage.settle()
+    stage.complete()
     assert stage.state.version == 2
     assert stage.state.tally.fates == {"trained": 4, "cancelled": 1}
 
@@ -182,10 +179,7 @@ def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
     stage = running(run__steps=20, groups__per_step=1)
     stage.tell(records.command("stop", after=2))
     for _ in range(10):
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        stage.settle()
+        stage.step()
     assert stage.state.done
     assert stage.state.version == 3, "steps 0, 1 and 2"
     assert stage.state.tally.fates == {"trained": 3}, "no group was begun in vain"
@@ -243,15 +237,9 @@ def test_bound_goes_up_and_down_while_dispatched_groups_keep_their_deadlines(
         assert kept == before
         stage.settle()
         for _ in range(2):
-            stage.finish_all()
-            if stage.state.training is not None:
-                stage.commit()
-            stage.settle()
+            stage.step()
         fresh = [one.spec for one in stage.state.groups.values() if one.spec.group not in before]
         assert all(one.deadline <= one.version + max(etas) for one in fresh)
     for _ in range(30):
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        stage.settle()
+        stage.step()
     assert stage.state.done and stage.state.tally.fates["trained"] == 12

@@ -72,11 +72,7 @@ def whole_run() -> Recorder:
     stage.tell(records.failed(stage.placed["g0000000000-000"], retryable=False))
     stage.finish_all()
     stage.tell(records.refused(0, [stage.state.training.groups[0]]))  # type: ignore[union-attr]
-    while not stage.state.done:
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        stage.settle()
+    stage.complete()
     return stage
 
 

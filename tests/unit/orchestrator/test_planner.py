@@ -85,10 +85,7 @@ def test_equal_seeds_give_equal_prompts_whatever_the_workers_do() -> None:
     other.worker("a", slots=1)
     other.worker("b", slots=2)
     for stage in (one, other):
-        while not stage.state.done:
-            stage.finish_all()
-            stage.commit()
-            stage.settle()
+        stage.complete()
     assert [spec.index for spec in specs(one)] == [spec.index for spec in specs(other)]
 
 
@@ -264,11 +261,7 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
 def test_evaluation_every_so_many_versions() -> None:
     stage = Stage(run__steps=5, evaluation__prompts=1, evaluation__every=2).begin()
     stage.worker("w0", slots=8)
-    while not stage.state.done:
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        stage.settle()
+    stage.complete()
     assert [one.version for one in specs(stage, "eval")] == [0, 2, 4, 5]
 
 
@@ -314,11 +307,7 @@ def test_run_does_not_stop_while_a_pause_holds_its_last_evaluation_back() -> Non
 def test_every_decision_says_why() -> None:
     stage = Stage(run__steps=2, evaluation__prompts=1).begin()
     stage.worker("w0", slots=3)
-    while not stage.state.done:
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        stage.settle()
+    stage.complete()
     assert all(len(one.reason) > 5 for one in stage.decided)
 
 

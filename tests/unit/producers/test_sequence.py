@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
-from dora_pipe.schemas.trajectory import Progress, check
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from tests.support.batches import make_trajectory
 
 Turn = tuple[int, int | None]
@@ -60,7 +61,7 @@ def test_any_course_of_stays_and_observations_makes_a_record_that_passes_its_che
         segments=sequence.segments,
         meta=msgspec.structs.replace(trajectory.meta, prompt_tokens=sequence.prompt_tokens),
     )
-    check(record)
+    encode_trajectory(record)
     assert sequence.sampled_tokens == sum(sampled for sampled, _ in turns) == record.sampled
     assert len(sequence.prefills) == len(turns)
     assert sequence.turns_taken == sum(observed is not None for _, observed in turns)

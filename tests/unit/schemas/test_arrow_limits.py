@@ -17,8 +17,16 @@ from dora_pipe.schemas.arrow_frame import COLUMN_BYTES_MAX, DECODE_BYTES_MAX, RA
 from dora_pipe.schemas.arrow_message import METADATA_BYTES_MAX, check_schema, metadata_bytes
 from dora_pipe.schemas.trajectory_codec import TRAJECTORY, decode_trajectory
 from tests.golden import arrow_values
-from tests.support.arrow_bombs import BOMBS, RAW, frame, structs, with_columns
-from tests.support.flatbuffer import LIST, UTF8, schema_message
+from tests.support.arrow_bombs import (
+    BOMBS,
+    LIST,
+    RAW,
+    UTF8,
+    frame,
+    schema_message,
+    structs,
+    with_columns,
+)
 
 SPARE_BYTES = 16 * 1024 * 1024
 """What the interpreter and zstd take beside it."""

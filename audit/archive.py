@@ -5,30 +5,51 @@ some moment, although the run goes on: ends are taken in an order in which each 
 next one names (see `reading.Horizon`). Trajectories go as far as they went before the decisions
 were looked at, or as far as the facts that those decisions fold name them; control as far as those
 decisions fold it, or as it went before them.
+
+`copy_policies` adds the files that commits name. They keep the names of what they hold, so a copy
+that exists is never made again, and one that holds something else is refused.
+
+`verify` looks at every byte, and names what is wrong. What it cannot see: an archive that was
+rewritten as a whole, with digests and a chain that fit. `audit` of the archive can (the rounds have
+a chain of their own, facts and commits name digests), and so can anybody who wrote down an earlier
+head of the chain.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from dora_pipe.audit.reading import ends_of, record_at, records_of
-from dora_pipe.bus.archive.manifest import CLAIMS
+from dora_pipe.bus.archive.manifest import (
+    CLAIMS,
+    MANIFEST,
+    SEGMENTS,
+    Entry,
+    Manifest,
+    load_manifest,
+    problems_of,
+)
 from dora_pipe.bus.archive.reader import ArchiveBus
+from dora_pipe.bus.archive.segment import read_segment
 from dora_pipe.bus.archive.tiered import check_same_log
 from dora_pipe.bus.archive.writer import SEGMENT_BYTES, ArchiveWriter
 from dora_pipe.bus.checks import check_not_truncated
 from dora_pipe.bus.claim_check import CLAIM, ClaimBus, ClaimFiles, claimed_bytes
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.core.errors import BusError, LogTruncated, SchemaError
-from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
+from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated, PolicyError, SchemaError
+from dora_pipe.schemas.control import RunStarted, StepCommitted, TrajectoriesLogged, decode_control
+from dora_pipe.schemas.policy import Manifest as PolicyManifest
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.safetensors_file import read_manifest
+from dora_pipe.store.store import BlobKind, PolicyStore, file_sha256
 
 _STOP: Final = b'"kind":"stop-run"'
 _LOGGED: Final = b'"trajectories-logged"'
@@ -89,16 +110,15 @@ class Archiver:
         control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
         before = ends_of(bus, topics.trajectories)
         control_before = bus.end(control)
-        rounds = _Rounds(self._new(decisions, bus.end(decisions)))
-        self._seal(decisions, rounds.end, rounds.records())
+        rounds, facts = _Rounds(), _Facts()
+        self._seal(decisions, bus.end(decisions), rounds.look)
         folded = min(rounds.control_next, bus.end(control))
-        facts = _Facts(self._new(control, max(control_before, folded)))
-        self._seal(control, facts.end, facts.records())
+        self._seal(control, max(control_before, folded), facts.look)
         for tp, end in ends_of(bus, topics.trajectories).items():
-            self._seal_plain(tp, max(before[tp], min(facts.named.get(tp.partition, 0), end)))
+            self._seal(tp, max(before[tp], min(facts.named.get(tp.partition, 0), end)))
         for topic in (topics.progress, topics.metrics, topics.dead_letters):
             for tp, end in ends_of(bus, topic).items():
-                self._seal_plain(tp, end)
+                self._seal(tp, end)
         self._writer.cut()
         self._stopped = self._stopped or rounds.stopped
         self.finished = self._stopped and not self._is_held_back()
@@ -121,39 +141,42 @@ class Archiver:
         ]
         return bool(held)
 
-    def _seal_plain(self, tp: TopicPartition, end: int) -> None:
-        new = self._new(tp, end)
-        self._seal(tp, new.end, new.records)
+    def _seal(
+        self, tp: TopicPartition, end: int, look: Callable[[Record], None] = lambda record: None
+    ) -> None:
+        """Seal what the archive does not have yet, up to `end`; `look` is shown every record."""
+        start = self._start(tp)
+        end = max(start, end)
+        found = records_of(self._bus, {tp: end}, start=start) if end > start else ()
+        self._writer.seal(tp, self._counted(found, look), end, self._is_odd)
 
-    def _new(self, tp: TopicPartition, end: int) -> _New:
-        """What the archive does not have yet, up to `end`."""
+    def _start(self, tp: TopicPartition) -> int:
+        """Where the archive goes on; what was deleted before it got there is noted."""
         start, begin = self._writer.position(tp), self._bus.begin(tp)
         check_not_truncated(tp, start, self._bus.end(tp))
-        if start < begin:
-            if tp.topic not in (self._topics.metrics, self._topics.progress):
-                raise LogTruncated(
-                    f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {start} "
-                    "on were deleted before they were archived",
-                    hint="go on with another archive that holds them, if there is one; what this "
-                    f"one holds stays readable: dora-pipe audit {self._writer.directory}",
-                )
-            self._pass.notes.append(
-                f"{tp.topic}/{tp.partition}: offsets {start} to {begin - 1} were deleted before "
-                "they were archived"
+        if start >= begin:
+            return start
+        if tp.topic not in (self._topics.metrics, self._topics.progress):
+            raise LogTruncated(
+                f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {start} "
+                "on were deleted before they were archived",
+                hint="go on with another archive that holds them, if there is one; what this "
+                f"one holds stays readable: dora-pipe audit {self._writer.directory}",
             )
-            self._writer.skip(tp, begin)
-            start = begin
-        end = max(start, end)
-        found = records_of(self._bus, {tp: end}, start=start) if end > start else iter(())
-        return _New(end=end, records=found)
+        self._pass.notes.append(
+            f"{tp.topic}/{tp.partition}: offsets {start} to {begin - 1} were deleted before "
+            "they were archived"
+        )
+        self._writer.skip(tp, begin)
+        return begin
 
-    def _seal(self, tp: TopicPartition, end: int, records: Iterator[Record]) -> None:
-        self._writer.seal(tp, self._counted(records), end, self._is_odd)
-
-    def _counted(self, records: Iterator[Record]) -> Iterator[Record]:
+    def _counted(
+        self, records: Iterable[Record], look: Callable[[Record], None]
+    ) -> Iterator[Record]:
         for record in records:
             self._pass.records += 1
             self._pass.bytes += len(record.key) + len(record.value)
+            look(record)
             yield record
 
     def _is_odd(self, record: Record) -> bool:
@@ -193,57 +216,242 @@ class Archiver:
         self._writer.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _New:
-    """Records of one partition that are not archived yet, up to `end`."""
-
-    end: int
-    records: Iterator[Record]
-
-
+@dataclass(slots=True)
 class _Rounds:
-    """Decisions on their way into the archive; remembers how far the last one folds control."""
+    """Sees decisions on their way into the archive."""
 
-    def __init__(self, new: _New) -> None:
-        self.end = new.end
-        self.stopped = False
-        self._new = new
-        self._last = b""
+    last: bytes = b""
+    stopped: bool = False
 
-    def records(self) -> Iterator[Record]:
-        """Pass them on."""
-        for record in self._new.records:
-            self._last = record.value
-            self.stopped = self.stopped or _STOP in record.value
-            yield record
+    def look(self, record: Record) -> None:
+        """One that is archived."""
+        self.last = record.value
+        self.stopped = self.stopped or _STOP in record.value
 
     @property
     def control_next(self) -> int:
-        """Of the last round; 0 if there was none, or it cannot be read."""
+        """How far the last one folds control; 0 if there was none, or it cannot be read."""
         with suppress(SchemaError):
-            return decode_round(self._last).control_next if self._last else 0
+            return decode_round(self.last).control_next if self.last else 0
         return 0
 
 
+@dataclass(slots=True)
 class _Facts:
-    """Control on its way into the archive; remembers how far it names trajectories."""
+    """Sees control on its way into the archive."""
 
-    def __init__(self, new: _New) -> None:
-        self.end = new.end
-        self.named: dict[int, int] = {}
-        """Position behind the last named record, by partition."""
-        self._new = new
+    named: dict[int, int] = field(default_factory=dict)
+    """Position behind the last trajectory that it names, by partition."""
 
-    def records(self) -> Iterator[Record]:
-        """Pass them on."""
-        for record in self._new.records:
-            if _LOGGED in record.value:
-                with suppress(SchemaError):
-                    self._note(decode_control(record.value))
-            yield record
+    def look(self, record: Record) -> None:
+        """One that is archived."""
+        if _LOGGED not in record.value:
+            return
+        with suppress(SchemaError):
+            fact = decode_control(record.value)
+            if isinstance(fact, TrajectoriesLogged):
+                for one in fact.facts():
+                    named = max(self.named.get(one.partition, 0), one.offset + 1)
+                    self.named[one.partition] = named
 
-    def _note(self, fact: object) -> None:
-        if isinstance(fact, TrajectoriesLogged):
-            for one in fact.facts():
-                named = max(self.named.get(one.partition, 0), one.offset + 1)
-                self.named[one.partition] = named
+
+POLICIES: Final = "policies"
+"""Folder of the archive with the copies; laid out as a run's policy store."""
+
+_KINDS: Final = (b'"run-started"', b'"step-committed"')
+
+
+@dataclass(slots=True, kw_only=True)
+class Copied:
+    """What was copied."""
+
+    files: int = 0
+    bytes: int = 0
+    absent: list[str] = field(default_factory=list)
+    """What the store does not have (any more), one line each."""
+
+
+def copy_policies(directory: Path, topics: Topics, source: PolicyStore) -> Copied:
+    """Copy every file that the archived commits name and the archive lacks.
+
+    Raises PolicyError for a file that is not what its name says, ResourceError without room.
+    """
+    copied = _Copier(source, PolicyStore(directory / POLICIES))
+    with closing(ArchiveBus(directory)) as bus:
+        for fact in _facts(bus, TopicPartition(topics.control, 0)):
+            if isinstance(fact, RunStarted):
+                copied.weights("version 0", fact.policy.digest)
+                copied.assets(fact.assets_digest)
+            else:
+                copied.step(fact)
+    return copied.done
+
+
+def _facts(bus: ArchiveBus, control: TopicPartition) -> Iterator[RunStarted | StepCommitted]:
+    """The records that name files."""
+    for record in records_of(bus, {control: bus.end(control)}):
+        if not any(kind in record.value for kind in _KINDS):
+            continue
+        with suppress(SchemaError):
+            fact = decode_control(record.value)
+            if isinstance(fact, RunStarted | StepCommitted):
+                yield fact
+
+
+class _Copier:
+    def __init__(self, source: PolicyStore, target: PolicyStore) -> None:
+        self._source = source
+        self._target = target
+        self.done = Copied()
+
+    def step(self, fact: StepCommitted) -> None:
+        """What a commit names."""
+        who = f"step {fact.step}"
+        self.weights(f"version {fact.step + 1}", fact.policy.digest)
+        self._blob(f"contributions of {who}", "contributions", fact.contributions.sha256)
+        if fact.checkpoint is not None:
+            self._blob(f"checkpoint of {who}", "optimizer", fact.checkpoint.sha256)
+
+    def weights(self, who: str, digest: str) -> None:
+        """Weights, tensor by tensor what their name says."""
+        if self._target.has_weights(digest):
+            return
+        if not self._source.has_weights(digest):
+            self.done.absent.append(f"weights of {who}")
+            return
+        path = self._source.weights(digest)
+
+        def write(final: Path) -> PolicyManifest:
+            shutil.copyfile(path, final)
+            found = read_manifest(final)
+            if found.digest != digest:
+                raise PolicyError(f"{path} holds other weights ({found.digest[:12]}...)")
+            return found
+
+        self._target.publish_weights(write)
+        self._count(path)
+
+    def _blob(self, who: str, kind: BlobKind, sha256: str) -> None:
+        if self._target.has_blob(kind, sha256):
+            return
+        if not self._source.has_blob(kind, sha256):
+            self.done.absent.append(who)
+            return
+        path = self._source.verify_blob(kind, sha256)
+
+        def write(final: Path) -> None:
+            shutil.copyfile(path, final)
+
+        self._target.publish_blob(kind, write)
+        self._count(path)
+
+    def assets(self, digest: str) -> None:
+        """Configuration and tokenizer files."""
+        if self._target.assets_path(digest).is_dir():
+            return
+        files = sorted(self._source.assets(digest).iterdir())
+        if self._target.publish_assets(files) != digest:
+            raise PolicyError("configuration and tokenizer files were changed in the store")
+        for path in files:
+            self._count(path)
+
+    def _count(self, path: Path) -> None:
+        self.done.files += 1
+        self.done.bytes += path.stat().st_size
+
+
+PROBLEMS_MAX: Final = 1000
+"""Lines of an archive in which nothing is right."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Verified:
+    """What was looked at, and what is wrong."""
+
+    run: str = ""
+    segments: int = 0
+    records: int = 0
+    bytes: int = 0
+    """Of files."""
+    claims: int = 0
+    head: str = ""
+    cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Positions per topic and partition: everything before them is in the archive."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is as it was archived, and strange."""
+
+    def add(self, problem: str) -> None:
+        """One more thing that is wrong."""
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(problem)
+
+
+def verify(directory: Path, *, expected: str = "") -> Verified:
+    """Look at the manifest, its chain, every segment and every claimed value.
+
+    `expected` is a head of the chain that somebody wrote down: it must stand in the chain still.
+    Raises SchemaError, LogTruncated when the manifest itself cannot be read.
+    """
+    manifest = load_manifest(directory)
+    found = Verified(run=manifest.run, head=manifest.head, cut=dict(manifest.cut))
+    for problem in problems_of(manifest):
+        found.add(f"{MANIFEST}: {problem}")
+    if expected and expected not in {manifest.head, *(one.chain for one in manifest.entries)}:
+        found.add(f"{MANIFEST}: its chain never had the value {expected}: the archive is another")
+    for entry in manifest.entries:
+        _look(directory, entry, found)
+    _strangers(directory, manifest, found)
+    return found
+
+
+def raise_if_damaged(found: Verified) -> None:
+    """Raise InvariantBroken, naming the first problem, unless there is none."""
+    if found.problems:
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        raise InvariantBroken(f"{found.problems[0]}{more}", hint="restore it from a copy")
+
+
+def _look(directory: Path, entry: Entry, found: Verified) -> None:
+    where = f"{entry.topic}/{entry.partition}"
+    if entry.deleted:
+        last = entry.start + entry.deleted - 1
+        found.notes.append(f"{where}: {entry.start} to {last} were deleted before they were sealed")
+    for offset in entry.odd:
+        found.notes.append(f"{where}@{offset}: its bytes are not those that its headers name")
+    if not entry.records:
+        return
+    try:
+        segment = read_segment(directory / SEGMENTS / entry.file, entry)
+    except (InvariantBroken, LogTruncated) as error:
+        found.add(error.message)
+        return
+    found.segments += 1
+    found.records += entry.records
+    found.bytes += entry.file_bytes
+    for record in segment.claiming():
+        _look_at_claim(directory, record, entry, found)
+
+
+def _look_at_claim(directory: Path, record: Record, entry: Entry, found: Verified) -> None:
+    size_bytes = claimed_bytes(record)
+    if not size_bytes or record.offset in entry.odd:
+        return
+    digest = dict(record.headers)[CLAIM].decode()
+    path = directory / CLAIMS / digest
+    where = f"{record.topic}/{record.partition}@{record.offset}"
+    if not path.is_file():
+        found.add(f"{where}: the value that it claims is gone: {CLAIMS}/{digest}")
+    elif file_sha256(path) != digest:
+        found.add(f"{where}: the value that it claims was changed: {CLAIMS}/{digest}")
+    else:
+        found.claims += 1
+
+
+def _strangers(directory: Path, manifest: Manifest, found: Verified) -> None:
+    named = {entry.file for entry in manifest.entries}
+    folder = directory / SEGMENTS
+    others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    for name in others:
+        if name not in named:
+            found.notes.append(f"{SEGMENTS}/{name} is not in the manifest: a pass was interrupted")

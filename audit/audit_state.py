@@ -33,12 +33,11 @@ from dora_pipe.audit.entries import (
     VersionEntry,
     WorkerEntry,
 )
-from dora_pipe.audit.evidence import Evidence, Place
+from dora_pipe.audit.evidence import Evidence, EvidenceBuffer, Place
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.gathering import EvidenceBuffer
+from dora_pipe.audit.group_ledger import Sums
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import Cursor
-from dora_pipe.audit.sums import Sums
 from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError

@@ -1,9 +1,17 @@
-"""Audits a log piece by piece: decides when a group, a record and a step were looked at enough.
+"""Proves a run from its log: C1, C2, C3, steps, batches, rounds, decisions, records, policies.
+
+One pass in the order of the fold: rounds with their facts (the ledger, the chain, the recorded
+states), and beside them the trajectories topic as far as facts name its records. What holds is
+counted, what does not is named; a broken chain hides nothing, and a mended one neither: every other
+check reads the log by itself. `Auditor` may be asked again and again while a run goes on.
 
 A piece is some rounds with the facts they fold. Then the records that those facts name are read;
 groups that have ended are held against their records, steps against their groups, files against
 their steps; and what nobody will ask for again is put away. What is kept in memory so depends on
 what is open, not on how long the run is.
+
+What this cannot see: a run whose every record was rewritten consistently. Whether the weights came
+from these trajectories is for `replay` to show.
 """
 
 from __future__ import annotations
@@ -17,12 +25,15 @@ from dora_pipe.audit import report
 from dora_pipe.audit.audit_state import AuditState
 from dora_pipe.audit.check_steps import check_steps
 from dora_pipe.audit.entries import Logged
-from dora_pipe.audit.evidence import Place
-from dora_pipe.audit.gathering import OwnReader, Source
+from dora_pipe.audit.evidence import EvidenceSource, OwnReader, Place
+from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.round_reader import FoldedRound, RoundReader
+from dora_pipe.audit.round_reader import FoldedRound, RoundReader, folded_rounds
 from dora_pipe.bus.port import Bus
+from dora_pipe.catalogue.database import Catalogue
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore, as_store
@@ -37,7 +48,7 @@ VERSIONS_KEPT: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class AuditProgress:
     """How far an audit has come."""
 
     rounds: int
@@ -62,7 +73,7 @@ class Auditor:
         *,
         books: AuditState | None = None,
         whole: bool = True,
-        source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
+        source: Callable[[dict[int, int], dict[int, int]], EvidenceSource | None] | None = None,
         on_piece: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus, self._topics = bus, topics
@@ -80,10 +91,10 @@ class Auditor:
         return self.books.ledger.stopped is not None
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> AuditProgress:
         """How far this has come."""
         books = self.books
-        return Progress(
+        return AuditProgress(
             rounds=books.ledger.rounds,
             steps=books.ledger.committed,
             records=books.records.seen.records,
@@ -114,7 +125,7 @@ class Auditor:
         )
         logged, rounds = books.ledger.accounts.records, 0
         for turn in reader.rounds():
-            self._take(turn)
+            self._apply(turn)
             rounds += 1
             far = books.ledger.accounts.records - logged >= PIECE_RECORDS
             if far or rounds >= PIECE_ROUNDS:
@@ -129,7 +140,7 @@ class Auditor:
         The books are of no use then: what was looked at ahead of its round would be booked twice.
         """
         assert self._rounds is not None, "nothing was read yet"
-        self._take(self._rounds.rest())
+        self._apply(self._rounds.rest())
         books = self.books
         if books.ledger.started is None:
             books.findings.add("control", self._topics.control, "there is no `run started`")
@@ -154,17 +165,17 @@ class Auditor:
         self.close_rounds()
         self.books.gathering.close()
 
-    def _open(self, positions: dict[int, int], ends: dict[int, int]) -> Source:
+    def _open(self, positions: dict[int, int], ends: dict[int, int]) -> EvidenceSource:
         found = None if self._source is None else self._source(positions, ends)
         if found is not None:
             return found
         topic, whole = self._topics.trajectories, self.books.whole
         return OwnReader(self._bus, topic, positions, opened=whole)
 
-    def _take(self, turn: FoldedRound) -> None:
+    def _apply(self, turn: FoldedRound) -> None:
         books = self.books
         books.ledger.apply(turn)
-        books.fold.take(turn)
+        books.fold.fold(turn)
         if turn.round is not None:
             for fact in turn.facts:
                 if isinstance(fact.record, StepCommitted):
@@ -222,7 +233,7 @@ class Auditor:
         gone: dict[int, list[Logged]] = {}
         for place, one in unread.items():
             del unread_places[place]
-            evidence = books.gathering.take(place)
+            evidence = books.gathering.pop(place)
             if evidence is not None:
                 books.records.judge(evidence, one)
             else:
@@ -266,3 +277,63 @@ class Auditor:
         for one in self.books.gathering.rest():
             if one.offset < before[one.partition]:
                 self.books.records.judge(one, None)
+
+
+BY_FATE: Final = """select fate, count(*), sum(results)::bigint, sum(tokens)::bigint
+from groups group by fate"""
+
+BY_STALENESS: Final = """select staleness, count(*) from groups
+where staleness is not null group by staleness"""
+
+
+def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) -> None:
+    """Groups, trajectories and tokens by fate, staleness, records, steps, versions."""
+    sums = ledger.accounts.summed()
+    fates = {
+        fate: (groups, sums.trajectories[fate], sums.tokens[fate])
+        for fate, groups in sums.groups.items()
+        if groups
+    }
+    staleness = {value: groups for value, groups in sums.staleness.items() if groups}
+    one = catalogue.one
+    _same(findings, "groups", fates, {row[0]: row[1:] for row in catalogue.query(BY_FATE)})
+    _same(findings, "staleness", staleness, dict(catalogue.query(BY_STALENESS)))
+    _same(findings, "records", (ledger.accounts.records,), one("select count(*) from records"))
+    _same(findings, "steps", (ledger.committed,), one("select count(*) from steps"))
+    _same(findings, "versions", (ledger.published,), one("select count(*) from versions"))
+
+
+def _same(findings: Findings, table: str, expected: object, found: object) -> None:
+    message = "the catalogue beside the run was changed, or counts otherwise"
+    findings.same("catalogue", table, message, expected=expected, found=found)
+
+
+def build_ledger(bus: Bus, topics: Topics, findings: Findings | None = None) -> Ledger:
+    """The ledger alone: one pass over control and decisions."""
+    ledger = Ledger(topics.run, Findings() if findings is None else findings)
+    for turn in folded_rounds(bus, topics, ledger.findings):
+        ledger.apply(turn)
+    return ledger
+
+
+def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:
+    """Look at everything once; raises nothing for what is wrong (see `AuditReport.holds`).
+
+    Without `store` the policy files are not looked at. Raises BusError when the log cannot
+    be read.
+    """
+    auditor = Auditor(bus, topics, store)
+    try:
+        auditor.advance()
+        return auditor.finish()
+    finally:
+        auditor.close()
+
+
+def raise_if_broken(found: AuditReport) -> None:
+    """Raise InvariantBroken, naming the first violation, unless everything holds."""
+    if found.holds:
+        return
+    first = found.violations[0]
+    more = f" (and {found.violations_total - 1} more)" if found.violations_total > 1 else ""
+    raise InvariantBroken(f"{first.line}{more}")

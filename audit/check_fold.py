@@ -74,7 +74,7 @@ class FoldCheck:
         self._since: list[tuple[Round, Control]] = []
         self._since_bytes = 0
 
-    def take(self, turn: FoldedRound) -> None:
+    def fold(self, turn: FoldedRound) -> None:
         """Fold one round."""
         round_, state = turn.round, self.state
         if state is None or round_ is None:
@@ -191,8 +191,10 @@ def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
     """
     kind = str(type(decision).__struct_config__.tag)
     plain = msgspec.to_builtins(decision)
-    told = names or [one for one in ("trajectory", "group", "worker", "to", "step") if one in plain]
-    whom = ", ".join(f"{name} {_short(plain[name])}" for name in told if name in plain)
+    shown = names or [
+        one for one in ("trajectory", "group", "worker", "to", "step") if one in plain
+    ]
+    whom = ", ".join(f"{name} {_short(plain[name])}" for name in shown if name in plain)
     return f"{kind} ({whom})" if whom else kind
 
 

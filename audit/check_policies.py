@@ -29,6 +29,9 @@ class PolicyCheck:
     A file of a version that a later commit drops may be gone already: that is known at the end.
     """
 
+    _store: PolicyStore
+    """That is looked at."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
@@ -40,7 +43,7 @@ class PolicyCheck:
         self, store: PolicyStore, versions: Iterable[VersionEntry], steps: Iterable[StepEntry]
     ) -> None:
         """Every file that these versions and steps name is there and is what the log says."""
-        look = _Look(self._ledger, store, self.absent)
+        self._store = store
         for version in versions:
             there = store.root.is_dir() or store.has_weights(version.digest)
             if not there and not self.storeless:
@@ -48,15 +51,15 @@ class PolicyCheck:
             self.storeless = self.storeless or not there
             if self.storeless:
                 return
-            look.weights(version.version, version.manifest)
+            self._weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
-                look.assets(self._ledger.started.assets_digest)
+                self._assets(self._ledger.started.assets_digest)
         for entry in steps:
             if self.storeless:
                 return
-            look.contributions(entry)
+            self._contributions(entry)
             if entry.fact.checkpoint is not None:
-                look.checkpoint(entry, entry.fact.checkpoint)
+                self._checkpoint(entry, entry.fact.checkpoint)
         self._excuse()
 
     def finish(self) -> None:
@@ -71,17 +74,7 @@ class PolicyCheck:
         for who, version in [one for one in self.absent if one[1] in dropped]:
             del self.absent[who, version]
 
-
-class _Look:
-    def __init__(
-        self, ledger: Ledger, store: PolicyStore, absent: dict[tuple[str, int], str]
-    ) -> None:
-        self._ledger = ledger
-        self._findings = ledger.findings
-        self._store = store
-        self._absent = absent
-
-    def weights(self, version: int, manifest: Manifest) -> None:
+    def _weights(self, version: int, manifest: Manifest) -> None:
         """The weights of a version, tensor by tensor."""
         who = f"version {version}"
         self._findings.looked["policies"] += 1
@@ -91,7 +84,7 @@ class _Look:
             if self._store.has_weights(manifest.digest):
                 self._findings.add("policies", who, error.message)
             else:
-                self._absent[who, version] = error.message
+                self.absent[who, version] = error.message
             return
         message = "the tensors of its file are not those of its manifest"
         expected, there = set(manifest.tensors), set(found.tensors)
@@ -99,7 +92,7 @@ class _Look:
         message = "its manifest says another size than its file has"
         self._findings.same("policies", who, message, expected=manifest.bytes, found=found.bytes)
 
-    def assets(self, digest: str) -> None:
+    def _assets(self, digest: str) -> None:
         """The files of configuration and tokenizer."""
         try:
             folder = self._store.assets(digest)
@@ -110,7 +103,7 @@ class _Look:
         message = "configuration and tokenizer files were changed"
         self._findings.same("policies", "assets", message, expected=digest, found=there)
 
-    def checkpoint(self, entry: StepEntry, blob: Blob) -> None:
+    def _checkpoint(self, entry: StepEntry, blob: Blob) -> None:
         """The optimizer's state after a step; it goes with the version that the step made."""
         who = f"checkpoint of step {entry.step}"
         self._findings.looked["policies"] += 1
@@ -120,14 +113,14 @@ class _Look:
             if self._store.has_blob("optimizer", blob.sha256):
                 self._findings.add("policies", who, error.message)
             else:
-                self._absent[who, entry.step + 1] = error.message
+                self.absent[who, entry.step + 1] = error.message
 
     def _sized(self, who: str, path: Path, blob: Blob) -> None:
         message = "the commit says another size than its file has"
         found = path.stat().st_size
         self._findings.same("policies", who, message, expected=blob.bytes, found=found)
 
-    def contributions(self, entry: StepEntry) -> None:
+    def _contributions(self, entry: StepEntry) -> None:
         """The contributions of a step have one row per trajectory of its batch, and agree."""
         who = f"contributions of step {entry.step}"
         self._findings.looked["policies"] += 1

@@ -8,19 +8,19 @@ sha256 is kept, so that batches can be digested from the bytes that are there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from dora_pipe.audit.check_mixed import wrong_mixture
 from dora_pipe.audit.entries import GroupEntry, Logged
 from dora_pipe.audit.evidence import Content, Evidence, Place
 from dora_pipe.audit.findings import Check
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Buried
 from dora_pipe.schemas.control import TrajectoryLogged
+from dora_pipe.schemas.fast_validate import Sampled
 from dora_pipe.schemas.identity import group_of, trajectory_seed
-from dora_pipe.schemas.trajectory import Headers
+from dora_pipe.schemas.trajectory import Headers, mixing_error
 
 _HEADERS: Final = (
     "trajectory",
@@ -297,3 +297,39 @@ class RecordCheck:
 
 def _check_of(header: str) -> Check:
     return "C1" if header in ("version", "digest") else "records"
+
+
+Wrong = tuple[str, object, object]
+"""(message, expected, found)."""
+
+
+def wrong_mixture(
+    content: Content, group: GroupEntry, logged: Logged, ledger: Ledger
+) -> Iterator[Wrong]:
+    """Everything that a mixed trajectory must not be."""
+    newest = ledger.version if group.step is None else group.step
+    if why := mixing_error(content, newest):
+        yield f"its versions are not in order: {why}", "", ""
+    for one in content.weights:
+        published = ledger.versions.get(one.version)
+        digest = "nothing" if published is None else published.digest
+        if one.digest != digest:
+            yield f"names other weights than version {one.version} has", digest, one.digest
+    named = {one.version for one in content.weights} | {content.version}
+    for segment in content.sampled:
+        if segment.version not in named:
+            yield f"names no weights for version {segment.version}", "", ""
+        if why := _not_hosted(segment, logged, ledger):
+            yield why, "", ""
+
+
+def _not_hosted(segment: Sampled, logged: Logged, ledger: Ledger) -> str:
+    worker = ledger.accounts.workers.get(segment.epoch)
+    of = f"{segment.worker} of incarnation {segment.epoch}"
+    who = f"tokens {segment.start} to {segment.end} name {of}"
+    if worker is None or worker.joined.worker != segment.worker:
+        return f"{who}, which never joined"
+    ready = worker.hosted.get(segment.version)
+    if ready is None or ready > logged.at.offset:
+        return f"{who}, which did not host version {segment.version} then"
+    return ""

@@ -106,8 +106,8 @@ class _Look:
                     "batches",
                     name,
                     message,
-                    expected=_told(taken.get(name)),
-                    found=_told(trained.get(name)),
+                    expected=_in_words(taken.get(name)),
+                    found=_in_words(trained.get(name)),
                 )
 
     def group(self, entry: StepEntry, taken: TakenGroup) -> None:
@@ -217,7 +217,7 @@ def _place(one: TakenTrajectory) -> str:
     return f"attempt {one.attempt} of incarnation {one.epoch} at {where}, sha256 {one.sha256}"
 
 
-def _told(group: TakenGroup | None) -> str:
+def _in_words(group: TakenGroup | None) -> str:
     if group is None:
         return "nothing"
     records = "; ".join(f"{one.trajectory} {_place(one)}" for one in group.trajectories)

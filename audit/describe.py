@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import record_at
@@ -44,7 +44,7 @@ _GROUP: Final = re.compile(r"^[ge]\d{10}$")
 _TRAJECTORY: Final = re.compile(r"^[ge]\d{10}-\d{3}$")
 
 
-def tell(
+def describe(
     bus: Bus,
     topics: Topics,
     store: PolicyStore | Path,
@@ -65,13 +65,13 @@ def tell(
     decode = None
     if ledger.started is not None:
         decode = decoder(store.assets(ledger.started.assets_digest))
-    teller = _Teller(bus, topics, ledger, store, decode)
+    describer = _Describer(bus, topics, ledger, store, decode)
     if found := _STEP.match(wanted):
-        return teller.step(int(found[1]))
+        return describer.step(int(found[1]))
     if _GROUP.match(wanted) and wanted in ledger.accounts.groups:
-        return teller.group(ledger.accounts.groups[wanted])
+        return describer.group(ledger.accounts.groups[wanted])
     if _TRAJECTORY.match(wanted) and ledger.accounts.request(wanted) is not None:
-        return teller.trajectory(wanted)
+        return describer.trajectory(wanted)
     raise UsageError(
         f"{wanted!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
@@ -86,7 +86,7 @@ def _is_over(ledger: Ledger, wanted: str) -> bool:
     return group is not None and group.fate is not None
 
 
-class _Teller:
+class _Describer:
     def __init__(
         self,
         bus: Bus,

@@ -1,15 +1,30 @@
-"""Which configuration was in force: `run started`, then what users' commands changed of it."""
+"""Which configuration was in force: `run started`, then what users' commands changed of it; and
+whether a run directory's `config.toml` says the same. The log is what counts.
+
+Free keys may differ: they are each machine's own. So may paths, since what lies there has a digest
+of its own. A frozen key that differs, or a logged one with a value that was never in force, was
+changed behind the run's back: no role obeys it, and people read it. (`dora-pipe set` changes the
+log and no file.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.config.load import PATH_KEYS, changed_keys, leaves
+from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
 from dora_pipe.config.objectives import refused_kind
-from dora_pipe.schemas.control import Command
+from dora_pipe.core.errors import SchemaError
+from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
+from dora_pipe.schemas.topics import Topics
 
 
 @dataclass(slots=True)
@@ -59,3 +74,75 @@ class EffectiveConfig:
             return
         if in_flight_batches(changed.staleness) >= 1 and changed.run.steps >= step:
             self.config = changed
+
+
+_KINDS: Final = (b'"run-started"', b'"command"', b'"step-committed"')
+"""Records that say what is in force; the others are not decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Keys that differ, each with (in the log, in the file)."""
+
+    frozen: Mapping[str, tuple[Any, Any]]
+    logged: Mapping[str, tuple[Any, Any]]
+
+    def __bool__(self) -> bool:
+        """Whether anything differs that may not."""
+        return bool(self.frozen or self.logged)
+
+    @property
+    def line(self) -> str:
+        """For people. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
+        found = {**self.frozen, **self.logged}
+        said = [
+            f"{key} is {log!r} in the log and {file!r} in config.toml"
+            for key, (log, file) in sorted(found.items())
+        ]
+        return "; ".join(said)
+
+
+def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
+    """What of `local` is not in force by the log; nothing before a run has started.
+
+    Raises BusError.
+    """
+    configs = _in_force(bus, topics)
+    if not configs:
+        return Drift(frozen={}, logged={})
+    frozen, logged, _ = changed_keys(configs[-1], local)
+    before, after = leaves(configs[-1]), leaves(local)
+    never = {key for key in logged if all(leaves(one)[key] != after[key] for one in configs)}
+    return Drift(
+        frozen={key: (before[key], after[key]) for key in frozen.difference(PATH_KEYS)},
+        logged={key: (before[key], after[key]) for key in never},
+    )
+
+
+def _in_force(bus: Bus, topics: Topics) -> list[Config]:
+    """Every configuration that was in force, in order."""
+    at = TopicPartition(topics.control, 0)
+    found: EffectiveConfig | None = None
+    configs: list[Config] = []
+    steps = 0
+    with closing(records_of(bus, {at: bus.end(at)})) as records:
+        for record in records:
+            match _decoded(record.value):
+                case RunStarted() as started if found is None:
+                    found = EffectiveConfig(logged_config(started.config))
+                    configs.append(found.config)
+                case Command() as command if found is not None:
+                    found.command(command, step=steps, waiting=0)
+                    configs.append(found.config)
+                case StepCommitted() as commit:
+                    steps = max(steps, commit.step + 1)
+    return configs
+
+
+def _decoded(value: bytes) -> object:
+    if not any(kind in value for kind in _KINDS):
+        return None
+    try:
+        return decode_control(value)
+    except SchemaError:
+        return None  # audit says so

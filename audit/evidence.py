@@ -1,18 +1,31 @@
-"""What a record of the trajectories topic says by itself, before anybody asks what was dispatched.
+"""What a record of the trajectories topic says by itself, before anybody asks what was dispatched,
+and who brings it: this process, or others that help.
 
 Evidence is a function of the record alone: it can be gathered by other processes, in any order, and
-is small however long the trajectory is. `check_records` holds it against the ledger.
+is small however long the trajectory is. `check_records` holds it against the ledger. What was read
+and not asked for yet waits: records that nobody has named so far, or whose group is open. Beyond
+`WAITING_MAX` the oldest wait on the disk, where there is one.
+
+Each helper reads some of the partitions and writes frames to its standard output: a length, then
+MessagePack. A helper that is ahead waits until its pipe is read, so that nothing piles up.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import fcntl
+import os
+import select
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import IO, Final, Protocol, cast
 
 import msgspec
 
+from dora_pipe.audit.reading import EMPTY_POLLS_MAX, gc_paused, wait_after
 from dora_pipe.bus.claim_check import lost_claim
-from dora_pipe.bus.port import Record
-from dora_pipe.core.errors import SchemaError
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.identity import Purpose
@@ -78,8 +91,8 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return f"trajectories:{self.partition}:{self.offset}"
 
 
-def evidence_of(record: Record, glancer: FastValidator | None) -> Evidence:
-    """Look at one record; with a glancer the value is opened and checked, too."""
+def evidence_of(record: Record, validator: FastValidator | None) -> Evidence:
+    """Look at one record; with a validator the value is opened and checked, too."""
     headers, header_error = None, ""
     try:
         headers = parse_headers(record.headers)
@@ -88,8 +101,8 @@ def evidence_of(record: Record, glancer: FastValidator | None) -> Evidence:
     content: Content | None = None
     value_error, disagree = "", cast("tuple[str, ...]", ())
     lost = lost_claim(record)
-    if glancer is not None and headers is not None and not lost:
-        content, value_error, disagree = _open(record.value, headers, glancer)
+    if validator is not None and headers is not None and not lost:
+        content, value_error, disagree = _open(record.value, headers, validator)
     return Evidence(
         topic=record.topic,
         partition=record.partition,
@@ -113,10 +126,10 @@ def _other_key(record: Record, headers: Headers | None) -> str:
 
 
 def _open(
-    value: bytes, headers: Headers, glancer: FastValidator
+    value: bytes, headers: Headers, validator: FastValidator
 ) -> tuple[Content | None, str, tuple[str, ...]]:
     try:
-        seen = glancer.look(value)
+        seen = validator.look(value)
     except SchemaError as error:
         return None, error.message, ()
     return _content(seen), "", tuple(matches(headers, seen))
@@ -137,3 +150,320 @@ def _content(seen: Described) -> Content:
         sampled=tuple([one for one in seen.segments if one.kind == "model"]),
         weights=meta.weights,
     )
+
+
+WAITING_MAX: Final = 20_000
+"""Evidence in memory; a piece is about a kilobyte."""
+
+POLL_RECORDS: Final = 256
+POLL_BYTES: Final = 4 * 1024 * 1024
+
+
+class EvidenceSource(Protocol):
+    """Evidence of given partitions, in offset order per partition."""
+
+    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+        """The next evidence, of this partition if others can wait; waits so long for the first.
+
+        Raises BusError.
+        """
+        ...
+
+    def position(self, partition: int) -> int:
+        """Evidence below was given."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        ...
+
+
+class SpillStore(Protocol):
+    """Where evidence waits that is too much for memory."""
+
+    def put(self, pieces: Iterable[Evidence]) -> None:
+        """Keep these."""
+        ...
+
+    def pop(self, place: Place) -> Evidence | None:
+        """Give back one, which is not kept any longer."""
+        ...
+
+    def all(self) -> Iterator[Evidence]:
+        """What is kept, by partition and offset."""
+        ...
+
+
+class OwnReader:
+    """A `EvidenceSource` in this process."""
+
+    def __init__(
+        self, bus: Bus, topic: str, positions: Mapping[int, int], *, opened: bool = True
+    ) -> None:
+        self._topic = topic
+        self._validator = FastValidator() if opened else None
+        at = {TopicPartition(topic, one): position for one, position in positions.items()}
+        self._reader: Reader = bus.reader(at)
+
+    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+        """The next evidence, of whichever partition."""
+        records = self._reader.poll(
+            timeout_s=timeout_s, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
+        )
+        return [evidence_of(record, self._validator) for record in records]
+
+    def position(self, partition: int) -> int:
+        """Evidence below was given."""
+        return self._reader.position(TopicPartition(self._topic, partition))
+
+    def close(self) -> None:
+        """Let go of the reader."""
+        self._reader.close()
+
+
+class EvidenceBuffer:
+    """What was read of the topic and not been judged; `ends` bounds what is read.
+
+    `fresh` opens a source at positions, when the first evidence is needed.
+    """
+
+    def __init__(self) -> None:
+        self.spilled: SpillStore | None = None
+        self._source: EvidenceSource | None = None
+        self.positions: dict[int, int] = {}
+        """Per partition: everything below was read."""
+        self.last: dict[int, tuple[int, str]] = {}
+        """Per partition: offset and sha256 of the last record that was read."""
+        self.waiting: dict[Place, Evidence] = {}
+        self._ends: dict[int, int] = {}
+        self._reads: list[int] = []
+
+    def begin(
+        self, ends: Mapping[int, int], fresh: Callable[[dict[int, int]], EvidenceSource]
+    ) -> None:
+        """Read on, up to these ends."""
+        self.close()
+        self._ends = dict(ends)
+        for partition in ends:
+            self.positions.setdefault(partition, 0)
+        behind = {one: self.positions[one] for one in ends if self.positions[one] < ends[one]}
+        self._reads = list(behind)
+        if behind:
+            self._source = fresh(behind)
+
+    def read_to(self, partition: int, offset: int) -> None:
+        """Read until this offset has been passed, or the end."""
+        target = min(offset + 1, self._ends.get(partition, 0))
+        empty = 0
+        while self.positions.get(partition, target) < target:
+            assert self._source is not None
+            before = self.positions[partition]
+            pieces = self._source.poll(partition, wait_after(empty))
+            for one in pieces:
+                self._keep(one)
+            for each in self._reads:
+                position = min(self._source.position(each), self._ends[each])
+                self.positions[each] = max(self.positions[each], position)
+            moved = pieces or self.positions[partition] > before
+            empty = 0 if moved else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"partition {partition} gives no more records before its end")
+        self._overflow()
+
+    def read_all(self) -> None:
+        """Read up to the ends."""
+        for partition, end in self._ends.items():
+            self.read_to(partition, end)
+
+    def pop(self, place: Place) -> Evidence | None:
+        """The evidence of a place, if it was read; it waits no longer."""
+        found = self.waiting.pop(place, None)
+        if found is None and self.spilled is not None:
+            found = self.spilled.pop(place)
+        return found
+
+    def rest(self) -> Iterator[Evidence]:
+        """What nobody has taken, by partition and offset."""
+        waiting = sorted(self.waiting.values(), key=lambda one: one.place)
+        if self.spilled is None:
+            yield from waiting
+            return
+        yield from sorted([*self.spilled.all(), *waiting], key=lambda one: one.place)
+
+    def close(self) -> None:
+        """Let go of the source."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def _keep(self, one: Evidence) -> None:
+        if one.offset < self._ends[one.partition]:
+            self.waiting[one.partition, one.offset] = one
+            self.last[one.partition] = one.offset, one.sha256
+
+    def _overflow(self) -> None:
+        if self.spilled is None or len(self.waiting) <= WAITING_MAX:
+            return
+        oldest = [self.waiting.pop(place) for place in list(self.waiting)[: WAITING_MAX // 2]]
+        self.spilled.put(oldest)
+
+
+HELPERS_MAX: Final = 8
+
+RECORDS_MIN: Final = 4000
+"""Fewer records are read before a helper would have started."""
+
+PIPE_BYTES: Final = 1 << 20
+FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
+_HEAD: Final = struct.Struct("<I")
+_SET_PIPE_SIZE: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a helper is asked for."""
+
+    topic: str
+    positions: dict[int, int]
+    ends: dict[int, int]
+    opened: bool
+
+
+Start = Callable[[Request], int]
+"""Begins a helper and gives the end of the pipe that it writes to, a file descriptor.
+
+It belongs to the caller; the helper ends when it is closed. Raises ResourceError.
+"""
+
+
+class HelperFrame(msgspec.Struct, frozen=True, array_like=True):
+    """What a helper has read; with `error`, its last word."""
+
+    positions: dict[int, int]
+    pieces: list[Evidence]
+    error: str = ""
+
+
+def helpers_for(records: int, partitions: int) -> int:
+    """How many helpers are worth their start; 0 for a short log or a machine of one core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if records < RECORDS_MIN or cores < 2:
+        return 0
+    return min(cores, partitions, HELPERS_MAX)
+
+
+def serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
+    """Be a helper: read to the ends and write frames; what goes wrong is the last frame."""
+    with gc_paused():
+        _serve(bus, request, out)
+
+
+def _serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
+    encode = msgspec.msgpack.Encoder().encode
+    reader = OwnReader(bus, request.topic, request.positions, opened=request.opened)
+    at, empty = dict(request.positions), 0
+    try:
+        while any(at[one] < request.ends[one] for one in at):
+            pieces = reader.poll(next(iter(at)), wait_after(empty))
+            before, at = at, {one: reader.position(one) for one in at}
+            empty = 0 if pieces or before != at else empty + 1
+            if empty > EMPTY_POLLS_MAX:
+                raise BusError(f"{request.topic} gives no more records before its end")
+            if pieces or before != at:
+                _write(out, encode(HelperFrame(at, pieces)))
+    except DoraError as error:
+        _write(out, encode(HelperFrame(at, [], error.message)))
+    finally:
+        reader.close()
+
+
+def _write(out: IO[bytes], data: bytes) -> None:
+    out.write(_HEAD.pack(len(data)))
+    out.write(data)
+    out.flush()
+
+
+class Helpers:
+    """A `EvidenceSource` of what other processes read."""
+
+    def __init__(
+        self,
+        start: Start,
+        topic: str,
+        positions: Mapping[int, int],
+        ends: Mapping[int, int],
+        *,
+        count: int,
+        opened: bool = True,
+    ) -> None:
+        shares = [sorted(positions)[place::count] for place in range(count)]
+        self._owners: dict[int, _Helper] = {}
+        self._helpers: list[_Helper] = []
+        for share in shares:
+            if share:
+                request = Request(
+                    topic=topic,
+                    positions={one: positions[one] for one in share},
+                    ends={one: ends[one] for one in share},
+                    opened=opened,
+                )
+                helper = _Helper(start, request)
+                self._helpers.append(helper)
+                self._owners.update(dict.fromkeys(share, helper))
+
+    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
+        """The next evidence of whoever reads this partition. Raises BusError."""
+        return self._owners[partition].poll(timeout_s)
+
+    def position(self, partition: int) -> int:
+        """Evidence below was given."""
+        return self._owners[partition].at[partition]
+
+    def close(self) -> None:
+        """End the helpers."""
+        for helper in self._helpers:
+            helper.close()
+        self._helpers = []
+
+
+class _Helper:
+    def __init__(self, start: Start, request: Request) -> None:
+        self.at = dict(request.positions)
+        self._decoder = msgspec.msgpack.Decoder(HelperFrame)
+        self._out = os.fdopen(start(request), "rb", buffering=0)
+        if _SET_PIPE_SIZE is not None:
+            with suppress(OSError):
+                fcntl.fcntl(self._out, _SET_PIPE_SIZE, PIPE_BYTES)
+
+    def poll(self, timeout_s: float) -> list[Evidence]:
+        """One frame, if one begins to come in time."""
+        ready, _, _ = select.select([self._out], [], [], timeout_s)
+        if not ready:
+            return []
+        frame = self._frame()
+        if frame.error:
+            raise BusError(frame.error)
+        self.at = frame.positions
+        return frame.pieces
+
+    def _frame(self) -> HelperFrame:
+        (size,) = _HEAD.unpack(self._read(_HEAD.size))
+        if size > FRAME_BYTES_MAX:
+            raise BusError("a process that helps audit wrote nonsense")
+        try:
+            return self._decoder.decode(self._read(size))
+        except msgspec.MsgspecError as error:
+            raise BusError(f"a process that helps audit wrote nonsense: {error}") from None
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            read = self._out.readinto(left)
+            if not read:
+                raise BusError("a process that helps audit ended before its work was done")
+            left = left[read:]
+        return data
+
+    def close(self) -> None:
+        """The process ends at its next write."""
+        self._out.close()

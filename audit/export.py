@@ -1,23 +1,28 @@
-"""Hands a run to other tools: trajectories as Parquet, a policy as a model directory."""
+"""Hands a run to other tools: trajectories as Parquet, with their texts and the row of data that
+each is of; a policy as a model directory.
+
+It decides how turns are cut and what type a column of the data has; what is not there is null.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dora_pipe.audit.export_texts import Texts
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.logged import COUNTS, logged_records
+from dora_pipe.catalogue.database import COUNTS, Catalogue, arrow_schema, logged_records
+from dora_pipe.catalogue.tables import TrajectoryRow
 from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
@@ -27,7 +32,113 @@ from dora_pipe.schemas.trajectory_codec import TRAJECTORY
 from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.store import PolicyStore, as_store
 
-NO_TEXTS: Final = Texts()
+ROW: Final = "row_"
+"""Begins the name of a column that is one of the data."""
+
+JSON: Final = pa.large_utf8()
+"""Of a column whose values are lists, objects, or of several types: each is JSON there."""
+
+TURN: Final = pa.struct([("kind", pa.utf8()), ("turn", pa.int32()), ("text", pa.utf8())])
+
+FIELDS: Final = (
+    pa.field("prompt", pa.utf8()),
+    pa.field("turns", pa.list_(TURN)),
+    pa.field("answer", pa.utf8()),
+)
+
+_KINDS: Final[tuple[tuple[type, pa.DataType], ...]] = (
+    (bool, pa.bool_()),
+    (int, pa.int64()),
+    (float, pa.float64()),
+    (str, pa.utf8()),
+)
+
+
+class Words(Protocol):
+    """A run's tokenizer."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        ...
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        """With special tokens written out."""
+        ...
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TextColumns:
+    """What texts are made with. Example: ``TextColumns(Tokenizer(assets), {digest: rows})``."""
+
+    words: Words | None = None
+    data: Mapping[str, Rows] = field(default_factory=dict)
+    """Rows by the digest of their data set."""
+
+    def fields(self) -> list[pa.Field]:
+        """Of the columns; a column of the data has one type, or is JSON."""
+        found: dict[str, set[type]] = {}
+        for rows in self.data.values():
+            for row in rows:
+                for name, value in row.items():
+                    if value is not None:
+                        found.setdefault(name, set()).add(_kind(value))
+        return [*FIELDS, *(pa.field(ROW + name, _type(kinds)) for name, kinds in found.items())]
+
+    def columns(self, trajectory: Trajectory, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
+        """The trajectory's; `types` are those of the columns."""
+        texts = {} if self.words is None else _texts(trajectory, self.words)
+        rows = self.data.get(trajectory.meta.dataset_digest, ())
+        at = trajectory.meta.index
+        row = rows[at] if 0 <= at < len(rows) else {}
+        return texts | {
+            ROW + name: _cell(value, types[ROW + name])
+            for name, value in row.items()
+            if ROW + name in types
+        }
+
+
+def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
+    """A turn that was sampled in pieces, on several workers, is one text."""
+    ids = trajectory.token_ids
+    turns = []
+    for (kind, turn), of in groupby(trajectory.segments, lambda one: (one.kind, one.turn)):
+        pieces = list(of)
+        turns.append((kind, turn, ids[pieces[0].start : pieces[-1].end]))
+    said = [tokens for kind, _, tokens in turns if kind == "model"]
+    return {
+        "prompt": words.full_text(ids[: trajectory.meta.prompt_tokens]),
+        "turns": [
+            {"kind": kind, "turn": turn, "text": words.full_text(tokens)}
+            for kind, turn, tokens in turns
+            if kind != "prompt"
+        ],
+        "answer": words.text(said[-1]) if said else None,
+    }
+
+
+def _kind(value: Any) -> type:
+    """Its Python type; that of an integer that no column holds is `object`."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return object
+    return type(value)
+
+
+def _type(kinds: set[type]) -> pa.DataType:
+    if kinds == {int, float}:
+        return pa.float64()
+    return next((arrow for kind, arrow in _KINDS if kinds == {kind}), JSON)
+
+
+def _cell(value: Any, kind: pa.DataType) -> Any:
+    if value is None or kind != JSON:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+NO_TEXTS: Final = TextColumns()
 """Columns that people read, and nothing in them."""
 
 ROWS_PER_GROUP: Final = 1024
@@ -54,11 +165,11 @@ _CONTRIBUTED: Final = (
 
 
 DECIDED: Final = """
-    select partition, record_offset as "offset", standing, ordinal, sha256, fate, why, logged_ns,
-           dispatched_ns, case when standing = 'bound' and fate = 'trained' then step end as step,
-           case when standing = 'bound' then staleness end as staleness
-    from records join (from trajectories select trajectory_id, group_id) using (trajectory_id)
-    join groups using (group_id)"""
+    select records.partition, records.record_offset as "offset", standing, ordinal, sha256, fate,
+           why, records.logged_ns, dispatched_ns,
+           case when standing = 'bound' and fate = 'trained' then step end as step,
+           case when standing = 'bound' then staleness end as staleness, {more}
+    from records join trajectories using (trajectory_id) join groups using (group_id)"""
 """What control and decisions say of a record: columns that its value does not have."""
 
 
@@ -91,9 +202,18 @@ SCHEMA: Final = pa.schema(
 """One row per trajectory. `dispatched_ns` is the orchestrator's round clock, the rest wall clocks;
 all in ns. What is null did not happen: a trajectory that was not trained has no step."""
 
+SAID_OTHERWISE: Final = frozenset({"trajectory_id", "group_id", "record_offset"})
+"""Columns of the catalogue's trajectories that `SCHEMA` has under another name."""
+
+
+def more_fields() -> list[pa.Field]:
+    """The other columns of the catalogue's trajectories: one that it gets is exported, too."""
+    known = SAID_OTHERWISE.union(SCHEMA.names)
+    return [one for one in arrow_schema(TrajectoryRow) if one.name not in known]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What an export wrote."""
 
     rows: int
@@ -112,14 +232,14 @@ def export_parquet(
     path: Path,
     *,
     everything: bool = False,
-    texts: Texts = NO_TEXTS,
-) -> Exported:
+    texts: TextColumns = NO_TEXTS,
+) -> ExportResult:
     """Write one row per trajectory that counts for its group; `everything`: also those that do not.
 
     `texts` makes the columns that people read. What is damaged is left out and named; what is sound
     is written. A file that is there is replaced when the new one is whole.
     """
-    schema = pa.schema([*SCHEMA, *texts.fields()])
+    schema = pa.schema([*SCHEMA, *more_fields(), *texts.fields()])
     where = "true" if everything else COUNTS
     rows = _Rows(catalogue, None if store is None else as_store(store), where, texts, schema)
     unfinished = path.with_name(f".{path.name}.tmp")
@@ -133,7 +253,7 @@ def export_parquet(
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return Exported(
+    return ExportResult(
         rows=written,
         bytes=path.stat().st_size,
         left_out=rows.left_out,
@@ -179,16 +299,18 @@ class _Rows:
         catalogue: Catalogue,
         store: PolicyStore | None,
         where: str,
-        texts: Texts,
+        texts: TextColumns,
         schema: pa.Schema,
     ) -> None:
         self._texts = texts
         self._types = {one.name: one.type for one in schema}
         self._store = store
         self._wanted = logged_records(catalogue, where)
+        more = ", ".join(f"trajectories.{one.name}" for one in more_fields())
+        decided = DECIDED.format(more=more)
         self._decided = {
             (row["partition"], row["offset"]): row
-            for row in catalogue.records(f"{DECIDED} where {where}")
+            for row in catalogue.records(f"{decided} where {where}")
         }
         self._files = dict(catalogue.query("select step, contributions from steps"))
         self._contributions: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()

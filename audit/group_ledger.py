@@ -6,13 +6,19 @@ Rules:
    binds. Every other record of that trajectory is superseded, or fenced if its incarnation was out.
 2. An attempt ends with its record, its failure, or the loss of its worker; losses and retryable
    failures are faults, and a request with `attempts_max` faults has failed.
+
+What has ended may be put away on a disk, and is fetched again when it is asked for: whoever reads a
+`SpillDict` cannot tell the difference. Its groups are added up in `Sums`, so that a report needs
+none of them.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from dora_pipe.audit.entries import (
     Departure,
@@ -25,8 +31,7 @@ from dora_pipe.audit.entries import (
     WorkerEntry,
 )
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.spill import SpillDict, Storage
-from dora_pipe.audit.sums import Sums
+from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import (
     RequestFailed,
     RequestReleased,
@@ -35,6 +40,129 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.rounds import Dispatch, Fate, Move, PlacedRequest
+
+Bucket = tuple[int, int]
+"""Sampled tokens, both ends included."""
+
+
+def bucket_of(tokens: int) -> Bucket:
+    """The length bucket of so many sampled tokens: powers of two.
+
+    Example: ``bucket_of(20) == (17, 32)``, ``bucket_of(1) == (1, 1)``, ``bucket_of(0) == (0, 0)``
+    """
+    if tokens == 0:
+        return 0, 0
+    high = 1 << (tokens - 1).bit_length()
+    return high // 2 + 1, high
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """Sums over groups; what was added can be taken off again."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    """By fate, `open` among them."""
+    trajectories: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Trained groups."""
+    bounds: Counter[int] = field(default_factory=Counter)
+    """Trained groups by deadline minus version."""
+    lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
+    """Training trajectories by length and fate."""
+    length_tokens: Counter[Bucket] = field(default_factory=Counter)
+    epochs: Counter[int] = field(default_factory=Counter)
+    """Trajectories by the role epoch of the worker whose record counts."""
+    epoch_tokens: Counter[int] = field(default_factory=Counter)
+
+    def add(self, group: GroupEntry, times: int = 1) -> None:
+        """Count a group; -1 takes it off."""
+        fate, results = group.fate or "open", group.results
+        self.groups[fate] += times
+        self.trajectories[fate] += times * len(results)
+        self.tokens[fate] += times * group.tokens
+        spec = group.spec
+        if group.step is not None:
+            self.staleness[staleness_of(group.step, spec.version)] += times
+            self.bounds[spec.deadline - spec.version] += times
+        for entry in group.requests.values():
+            if entry.bound is not None:
+                fact = entry.bound.fact
+                self.epochs[fact.epoch] += times
+                self.epoch_tokens[fact.epoch] += times * fact.tokens
+        if spec.purpose == "train":
+            for entry in group.requests.values():
+                tokens = 0 if entry.bound is None else entry.bound.fact.tokens
+                bucket = bucket_of(tokens)
+                self.lengths[bucket, fate] += times
+                self.length_tokens[bucket] += times * tokens
+
+
+K = TypeVar("K")
+Key = TypeVar("Key", contravariant=True)
+V = TypeVar("V")
+
+
+class Storage(Protocol[Key, V]):
+    """Where entries of one kind are kept."""
+
+    def keeps(self, key: Key) -> bool:
+        """Whether an entry with such a key can be put away at all."""
+        ...
+
+    def fetch(self, key: Key) -> V | None:
+        """The entry, if it was put away; it stays where it is until it is put away again."""
+        ...
+
+    def store(self, entries: Iterable[tuple[Key, V]]) -> None:
+        """Keep these, instead of what was kept under their keys."""
+        ...
+
+
+class SpillDict(dict[K, V]):
+    """Live entries are the dictionary's own: iterating, `values` and `len` see only those."""
+
+    storage: Storage[K, V] | None = None
+    on_fetch: Callable[[V], None] | None = None
+    """Is told of every entry that is live again."""
+
+    def __missing__(self, key: K) -> V:
+        found = self._fetch(key)
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or self._fetch(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary, with what was put away."""
+        found: Any = dict.get(self, key)
+        if found is None:
+            found = self._fetch(key)
+        return default if found is None else found
+
+    def spill(self, keys: Iterable[K]) -> list[V]:
+        """Let go of these live entries, if there is a place for them; those that have gone."""
+        storage = self.storage
+        if storage is None:
+            return []
+        gone = [(key, self[key]) for key in keys if dict.__contains__(self, key)]
+        gone = [(key, entry) for key, entry in gone if storage.keeps(key)]
+        storage.store(gone)
+        for key, _ in gone:
+            del self[key]
+        return [entry for _, entry in gone]
+
+    def _fetch(self, key: Any) -> V | None:
+        if self.storage is None:
+            return None
+        found = self.storage.fetch(key)
+        if found is not None:
+            self[key] = found
+            if self.on_fetch is not None:
+                self.on_fetch(found)
+        return found
 
 
 class GroupStorage(Storage[str, GroupEntry], Protocol):

@@ -23,11 +23,9 @@ from dora_pipe.audit.entries import (
     WorkerEntry,
 )
 from dora_pipe.audit.findings import Findings
-from dora_pipe.audit.group_ledger import GroupLedger
-from dora_pipe.audit.keys import key_of
+from dora_pipe.audit.group_ledger import GroupLedger, SpillDict
 from dora_pipe.audit.legality import Legality
 from dora_pipe.audit.round_reader import Fact, FoldedRound
-from dora_pipe.audit.spill import SpillDict
 from dora_pipe.audit.version_residency import Hosting
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
@@ -384,3 +382,20 @@ class Ledger:
                 self.stopped = at
             case _:
                 pass
+
+
+def key_of(record: AnyControl) -> bytes:
+    """The key that a fact may have; it may also have none. Empty for one that has none."""
+    match record:
+        case WorkerJoined() | WorkerReady() | WorkerLeft() | TrajectoriesLogged():
+            return record.worker.encode()
+        case RequestReleased() | RequestFailed():
+            return record.trajectory.encode()
+        case StepCommitted() | BatchRefused() | WeightsAdopted():
+            return b"trainer"
+        case RoleStarted():
+            return record.role.encode()
+        case Command() | VersionsDropped():
+            return b"user"
+        case _:
+            return b""

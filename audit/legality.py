@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
-from dora_pipe.audit.specs import check_spec
+from dora_pipe.config.model import Config
+from dora_pipe.schemas import identity
+from dora_pipe.schemas.batch import deadline_of
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
     RoleStarted,
+    RunStarted,
     StepCommitted,
     TakenGroup,
 )
@@ -320,7 +323,60 @@ def _kind(decision: AnyDecision) -> str:
 def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
     """The fields in which two specs differ, as each has them."""
     names = [one for one in first.__struct_fields__ if getattr(first, one) != getattr(second, one)]
-    told = [
+    values = [
         ", ".join(f"{name} {getattr(spec, name)}" for name in names) for spec in (first, second)
     ]
-    return told[0], told[1]
+    return values[0], values[1]
+
+
+NO_DEADLINE = -1
+"""Of evaluation groups."""
+
+
+def check_spec(spec: GroupSpec, ordinal: int, ledger: Ledger, config: Config) -> None:
+    """Everything a dispatch stamps must follow from the log before it, and from its ordinal."""
+    started = ledger.started
+    assert started is not None
+    findings, who = ledger.findings, spec.group
+    wanted = _expected(spec, started, config, ordinal)
+    findings.looked["decisions"] += len(wanted)
+    for name, expected in wanted.items():
+        if (found := getattr(spec, name)) != expected:
+            message = f"is dispatched with a wrong {name.replace('_', ' ')}"
+            findings.add("decisions", who, message, expected=expected, found=found)
+    newest = ledger.version
+    message = "is not dispatched under the newest version"
+    findings.same("decisions", who, message, expected=newest, found=spec.version)
+    version = ledger.versions.get(spec.version)
+    if version is None:
+        findings.add("C1", who, f"is dispatched under version {spec.version}, never published")
+        return
+    message = f"is dispatched with other weights than the published ones of version {spec.version}"
+    findings.same("C1", who, message, expected=version.digest, found=spec.digest)
+
+
+def _expected(
+    spec: GroupSpec, started: RunStarted, config: Config, ordinal: int
+) -> dict[str, int | str]:
+    seed = started.seed
+    common: dict[str, int | str] = {
+        "ordinal": ordinal,
+        "group": identity.group_id(spec.purpose, ordinal),
+        "partition": identity.partition_of(ordinal, config.bus.partitions),
+    }
+    if spec.purpose == "eval":
+        return common | {
+            "deadline": NO_DEADLINE,
+            "dataset_digest": started.eval_digest,
+            "seed": identity.group_seed(seed, "eval", spec.index),
+            "size": config.evaluation.siblings,
+        }
+    data_epoch, index = identity.prompt_index(seed, ordinal, started.dataset_rows)
+    return common | {
+        "deadline": deadline_of(spec.version, config.staleness.max_staleness),
+        "dataset_digest": started.dataset_digest,
+        "data_epoch": data_epoch,
+        "index": index,
+        "seed": identity.group_seed(seed, "train", ordinal),
+        "size": config.groups.size,
+    }

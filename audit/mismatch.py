@@ -49,7 +49,7 @@ class Scorer(Protocol):
         ...
 
 
-class Texts(Protocol):
+class Encoder(Protocol):
     """A tokenizer."""
 
     def again(self, token_ids: Sequence[int]) -> list[int]: ...
@@ -150,7 +150,7 @@ class Mismatch:
 
 
 def measure(
-    batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Texts | None = None
+    batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Encoder | None = None
 ) -> Mismatch:
     """The report on a step's batch. Every version in it is loaded once, ascending.
 
@@ -185,8 +185,8 @@ def measure(
         split(one, batch.step, trained=trained[place], then=then[place])
         for place, one in enumerate(trajectories)
     ]
-    told = None if texts is None else _retokenised(trajectories, changed, gaps)
-    return report(batch.step, splits, told)
+    retokenised = None if texts is None else _retokenised(trajectories, changed, gaps)
+    return report(batch.step, splits, retokenised)
 
 
 def split(trajectory: Trajectory, step: int, *, trained: Numbers, then: Numbers) -> Split:
@@ -244,7 +244,7 @@ def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
     )
 
 
-def encoded_again(trajectory: Trajectory, texts: Texts) -> Row | None:
+def encoded_again(trajectory: Trajectory, texts: Encoder) -> Row | None:
     """The row with the text of every stretch that the policy sampled encoded again; None if equal.
 
     Prompts and what environments said stand as recorded: they were encoded once already.

@@ -1,23 +1,34 @@
-"""Decides which files of a policy store nobody needs: orphans, leftovers, what retention drops.
+"""Decides which files of a policy store nobody needs: orphans, leftovers, what retention drops; and
+which values that lie beside the log nobody claims.
 
 Nothing else deletes what no commit names: a file may have been written by a trainer that is about
 to commit it. So a run that is not finished is pruned only where its user says that no trainer of it
 is running, and then only of orphans and leftovers.
+
+A value is written before the record that claims it is appended (`bus.claim_check`). A worker that
+dies in between, or whose append fails for good, leaves a value that no record will ever name. It
+may go when it is so old that nobody can be about to name it: every record of the log and of its
+archive was read after the file was listed, and a file that was written again meanwhile is young.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
-from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import Append, Bus, TopicPartition
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.archive.manifest import SEGMENTS, load_manifest
+from dora_pipe.bus.archive.segment import read_segment
+from dora_pipe.bus.claim_check import ClaimBus, claim_of, may_be_claimed
+from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.consumers.trainer.commits import CommitHistory, retained
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.topics import Topics
@@ -45,14 +56,16 @@ class PruneCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What `prune` would delete."""
+    """What would be deleted: of policies, or of claimed values."""
 
-    candidates: tuple[PruneCandidate, ...]
-    versions: tuple[int, ...]
+    candidates: tuple[PruneCandidate, ...] = ()
+    versions: tuple[int, ...] = ()
     """Those that retention drops now."""
-    files: int
-    """Of the whole store."""
-    bytes: int
+    files: int = 0
+    """Of the whole store, or of all claimed values in it."""
+    bytes: int = 0
+    note: str = ""
+    """Why no claimed value is deleted although there are old ones; empty if that is not so."""
 
     @property
     def freed_bytes(self) -> int:
@@ -107,7 +120,6 @@ def prune(
     *,
     user: str,
     clock: Clock,
-    told: Callable[[PruneCandidate], None] = lambda candidates: None,
 ) -> int:
     """Delete what a plan names; how many files there were. First the log says which versions go.
 
@@ -117,12 +129,7 @@ def prune(
         record = VersionsDropped(at_ns=clock.wall_ns(), user=user, versions=plan.versions)
         with closing(bus.writer()) as writer:
             writer.append([Append(topic=topics.control, key=b"user", value=encode(record))])
-    count = 0
-    for one in plan.candidates:
-        if store.remove(one.file):
-            count += 1
-            told(one)
-    return count
+    return sum(store.remove(one.file) for one in plan.candidates)
 
 
 def _candidates(
@@ -139,15 +146,15 @@ def _candidates(
     named = {history.run_started.assets_digest}
     for commit in read_commits(bus, topics, history.notes, clock):
         named.add(commit.contributions.sha256)
-    stays = {name for version in kept for name in _names(history, version)}
+    needed = {name for version in kept for name in _names(history, version)}
     of = {
         name: version
         for version in range(history.next_step + 1)
         for name in _names(history, version)
-        if name not in stays
+        if name not in needed
     }
     for file in listed:
-        if file.name in stays or digest_in(file.name) in named:
+        if file.name in needed or digest_in(file.name) in named:
             continue
         version = of.get(file.name)
         if version is None:
@@ -171,3 +178,84 @@ def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
     ends = {decisions: bus.end(decisions)}
     with closing(records_of(bus, ends, start=history.decisions_next)) as records:
         return any(STOP_RUN in record.value for record in records)
+
+
+AGE_MIN_S: Final = 3600.0
+"""A role gives an append up after 120 s; the rest is for clocks that differ and frozen machines."""
+
+_OURS: Final = re.compile(r"[0-9a-f]{64}|\..*")
+"""A digest, or an unfinished file. Nothing else is touched."""
+
+
+def plan_claims(
+    bus: Bus,
+    topics: Topics,
+    store: PolicyStore,
+    *,
+    clock: Clock,
+    archive: Path | None = None,
+    age_min_s: float = AGE_MIN_S,
+) -> PrunePlan:
+    """Look; nothing is changed. The log is only read if there is a value that is old enough.
+
+    Raises ResourceError, BusError, and InvariantBroken or LogTruncated for a damaged archive.
+    """
+    listed = store.claims()
+    latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
+    old = [one for one in listed if _is_ours(one) and 0 < one.modified_ns <= latest_ns]
+    candidates: tuple[PruneCandidate, ...] = ()
+    note = ""
+    if old:
+        try:
+            named = {*_named_in_log(bus, topics), *_named_in_archive(archive)}
+            candidates = tuple(
+                PruneCandidate(file=one, why="unclaimed") for one in old if _last(one) not in named
+            )
+        except LogTruncated as error:
+            if archive is not None:
+                raise
+            note = f"{len(old)} claimed values are left as they are: {error.message}"
+    return PrunePlan(
+        candidates=candidates,
+        files=len(listed),
+        bytes=sum(one.bytes for one in listed),
+        note=note,
+    )
+
+
+def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
+    """Delete what a plan names and nobody has written again since; how many files there were."""
+    if not plan.candidates:
+        return 0
+    times = {one.name: one.modified_ns for one in store.claims()}
+    same = [one for one in plan.candidates if times.get(one.file.name) == one.file.modified_ns]
+    return sum(store.remove(one.file) for one in same)
+
+
+def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
+    """From the first record on: LogTruncated where retention has deleted it and no archive is."""
+    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # Names are wanted, not the values.
+    for topic in filter(may_be_claimed, topics.all()):
+        for tp, end in ends_of(raw, topic).items():
+            yield from _named(records_of(raw, {tp: end}))
+
+
+def _named_in_archive(archive: Path | None) -> Iterator[str]:
+    """What lies behind the cut of an interrupted pass counts, too."""
+    if archive is None:
+        return
+    for entry in load_manifest(archive).entries:
+        if entry.records and may_be_claimed(entry.topic):
+            yield from _named(read_segment(archive / SEGMENTS / entry.file, entry).claiming())
+
+
+def _named(records: Iterator[Record]) -> Iterator[str]:
+    return filter(None, map(claim_of, records))
+
+
+def _is_ours(one: Listed) -> bool:
+    return _OURS.fullmatch(_last(one)) is not None
+
+
+def _last(one: Listed) -> str:
+    return one.name.rpartition("/")[2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, SchemaError
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.topics import Topics
@@ -78,23 +78,26 @@ def records_of(
     bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
 ) -> Generator[Record, None, None]:
     """Every record below these ends, in offset order per partition. Raises BusError."""
-    reader = bus.reader(dict.fromkeys(ends, start))
-    empty = 0
-    try:
-        while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
-            before = [reader.position(tp) for tp in ends]
-            # A reader that stands before nothing but a gap would wait for what comes behind it.
-            wait_s = wait_after(empty)
-            records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
+    with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
+        for records in _polls(reader, ends):
             for record in records:
                 if record.offset < ends[record.at]:
                     yield record
-            moved = records or before != [reader.position(tp) for tp in ends]
-            empty = 0 if moved else empty + 1
-            if empty > EMPTY_POLLS_MAX:
-                raise BusError(f"{behind[0].topic} gives no more records before its end")
-    finally:
-        reader.close()
+
+
+def _polls(reader: Reader, ends: Mapping[TopicPartition, int]) -> Iterator[list[Record]]:
+    """What a reader gives until it is at all of these ends."""
+    empty = 0
+    while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
+        before = [reader.position(tp) for tp in ends]
+        # A reader that stands before nothing but a gap would wait for what comes behind it.
+        wait_s = wait_after(empty)
+        records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
+        yield records
+        moved = records or before != [reader.position(tp) for tp in ends]
+        empty = 0 if moved else empty + 1
+        if empty > EMPTY_POLLS_MAX:
+            raise BusError(f"{behind[0].topic} gives no more records before its end")
 
 
 def wait_after(empty: int) -> float:
@@ -116,27 +119,19 @@ def records_from(bus: Bus, positions: Mapping[TopicPartition, int]) -> dict[Topi
     if not positions:
         return found
     ends = {tp: bus.end(tp) for tp in positions}
-    reader, empty = bus.reader(positions), 0
-    try:
-        while left := [t for t in positions if t not in found and reader.position(t) < ends[t]]:
-            records = reader.poll(
-                timeout_s=wait_after(empty), records_max=RECORDS_MAX, bytes_max=BYTES_MAX
-            )
+    with closing(bus.reader(positions)) as reader:
+        for records in _polls(reader, ends):
             for record in records:
                 found.setdefault(record.at, record)
-            empty = 0 if records else empty + 1
-            if empty > EMPTY_POLLS_MAX:
-                raise BusError(f"{left[0].topic} gives no more records before its end")
-    finally:
-        reader.close()
+            if all(tp in found or reader.position(tp) >= end for tp, end in ends.items()):
+                break
     return found
 
 
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
     """The records of one partition at these offsets, in offset order; missing ones are left out."""
     end = bus.end(tp)
-    reader = bus.reader({tp: 0})
-    try:
+    with closing(bus.reader({tp: 0})) as reader:
         for offset in sorted(offsets):
             if offset >= end:
                 return
@@ -148,8 +143,6 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
                 polls += 1
             if found and found[0].offset == offset:
                 yield found[0]
-    finally:
-        reader.close()
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:

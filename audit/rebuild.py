@@ -53,8 +53,8 @@ class Rebuilt:
 class Rebuilder:
     """Gives the weights of any committed version. The trainer is made when it is first needed.
 
-    `told` hears of every version that was made again. Versions asked for in ascending order share
-    their way from a checkpoint.
+    `on_rebuilt` hears of every version that was made again. Versions asked for in ascending order
+    share their way from a checkpoint.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Rebuilder:
         *,
         make_learner: Callable[[RunStarted], Learner],
         clock: Clock,
-        told: Callable[[Rebuilt], None] = lambda rebuilt: LOG.warning("%s", rebuilt.line),
+        on_rebuilt: Callable[[Rebuilt], None] = lambda rebuilt: LOG.warning("%s", rebuilt.line),
     ) -> None:
         self._bus = bus
         self._topics = topics
         self._store = store
         self._make_trainer = make_learner
         self._clock = clock
-        self._told = told
+        self._on_rebuilt = on_rebuilt
         self._history: CommitHistory | None = None
         self._trainer: Learner | None = None
         self._base = self._at = -1
@@ -121,7 +121,7 @@ class Rebuilder:
             raise InvariantBroken(f"version {version} was made again as {manifest.digest}")
         self._at = version
         steps = version - self._base
-        self._told(Rebuilt(version=version, digest=digest, base=self._base, steps=steps))
+        self._on_rebuilt(Rebuilt(version=version, digest=digest, base=self._base, steps=steps))
 
     def _read(self) -> CommitHistory:
         if self._history is None:

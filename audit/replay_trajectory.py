@@ -25,8 +25,7 @@ import numpy as np
 from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
+from dora_pipe.catalogue.database import Catalogue, LoggedRecord, counting_record
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.producers.engines.port import (
@@ -217,9 +216,10 @@ def raise_if_different(found: Regenerated) -> None:
 
 def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
     """The record that counts for a trajectory. Raises UsageError where there is none."""
-    for found in logged_records(catalogue, f"{COUNTS} and trajectory_id = ?", [name]).values():
-        return found
-    raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
+    found = counting_record(catalogue, name)
+    if found is None:
+        raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
+    return found
 
 
 def _read(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:

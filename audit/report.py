@@ -9,8 +9,8 @@ import msgspec
 from dora_pipe.audit.check_fold import FoldCheck
 from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
+from dora_pipe.audit.group_ledger import Bucket, Sums
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.audit.sums import Bucket, Sums
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
 """The fates of groups, and what has none yet."""
@@ -161,7 +161,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
     """Everything that the books say."""
     findings = ledger.findings
     sums = ledger.accounts.summed()
-    staleness = staleness_of_groups(sums)
+    staleness = {one: count for one, count in sorted(sums.staleness.items()) if count}
     order = ["steps", *CHECKS]  # A missing step has many consequences: it goes first.
     logged = ledger.accounts.records
     return AuditReport(
@@ -180,10 +180,13 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         fates=fate_lines(sums),
         staleness=staleness,
         staleness_max=max(staleness, default=None),
-        staleness_bound=bound_of_groups(sums),
+        staleness_bound=max((bound for bound, count in sums.bounds.items() if count), default=None),
         lengths=length_lines(sums),
         engines=engine_lines(ledger, sums),
-        hosted_pairs=pair_lines(ledger),
+        hosted_pairs=tuple(
+            PairLine(older=older, newer=newer, seconds=seconds)
+            for (older, newer), seconds in ledger.hosting.pairs.items()
+        ),
         other_pairs=ledger.hosting.others[0],
         other_pairs_seconds=ledger.hosting.others[1],
         seconds=ledger.hosting.seconds,
@@ -248,16 +251,6 @@ def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
     )
 
 
-def staleness_of_groups(sums: Sums) -> dict[int, int]:
-    """Trained groups by staleness."""
-    return {one: count for one, count in sorted(sums.staleness.items()) if count}
-
-
-def bound_of_groups(sums: Sums) -> int | None:
-    """The largest staleness that any trained group was allowed."""
-    return max((bound for bound, count in sums.bounds.items() if count), default=None)
-
-
 def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
     """The test of bias: were long trajectories trained as often as short ones?"""
     fates: dict[Bucket, dict[str, int]] = {}
@@ -280,15 +273,6 @@ def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
 def _share(fates: dict[str, int]) -> float | None:
     ended = sum(count for fate, count in fates.items() if fate != "open")
     return fates.get("trained", 0) / ended if ended else None
-
-
-def pair_lines(ledger: Ledger) -> tuple[PairLine, ...]:
-    """Seconds per pair of versions."""
-    pairs = ledger.hosting.pairs
-    return tuple(
-        PairLine(older=older, newer=newer, seconds=seconds)
-        for (older, newer), seconds in pairs.items()
-    )
 
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:

@@ -110,7 +110,7 @@ def rescore(
                 again.begin(one)
         events = tasks.poll()
         for event in events:
-            again.take(event)
+            again.handle(event)
         yield from again.done
         again.done.clear()
         if not events and again.asked:
@@ -145,7 +145,7 @@ class _Again:
         self.asked[name] = _Asked(recorded=one, turns=turns_of(one.segments, one.token_ids))
         self._tasks.start(PromptCall(request=name, split=meta.purpose, index=meta.index))
 
-    def take(self, event: Any) -> None:
+    def handle(self, event: Any) -> None:
         """An answer of the task."""
         asked = self.asked.get(event.request)
         if asked is None:
@@ -178,8 +178,8 @@ class _Again:
             self._score(asked)
             return
         _, ids = asked.left.popleft()
-        told = asked.left or recorded.meta.finish == "environment" or self._stopped(ids)
-        if told:
+        answered = asked.left or recorded.meta.finish == "environment" or self._stopped(ids)
+        if answered:
             self._tasks.start(EnvStep(request=recorded.trajectory, token_ids=ids))
         else:
             self._score(asked)

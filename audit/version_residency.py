@@ -26,7 +26,6 @@ class Hosting:
     hosts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Versions by incarnation."""
     now_ns: int | None = None
-    worker_ns: Counter[int] = field(default_factory=Counter)
     pair_ns: Counter[tuple[int, int]] = field(default_factory=Counter)
     span_ns: int = 0
     several_ns: int = 0
@@ -38,8 +37,6 @@ class Hosting:
         if self.now_ns is not None and now_ns > self.now_ns:
             span_ns = now_ns - self.now_ns
             self.span_ns += span_ns
-            for epoch in self.hosts:
-                self.worker_ns[epoch] += span_ns
             versions = sorted({one for held in self.hosts.values() for one in held})
             self.several_ns += span_ns if len(versions) > 1 else 0
             for pair in combinations(versions, 2):
@@ -60,11 +57,6 @@ class Hosting:
     def seconds(self) -> float:
         """From the first round to the last."""
         return self.span_ns / 1e9
-
-    @property
-    def worker_seconds(self) -> dict[int, float]:
-        """Seconds in which an incarnation hosted something, by its role epoch."""
-        return {epoch: ns / 1e9 for epoch, ns in sorted(self.worker_ns.items())}
 
     @property
     def pairs(self) -> dict[tuple[int, int], float]:

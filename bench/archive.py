@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.audit.archive import Archiver
-from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.archive import Archiver, verify
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.archive.reader import ArchiveBus
 from dora_pipe.bus.port import Append, Bus, TopicSpec

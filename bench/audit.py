@@ -24,9 +24,8 @@ from uuid import uuid4
 
 import msgspec
 
-from dora_pipe.audit.auditor import Auditor, Progress
-from dora_pipe.audit.gathering import Source
-from dora_pipe.audit.helpers import Helpers, Start, helpers_for
+from dora_pipe.audit.auditor import Auditor, AuditProgress
+from dora_pipe.audit.evidence import EvidenceSource, Helpers, Start, helpers_for
 from dora_pipe.audit.index import open_index
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
@@ -195,8 +194,10 @@ class _Bench:
     def _audit(self, path: Path, whole: bool) -> None:
         audit_log(self.bus, self.topics, path, whole=whole, source=self._source(whole))
 
-    def _source(self, whole: bool) -> Callable[[dict[int, int], dict[int, int]], Source | None]:
-        def source(positions: dict[int, int], ends: dict[int, int]) -> Source | None:
+    def _source(
+        self, whole: bool
+    ) -> Callable[[dict[int, int], dict[int, int]], EvidenceSource | None]:
+        def source(positions: dict[int, int], ends: dict[int, int]) -> EvidenceSource | None:
             way = sum(ends[one] - position for one, position in positions.items())
             count = helpers_for(way, len(positions))
             if not count:
@@ -213,8 +214,8 @@ def audit_log(
     path: Path | None,
     *,
     whole: bool = True,
-    source: Callable[[dict[int, int], dict[int, int]], Source | None] | None = None,
-    on_piece: Callable[[Progress], None] = lambda progress: None,
+    source: Callable[[dict[int, int], dict[int, int]], EvidenceSource | None] | None = None,
+    on_piece: Callable[[AuditProgress], None] = lambda progress: None,
 ) -> None:
     """Audit a log with its index, as the command does. Raises InvariantBroken."""
     opened = open_index(path, bus, topics, whole=whole, files=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Final
 
-from dora_pipe.audit.audit import audit, raise_if_broken
+from dora_pipe.audit.auditor import audit, raise_if_broken
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.bench.moves_log import Span, covered_s
 from dora_pipe.bus.port import Bus

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from statistics import quantiles
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from dora_pipe.catalogue.account import (
     Attempt,
@@ -71,6 +71,8 @@ from dora_pipe.schemas.wire import canonical, kebab
 MESSAGE_MAX: Final = 2000
 """Characters of an error's message that are kept."""
 
+AnyRow = TypeVar("AnyRow", bound=Row)
+
 
 class CatalogueBuilder:
     """One run. Example: ``builder.fact(offset, record)``, ``builder.round(round_, offset)``; then
@@ -101,24 +103,29 @@ class CatalogueBuilder:
             case RunStarted() if self.account.started is None:
                 self._published(0, fact.policy.digest, fact.at_ns)
             case WorkerJoined():
-                self._told(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
+                self._said(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
             case WorkerReady():
                 worker = self.account.workers.get(fact.epoch)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
-                self._rows.append(_hosting_row(fact, assigned_ns))
+                at = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
+                self._rows.append(_row(HostingRow, fact, incarnation=fact.epoch, **at))
             case RequestFailed():
-                self._rows.append(_failure_row(fact))
+                message = fact.message[:MESSAGE_MAX]
+                row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)
+                self._rows.append(row)
             case RoleStarted():
-                self._rows.append(_role_row(fact))
-                self._told(fact.at_ns, "role-started", fact.role, f"incarnation {fact.role_epoch}")
+                self._rows.append(
+                    _row(RoleRow, fact, incarnation=fact.role_epoch, started_ns=fact.at_ns)
+                )
+                self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.role_epoch}")
             case BatchRefused():
                 why = "; ".join(f"{one.group}: {one.why}" for one in fact.offenders)
-                self._told(fact.at_ns, "batch-refused", f"step {fact.step}", why)
+                self._said(fact.at_ns, "batch-refused", f"step {fact.step}", why)
             case Command():
                 said = f"by {fact.user}: {canonical(fact.args).decode()}"
-                self._told(fact.at_ns, "command", fact.verb, said)
+                self._said(fact.at_ns, "command", fact.verb, said)
             case WeightsAdopted():
-                self._told(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.why)
+                self._said(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.why)
             case _:
                 pass
         self._happened(self.account.fact(offset, fact))
@@ -161,7 +168,7 @@ class CatalogueBuilder:
         row = EventRow(at_ns=at_ns, round=round_, kind=kind, subject=subject, reason=reason)
         self._rows.append(row)
 
-    def _told(self, at_ns: int, kind: str, subject: str, reason: str) -> None:
+    def _said(self, at_ns: int, kind: str, subject: str, reason: str) -> None:
         self._event(at_ns, None, kind, subject, reason)
 
     def _decided(self, decision: AnyDecision, round_: Round) -> None:
@@ -209,74 +216,40 @@ class CatalogueBuilder:
             return
         self._rows.append(_worker_row(worker))
         if event.how == "left":
-            self._told(event.at_ns, "worker-left", worker.name, event.why)
+            self._said(event.at_ns, "worker-left", worker.name, event.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
         lineage = fact.lineage
-        return RunRow(
-            run=fact.run,
+        return _row(
+            RunRow,
+            fact,
             first_ns=self.first_ns,
             started_ns=fact.at_ns,
             last_ns=self.last_ns,
             stopped=self.account.over,
             rounds=self.rounds,
-            seed=fact.seed,
-            planner=fact.planner,
-            package=fact.package,
-            schema_version=fact.schema_version,
             config=canonical(fact.config).decode(),
-            config_digest=fact.config_digest,
-            dataset_digest=fact.dataset_digest,
-            dataset_rows=fact.dataset_rows,
-            eval_digest=fact.eval_digest,
-            eval_rows=fact.eval_rows,
-            assets_digest=fact.assets_digest,
             lineage_run=None if lineage is None else lineage.run,
             lineage_step=None if lineage is None else lineage.step,
         )
 
 
-def _role_row(fact: RoleStarted) -> RoleRow:
-    return RoleRow(
-        role=fact.role,
-        incarnation=fact.role_epoch,
-        started_ns=fact.at_ns,
-        host=fact.host,
-        pid=fact.pid,
-        package=fact.package,
-    )
+def _row(kind: type[AnyRow], record: object, **others: Any) -> AnyRow:
+    """A row of what a record says under the names of the columns, and of these others."""
+    same = (name for name in kind.__struct_fields__ if name not in others)
+    return kind(**{name: getattr(record, name) for name in same}, **others)
 
 
 def _worker_row(worker: WorkerHistory) -> WorkerRow:
     fact, gone = worker.joined, worker.gone
-    return WorkerRow(
-        worker=fact.worker,
+    return _row(
+        WorkerRow,
+        fact,
         incarnation=worker.epoch,
         joined_ns=fact.at_ns,
         gone_ns=None if gone is None else gone.at_ns,
         departure=None if gone is None else gone.how,
         why=None if gone is None else gone.why,
-        slots=fact.slots,
-        prefetch=fact.prefetch,
-        kv_tokens=fact.kv_tokens,
-        engine=fact.engine,
-        engine_version=fact.engine_version,
-        device=fact.device,
-        dtype=fact.dtype,
-        reward_digest=fact.reward_digest,
-        host=fact.host,
-        pid=fact.pid,
-    )
-
-
-def _hosting_row(fact: WorkerReady, assigned_ns: int | None) -> HostingRow:
-    return HostingRow(
-        worker=fact.worker,
-        incarnation=fact.epoch,
-        version=fact.version,
-        assigned_ns=assigned_ns,
-        ready_ns=fact.at_ns,
-        load_ms=fact.load_ms,
     )
 
 
@@ -289,18 +262,6 @@ def _round_row(round_: Round, offset: int) -> RoundRow:
         decisions_offset=offset,
         observed=len(round_.observations),
         decided=len(round_.decisions),
-    )
-
-
-def _failure_row(fact: RequestFailed) -> FailureRow:
-    return FailureRow(
-        trajectory_id=fact.trajectory,
-        attempt=fact.attempt,
-        worker=fact.worker,
-        at_ns=fact.at_ns,
-        error=fact.error,
-        message=fact.message[:MESSAGE_MAX],
-        retryable=fact.retryable,
     )
 
 
@@ -350,16 +311,15 @@ def _step_row(event: StepEnded) -> StepRow:
     lengths = sorted(one.tokens for one in results)
     staleness = event.staleness
     waited_for = event.waited_for
-    return StepRow(
-        step=fact.step,
-        attempt=fact.attempt,
+    return _row(
+        StepRow,
+        fact,
         control_offset=event.offset,
         free_ns=batch.free_ns or None,
         taken_ns=batch.taken_ns,
         committed_ns=fact.at_ns,
         seconds=event.seconds,
         waited_s=event.waited_s,
-        compute_s=fact.compute_s,
         waited_for=None if waited_for is None else waited_for.trajectory,
         waited_worker=None if waited_for is None else waited_for.worker,
         waited_version=None if waited_for is None else waited_for.version,
@@ -385,10 +345,7 @@ def _step_row(event: StepEnded) -> StepRow:
         grad_norm=fact.figures.get("grad_norm"),
         figures=canonical(fact.figures).decode(),
         settings=canonical(fact.settings).decode(),
-        digest_before=fact.digest_before,
-        digest_after=fact.digest_after,
         contributions=fact.contributions.sha256,
-        adopted=fact.adopted,
     )
 
 

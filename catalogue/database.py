@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -76,7 +77,7 @@ _PLACE = "catalogue_source"
 """The table that says of which log a catalogue is, and how far it goes."""
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogueSource(msgspec.Struct, frozen=True, kw_only=True):
     """How far into which log a catalogue goes."""
 
     form: int
@@ -118,13 +119,12 @@ class Catalogue:
         self._db.execute("attach ':memory:' as log (compress)")
         self._db.execute("use log")
         self._appended = 0
-        self._inserts = {table.row: _insertion(table) for table in TABLES}
+        self._inserts = {table.row: arrow_schema(table.row) for table in TABLES}
         for table in TABLES:
             self._create(table)
         for name, body in VIEWS.items():
             self._db.execute(f"create view {name} as {body}")
-        fields = ", ".join(_definition(one) for one in _source_columns())
-        self._db.execute(f"create table {_PLACE} ({fields})")
+        self._db.execute(f"create table {_PLACE} (source JSON)")
 
     def append(self, rows: Iterable[Row]) -> None:
         """Add rows of what has ended."""
@@ -222,12 +222,12 @@ class Catalogue:
         return int(found[0]) if found and found[0] else 0
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> CatalogueSource | None:
         """How far it goes; None where nobody has said so."""
-        found = self.records(f"select * from {_PLACE}")
-        return msgspec.convert(found[0], Source) if found else None
+        found = self.one(f"select source from {_PLACE}")
+        return msgspec.json.decode(found[0], type=CatalogueSource) if found else None
 
-    def save(self, path: Path, source: Source) -> None:
+    def save(self, path: Path, source: CatalogueSource) -> None:
         """Write it to a file that `Catalogue(path)` opens, all or nothing.
 
         Raises ResourceError where it cannot be written.
@@ -236,9 +236,8 @@ class Catalogue:
         try:
             unfinished.unlink(missing_ok=True)
             self._db.execute(f"truncate {_PLACE}")
-            marks = ", ".join("?" * len(Source.__struct_fields__))
-            values = list(msgspec.structs.astuple(source))
-            self._db.execute(f"insert into {_PLACE} values ({marks})", values)
+            said = msgspec.json.encode(source).decode()
+            self._db.execute(f"insert into {_PLACE} values (?)", [said])
             name = str(unfinished).replace("'", "''")
             self._db.execute(f"attach '{name}' as saved")
             try:
@@ -287,7 +286,7 @@ class Catalogue:
             self._db.unregister("incoming")
 
 
-def fresh_catalogue(path: Path, source: Source) -> Catalogue | None:
+def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
     """A catalogue that was saved, if it is of this form and goes exactly so far into that log."""
     if not path.is_file():
         return None
@@ -300,15 +299,15 @@ def fresh_catalogue(path: Path, source: Source) -> Catalogue | None:
     try:
         if found.source == source:
             return found
-    except (UsageError, msgspec.ValidationError):
+    except (UsageError, msgspec.DecodeError):
         pass  # its tables are of another form
     found.close()
     return None
 
 
-def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> Source:
+def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> CatalogueSource:
     """How far a catalogue of today's form goes."""
-    return Source(
+    return CatalogueSource(
         form=FORM,
         run=run,
         control_next=control_next,
@@ -328,16 +327,8 @@ def _definition(column: Column) -> str:
     return f'"{column.name}" {column.sql}' + ("" if column.null else " not null")
 
 
-def _source_columns() -> list[Column]:
-    kinds = {"run": "VARCHAR", "chain": "VARCHAR"}
-    return [
-        Column(name=name, sql=kinds.get(name, "BIGINT"), null=False, words="")
-        for name in Source.__struct_fields__
-    ]
-
-
-def _insertion(table: Table) -> Any:
-    """The Arrow schema that rows of a table are handed over in."""
+def arrow_schema(row: type[Row]) -> Any:
+    """A table's columns as Arrow has them: rows are handed over so, and exported."""
     import pyarrow as pa
 
     kinds = {
@@ -348,7 +339,7 @@ def _insertion(table: Table) -> Any:
         "BOOLEAN": pa.bool_(),
     }
     return pa.schema(
-        [pa.field(one.name, kinds.get(one.sql, pa.string())) for one in columns_of(table.row)]
+        [pa.field(one.name, kinds.get(one.sql, pa.string())) for one in columns_of(row)]
     )
 
 
@@ -359,3 +350,61 @@ def _plain(value: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+COUNTS = "standing = 'bound'"
+"""Of a record that counts for its group."""
+
+_COLUMNS = (
+    "trajectory_id, attempt, incarnation, standing, logged_ns, partition, record_offset, sha256"
+)
+_ORDER = "partition, record_offset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRecord:
+    """What control says of a record; `bus.logged` holds what lies there against it."""
+
+    trajectory: str
+    attempt: int
+    epoch: int
+    """Incarnation of the worker that wrote it."""
+    standing: str
+    """`bound`: it counts; `superseded`; `fenced`."""
+    logged_ns: int
+    partition: int
+    offset: int
+    sha256: str
+    """Of its value, hex."""
+
+
+def logged_records(
+    catalogue: Catalogue, where: str, parameters: Sequence[Any] = ()
+) -> dict[tuple[int, int], LoggedRecord]:
+    """Records by partition and offset, in that order; `where` is a condition on `records`."""
+    rows = catalogue.query(
+        f"select {_COLUMNS} from records where {where} order by {_ORDER}", parameters
+    )
+    found = map(_record, rows)
+    return {(one.partition, one.offset): one for one in found}
+
+
+def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | None:
+    """The record that counts for a trajectory; None while there is none."""
+    source = f"(from records where {COUNTS})"
+    found = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
+    return _record(found[-1]) if found else None
+
+
+def _record(row: tuple[Any, ...]) -> LoggedRecord:
+    trajectory, attempt, epoch, standing, logged_ns, partition, offset, sha256 = row
+    return LoggedRecord(
+        trajectory=trajectory,
+        attempt=attempt,
+        epoch=epoch,
+        standing=standing,
+        logged_ns=logged_ns,
+        partition=partition,
+        offset=offset,
+        sha256=sha256,
+    )

@@ -1,6 +1,6 @@
 """Reads a log into whoever wants to know it, in the order of the fold; it decides how much at once.
 
-A round is told behind the control records that it folds. Records that cannot be read are counted
+A round comes behind the control records that it folds. Records that cannot be read are counted
 and left out: what is wrong with them is for audit to say. Trajectories and progress are not read.
 The metrics topic is read for those who ask for it: it is lossy by design, so only the last
 `STATUS_TAIL` records of a partition are, and a bus passes over what retention has deleted.
@@ -43,7 +43,7 @@ Read = TypeVar("Read")
 
 
 class LogReader(Protocol):
-    """Who is told of a log."""
+    """Who follows a log."""
 
     def fact(self, offset: int, fact: AnyControl, /) -> None:
         """A control record."""
@@ -98,14 +98,14 @@ class LogFollower:
         statuses: Callable[[AnyMetrics], None] | None = None,
         meter: LogMeter | None = None,
     ) -> None:
-        """`statuses` is told every record of the metrics topic, which is read for it alone."""
+        """`statuses` gets every record of the metrics topic, which is read for it alone."""
         self.meter = meter or LogMeter()
         self.chain = GENESIS_CHAIN
-        """Of the last round that was told."""
+        """Of the last round that was read."""
         self.over = False
-        """A round has stopped the run: what comes after it is told too."""
+        """A round has stopped the run: what comes after it is read too."""
         self._bus, self._run = bus, topics.run
-        self._told = readers
+        self._listeners = readers
         self._statuses = statuses
         self._control = TopicPartition(topics.control, 0)
         self._decisions = TopicPartition(topics.decisions, 0)
@@ -142,14 +142,14 @@ class LogFollower:
 
     def advance(self) -> bool:
         """Read one piece; whether there is more. Raises BusError, LogTruncated."""
-        told = self._tell_statuses()
-        told = self._read_rounds() or told
-        while self._rounds and self._tell(*self._rounds[0]):
+        found = self._read_statuses()
+        found = self._read_rounds() or found
+        while self._rounds and self._pass_round(*self._rounds[0]):
             self._rounds.popleft()
-            told = True
+            found = True
         if self.over:
-            told = self._tell_rest() or told
-        more = told or any(map(self._has_more, self._readers))
+            found = self._read_rest() or found
+        more = found or any(map(self._has_more, self._readers))
         if not more:
             self._note_positions()
         return more
@@ -192,15 +192,15 @@ class LogFollower:
         self.meter.count(topic, len(at.value))
         return found
 
-    def _tell_statuses(self) -> bool:
-        told = False
+    def _read_statuses(self) -> bool:
+        found = False
         for at in self._metrics:
             for record in self._poll(at):
-                told = True
+                found = True
                 status = self._decoded(record, decode_metrics)
                 if self._statuses is not None and not isinstance(status, Unknown | None):
                     self._statuses(status)
-        return told
+        return found
 
     def _read_rounds(self) -> bool:
         if self._rounds:
@@ -212,7 +212,7 @@ class LogFollower:
                 self._rounds.append((record.offset, round_))
         return bool(records)
 
-    def _tell(self, offset: int, round_: Round) -> bool:
+    def _pass_round(self, offset: int, round_: Round) -> bool:
         """Tell a round and what it folds; False while control was not read so far."""
         end = self._bus.end(self._control)
         if round_.control_next > end:
@@ -228,25 +228,25 @@ class LogFollower:
             self._facts.extend(self._poll(self._control))
             polls += 1
         while self._facts and self._facts[0].offset < round_.control_next:
-            self._tell_fact(self._facts.popleft())
-        for reader in self._told:
+            self._pass_fact(self._facts.popleft())
+        for reader in self._listeners:
             reader.round(round_, offset)
         self.chain = round_.chain
         self.over = self.over or any(isinstance(one, StopRun) for one in round_.decisions)
         return True
 
-    def _tell_rest(self) -> bool:
+    def _read_rest(self) -> bool:
         """What was said behind the last round: workers that leave."""
         self._facts.extend(self._poll(self._control))
-        told = bool(self._facts)
+        found = bool(self._facts)
         while self._facts:
-            self._tell_fact(self._facts.popleft())
-        return told
+            self._pass_fact(self._facts.popleft())
+        return found
 
-    def _tell_fact(self, record: Record) -> None:
+    def _pass_fact(self, record: Record) -> None:
         fact = self._decoded(record, decode_control)
         if not isinstance(fact, Unknown | None):
-            for reader in self._told:
+            for reader in self._listeners:
                 reader.fact(record.offset, fact)
 
     def _note_positions(self) -> None:

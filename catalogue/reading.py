@@ -9,7 +9,7 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.builder import CatalogueBuilder
-from dora_pipe.catalogue.database import Catalogue, Source, fresh_catalogue, source_of
+from dora_pipe.catalogue.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
 from dora_pipe.catalogue.follower import POLLS_MAX, WAIT_S, LogFollower
 from dora_pipe.core.errors import DoraError, SchemaError
 from dora_pipe.schemas.rounds import Round, decode_round
@@ -56,12 +56,12 @@ def read_catalogue(
     topics: Topics,
     path: Path | None = None,
     *,
-    told: Callable[[float], None] = lambda share: None,
+    on_share: Callable[[float], None] = lambda share: None,
 ) -> Catalogue:
     """The catalogue of a run up to its present end; close it.
 
     With a path, one that was saved there is taken where it fits the log, and that of a run that is
-    over is saved there. `told` hears of the share that was read. Raises BusError, LogTruncated.
+    over is saved there. `on_share` gets the share that was read. Raises BusError, LogTruncated.
     """
     source = log_source(bus, topics) if path is not None else None
     saved = None if path is None or source is None else fresh_catalogue(path, source)
@@ -69,7 +69,7 @@ def read_catalogue(
         return saved
     with closing(LivingCatalogue(bus, topics)) as living:
         while living.advance():
-            told(living.follower.share)
+            on_share(living.follower.share)
         living.refresh()
         if path is not None and source is not None:
             save_finished(living, path, source)
@@ -82,7 +82,7 @@ def saved_catalogue(bus: Bus, topics: Topics, path: Path) -> Catalogue | None:
     return None if source is None else fresh_catalogue(path, source)
 
 
-def save_finished(living: LivingCatalogue, path: Path, source: Source) -> None:
+def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) -> None:
     """Save a catalogue that was read and refreshed, if the run is over and ends at `source`.
 
     It is a cache: where it cannot be written, or the log has grown meanwhile, there is none.
@@ -97,7 +97,7 @@ def save_finished(living: LivingCatalogue, path: Path, source: Source) -> None:
         return
 
 
-def log_source(bus: Bus, topics: Topics) -> Source | None:
+def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
     """How far the log goes at present; None while it has no round."""
     control = bus.end(TopicPartition(topics.control, 0))
     decisions = bus.end(TopicPartition(topics.decisions, 0))

@@ -9,9 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.audit.archive import Archiver, Pass
-from dora_pipe.audit.archive_policies import Copied, copy_policies
-from dora_pipe.audit.archive_verify import raise_if_damaged, verify
+from dora_pipe.audit.archive import Archiver, Copied, Pass, copy_policies, raise_if_damaged, verify
 from dora_pipe.bus.archive.manifest import AGAIN, MANIFEST, unfinished
 from dora_pipe.cli.output import emit_json, emit_line
 from dora_pipe.cli.progress import progress

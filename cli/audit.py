@@ -10,10 +10,8 @@ from typing import IO, Final
 
 import msgspec
 
-from dora_pipe.audit.auditor import Auditor
-from dora_pipe.audit.check_catalogue import check_catalogue
-from dora_pipe.audit.gathering import Source
-from dora_pipe.audit.helpers import Helpers, Request, Start, helpers_for, serve
+from dora_pipe.audit.auditor import Auditor, check_catalogue
+from dora_pipe.audit.evidence import EvidenceSource, Helpers, Request, Start, helpers_for, serve
 from dora_pipe.audit.index import FILE_NAME, look_up, open_index
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.report import AuditReport
@@ -216,7 +214,7 @@ class AuditSession:
         self._auditor.close()
         self._opened.index.close()
 
-    def _source(self, positions: dict[int, int], ends: dict[int, int]) -> Source | None:
+    def _source(self, positions: dict[int, int], ends: dict[int, int]) -> EvidenceSource | None:
         """Helpers for a long way, nobody for a short one."""
         way = sum(ends[one] - position for one, position in positions.items())
         count = helpers_for(way, len(positions))

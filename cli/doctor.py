@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dora_pipe.audit.config_drift import config_drift
+from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.checks import check_same
 from dora_pipe.bus.kafka.bus import KafkaBus

@@ -51,7 +51,7 @@ OFFPOLICY_STEPS: Final = 36
 """Of every cell of the study."""
 
 CLAIM_HOURS: Final = 1.0
-"""Values that no record claims are older before `prune` names them: `history.prune_claims`."""
+"""Values that no record claims are older before `prune` names them: `audit.prune`."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 RunsOption = Annotated[

@@ -23,8 +23,7 @@ from dora_pipe.audit.replay_trajectory import (
 from dora_pipe.audit.rescore import Rescored, rescore
 from dora_pipe.audit.rescore import raise_if_different as raise_if_rewarded_otherwise
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
+from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import Progress
 from dora_pipe.config.logged import logged_config
@@ -125,7 +124,7 @@ def rebuilder(run: OpenRun) -> Rebuilder:
         store,
         make_learner=lambda started: open_trainer(run, started),
         clock=SystemClock(),
-        told=lambda rebuilt: say(rebuilt.line),
+        on_rebuilt=lambda rebuilt: say(rebuilt.line),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from dora_pipe.audit.describe import DAMAGE, TRACE, Story, tell
+from dora_pipe.audit.describe import DAMAGE, TRACE, Story, describe
 from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.output import (
     draws_blocks,
@@ -83,7 +83,7 @@ def show_run(run: OpenRun, *, as_json: bool) -> None:
 def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
     """Print where a step, group or trajectory came from and went."""
     with remembered_ledger(run) as known:
-        story = tell(run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known)
+        story = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known)
     if as_json:
         emit_json(story)
     elif "figures" in story and not everything:  # of a step

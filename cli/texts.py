@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.audit.export_texts import Rows, Texts
+from dora_pipe.audit.export import Rows, TextColumns
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import DoraError, PolicyError
 from dora_pipe.launch.plan import has_tokenizer
@@ -44,11 +44,11 @@ def decoder_in(assets: Path) -> Decode | None:
     return None if found is None else found.full_text
 
 
-def texts_of(run: OpenRun) -> Texts:
+def texts_of(run: OpenRun) -> TextColumns:
     """What an export writes texts with."""
     started, _ = policy_after(run.bus, run.topics, 0)
     words = _tokenizer(lambda: run.policies.assets(started.assets_digest), "note: texts are empty")
-    return Texts(words, _data(run, started))
+    return TextColumns(words, _data(run, started))
 
 
 def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None:

@@ -266,7 +266,7 @@ class OpenRun:
 
         Raises BusError, LogTruncated.
         """
-        return read_catalogue(self.bus, self.topics, self.directory.catalogue, told=told)
+        return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
 
     @property
     def has_policies(self) -> bool:

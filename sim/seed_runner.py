@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
 from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64

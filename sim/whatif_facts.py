@@ -24,8 +24,7 @@ import numpy as np
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.logged import COUNTS, logged_records
+from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError, UsageError

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,6 +63,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     from tests.support.recorded_run import recorded_in
 
     return recorded_in(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def copy(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
+    """A copy of it, to be damaged."""
+    return recorded.copy(tmp_path / "copy")
 
 
 @pytest.fixture

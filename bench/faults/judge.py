@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_step import replay
 from dora_pipe.bench.faults.inject import Ack

@@ -70,8 +70,8 @@ def audit(
     """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
     if follow and as_json:
         raise UsageError("--follow talks line by line: it gives no JSON")
-    from dora_pipe.audit.archive_verify import raise_if_damaged, verify
-    from dora_pipe.audit.audit import raise_if_broken
+    from dora_pipe.audit.archive import raise_if_damaged, verify
+    from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
     from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession, help_audit
     from dora_pipe.cli.audit_tables import print_report
@@ -283,7 +283,7 @@ def prune(
     Nothing is deleted without --delete. A version that is needed again is made again by replay.
     """
     from dora_pipe.audit import prune as history
-    from dora_pipe.audit.prune_claims import ClaimPlan, plan_claims, prune_claims
+    from dora_pipe.audit.prune import PrunePlan, plan_claims, prune_claims
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
 
@@ -298,7 +298,7 @@ def prune(
             stopped=stopped,
             clock=clock,
         )
-        claims = ClaimPlan()
+        claims = PrunePlan()
         if not open_run.directory.is_archive:  # An archive's own are never touched.
             below = archive or open_run.directory.archive
             age_s = claim_hours * 3600

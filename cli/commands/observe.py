@@ -60,7 +60,7 @@ def show(
     root: RunsOption = RUNS,
 ) -> None:
     """Show how a run goes or went; or where a step, group or trajectory came from and went."""
-    from dora_pipe.audit.config_drift import config_drift
+    from dora_pipe.audit.effective_config import config_drift
     from dora_pipe.cli.show import show_id, show_run
     from dora_pipe.launch.run_dir import opened
 

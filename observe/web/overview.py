@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
-from dora_pipe.audit.sums import Bucket, bucket_of
 from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, short

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.reading import records_at
-from dora_pipe.audit.sums import Bucket, bucket_of
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.catalogue.logged import COUNTS, LoggedRecord, logged_records
+from dora_pipe.catalogue.database import COUNTS, LoggedRecord, logged_records
 from dora_pipe.core.errors import SchemaError, UsageError
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.archive import verify
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.archive.manifest import MANIFEST, SEGMENTS, load_manifest
 from dora_pipe.bus.archive.reader import ArchiveBus
@@ -30,14 +30,8 @@ from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.launch import run_dir as rundir
 from tests.support.bus_archive import everything, log_in_memory, partitions_of
 from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.small_disk import small_disk
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "run")
 
 
 @pytest.fixture
@@ -48,10 +42,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_archive_and_verify_print_the_same_head(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
-    code, out, _ = call("archive", recorded.directory, "--to", place)
+    code, out, _ = call("archive", copy.directory, "--to", place)
     assert code == 0
     head = load_manifest(place).head
     assert out.rstrip().endswith(f"chain {head}")
@@ -66,7 +60,7 @@ def test_archive_and_verify_print_the_same_head(
 
 
 def test_every_reading_command_reads_an_archive_whose_run_is_gone(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
     commands: list[tuple[object, ...]] = [
@@ -82,11 +76,11 @@ def test_every_reading_command_reads_an_archive_whose_run_is_gone(
         filled = [[name if one == "RUN" else one for one in command] for command in commands]
         return [call(*command)[:2] for command in filled]
 
-    of_the_log = answers(recorded.directory)
+    of_the_log = answers(copy.directory)
     assert [code for code, _ in of_the_log] == [0] * len(commands)
-    code, out, _ = call("archive", recorded.directory, "--to", place, "--with-policies")
+    code, out, _ = call("archive", copy.directory, "--to", place, "--with-policies")
     assert code == 0 and "files of policies" in out
-    shutil.rmtree(recorded.directory)
+    shutil.rmtree(copy.directory)
     assert answers(place) == of_the_log
     code, _, _ = call("replay", place, "--from", 0, "--to", STEPS)
     assert code == 0
@@ -95,11 +89,11 @@ def test_every_reading_command_reads_an_archive_whose_run_is_gone(
 
 
 def test_an_archive_without_policies_is_audited_without_them(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
-    call("archive", recorded.directory, "--to", place)
-    shutil.rmtree(recorded.directory)
+    call("archive", copy.directory, "--to", place)
+    shutil.rmtree(copy.directory)
     code, out, _ = call("audit", place)
     assert code == 0
     assert "policy files were not looked at" in out
@@ -108,34 +102,34 @@ def test_an_archive_without_policies_is_audited_without_them(
 
 
 def test_what_cannot_be_is_refused_with_a_hint(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
-    assert call("archive", recorded.directory)[0] == 2
-    assert call("archive", recorded.directory, "--to", recorded.directory)[0] == 2
-    assert call("archive", "--verify", recorded.directory)[0] == 2
-    call("archive", recorded.directory, "--to", place)
+    assert call("archive", copy.directory)[0] == 2
+    assert call("archive", copy.directory, "--to", copy.directory)[0] == 2
+    assert call("archive", "--verify", copy.directory)[0] == 2
+    call("archive", copy.directory, "--to", place)
     assert call("archive", place, "--to", tmp_path / "again")[0] == 2
     code, _, err = call("tell", place, "pause")
     assert code == 4 and "cannot be written to" in err and err.count("error:") == 1
     with closing(ArchiveWriter(place, "recorded", load_manifest(place).topics)):
-        code, _, err = call("archive", recorded.directory, "--to", place)
+        code, _, err = call("archive", copy.directory, "--to", place)
     assert code == 4 and "another process writes the archive" in err
 
 
 def test_an_archive_that_lost_its_manifest_is_one_line_and_not_written_over(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
-    assert call("archive", recorded.directory, "--to", place)[0] == 0
+    assert call("archive", copy.directory, "--to", place)[0] == 0
     (place / MANIFEST).unlink()
     kept = {path.name: path.read_bytes() for path in (place / SEGMENTS).iterdir()}
     commands = [
         ("audit", place),
         ("topics", place),
         ("archive", "--verify", place),
-        ("archive", recorded.directory, "--to", place),
-        ("audit", recorded.directory, "--archive", place),
+        ("archive", copy.directory, "--to", place),
+        ("audit", copy.directory, "--archive", place),
     ]
     for command in commands:
         code, _, err = call(*command)
@@ -145,10 +139,10 @@ def test_an_archive_that_lost_its_manifest_is_one_line_and_not_written_over(
 
 
 def test_a_flipped_bit_is_one_line_with_a_hint_in_every_command(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
-    assert call("archive", recorded.directory, "--to", place)[0] == 0
+    assert call("archive", copy.directory, "--to", place)[0] == 0
     path = next((place / SEGMENTS).glob("recorded.trajectories-0-*"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -165,11 +159,11 @@ def test_a_flipped_bit_is_one_line_with_a_hint_in_every_command(
 
 
 def test_a_full_disk_is_one_line_with_a_hint_and_the_next_call_goes_on(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 4) as disk:
         place = disk.path / "kept"
-        words = ("archive", recorded.directory, "--to", place, "--with-policies")
+        words = ("archive", copy.directory, "--to", place, "--with-policies")
         for free_bytes in (0, 4096, 12_288, 32_768):
             disk.fill(but_bytes=free_bytes)
             code, _, err = call(*words)
@@ -183,25 +177,25 @@ def test_a_full_disk_is_one_line_with_a_hint_and_the_next_call_goes_on(
 
 
 def test_an_archive_of_a_run_whose_directory_cannot_be_written_says_so(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    call: Call, copy: RecordedRun, tmp_path: Path
 ) -> None:
-    (recorded.directory / rundir.ARCHIVED_TO).mkdir()
-    code, _, err = call("archive", recorded.directory, "--to", tmp_path / "kept")
+    (copy.directory / rundir.ARCHIVED_TO).mkdir()
+    code, _, err = call("archive", copy.directory, "--to", tmp_path / "kept")
     assert code == 0 and "note:" in err and "--archive DIR" in err
 
 
 @pytest.fixture
 def shortened(
-    recorded: RecordedRun, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    copy: RecordedRun, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """An archive of a run whose log then loses the first half of each trajectories partition."""
     place = tmp_path / "kept"
-    assert call("archive", recorded.directory, "--to", place)[0] == 0
-    with closing(recorded.open()) as bus:
+    assert call("archive", copy.directory, "--to", place)[0] == 0
+    with closing(copy.open()) as bus:
         log = log_in_memory(bus)
     live = MemoryBus(log)
-    for partition in range(live.partitions(recorded.topics.trajectories)):
-        tp = TopicPartition(recorded.topics.trajectories, partition)
+    for partition in range(live.partitions(copy.topics.trajectories)):
+        tp = TopicPartition(copy.topics.trajectories, partition)
         log.delete_before(tp, live.end(tp) // 2)
     opened = rundir.RunDir.open_bus
 
@@ -213,33 +207,31 @@ def shortened(
 
 
 def test_a_log_without_its_beginning_needs_its_archive_and_says_so(
-    call: Call, recorded: RecordedRun, shortened: Path
+    call: Call, copy: RecordedRun, shortened: Path
 ) -> None:
-    (recorded.directory / rundir.ARCHIVED_TO).unlink()
-    code, _, err = call("export", recorded.directory, "--parquet", shortened / "x.parquet")
+    (copy.directory / rundir.ARCHIVED_TO).unlink()
+    code, _, err = call("export", copy.directory, "--parquet", shortened / "x.parquet")
     assert code == 4
     assert re.search(r"error: recorded\.trajectories/\d begins at \d+: .* from offset 0 on", err)
     assert "hint: read the log together with its archive: --archive DIR" in err
-    code, out, _ = call("audit", recorded.directory, "--archive", shortened, "--json")
+    code, out, _ = call("audit", copy.directory, "--archive", shortened, "--json")
     assert (code, json.loads(out)["finished"]) == (0, True)
 
 
 def test_the_archive_that_was_made_here_is_found_without_being_named(
-    call: Call, recorded: RecordedRun, shortened: Path
+    call: Call, copy: RecordedRun, shortened: Path
 ) -> None:
-    code, out, _ = call("audit", recorded.directory, "--json")
+    code, out, _ = call("audit", copy.directory, "--json")
     assert (code, json.loads(out)["finished"]) == (0, True)
-    code, out, _ = call("topics", recorded.directory, "--json")
+    code, out, _ = call("topics", copy.directory, "--json")
     assert code == 0
     assert {json.loads(line)["begin"] for line in out.splitlines()} == {0}
 
 
-def test_plain_pyarrow_reads_every_segment(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
+def test_plain_pyarrow_reads_every_segment(call: Call, copy: RecordedRun, tmp_path: Path) -> None:
     """As docs/storage.md shows it: none of our code."""
     place = tmp_path / "kept"
-    call("archive", recorded.directory, "--to", place)
+    call("archive", copy.directory, "--to", place)
     manifest = json.loads((place / MANIFEST).read_text())
     found = []
     for entry in manifest["entries"]:
@@ -248,7 +240,7 @@ def test_plain_pyarrow_reads_every_segment(
                 table = pa.ipc.open_stream(file).read_all()
             assert table.num_rows == entry["records"]
             found += [(entry["topic"], entry["partition"], row) for row in table.to_pylist()]
-    with closing(recorded.open()) as bus:
+    with closing(copy.open()) as bus:
         for tp, records in everything(bus, partitions_of(manifest["topics"])).items():
             mine = [row for topic, partition, row in found if (topic, partition) == tp]
             assert [(row["offset"], row["key"], row["value"]) for row in mine] == [
@@ -261,10 +253,10 @@ def test_plain_pyarrow_reads_every_segment(
 
 
 def test_follow_ends_with_a_run_that_has_ended(
-    call: Call, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, copy: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dora_pipe.cli.archive.SETTLE_S", 0.0)
-    code, out, _ = call("archive", recorded.directory, "--to", tmp_path / "kept", "--follow")
+    code, out, _ = call("archive", copy.directory, "--to", tmp_path / "kept", "--follow")
     assert code == 0
     assert len(out.splitlines()) == 2
 
@@ -286,14 +278,14 @@ print("done", flush=True)
 
 
 def test_kill_9_at_any_moment_leaves_a_valid_manifest_and_the_next_goes_on(
-    recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, tmp_path: Path
 ) -> None:
     place = tmp_path / "kept"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     killed = 0
     for turn in range(12):
         child = subprocess.Popen(
-            [sys.executable, "-c", _ARCHIVE_SLOWLY, str(recorded.log), str(place)],
+            [sys.executable, "-c", _ARCHIVE_SLOWLY, str(copy.log), str(place)],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
@@ -310,13 +302,13 @@ def test_kill_9_at_any_moment_leaves_a_valid_manifest_and_the_next_goes_on(
         killed += 1
     assert killed >= 2
     subprocess.run(
-        [sys.executable, "-c", _ARCHIVE_SLOWLY, str(recorded.log), str(place)],
+        [sys.executable, "-c", _ARCHIVE_SLOWLY, str(copy.log), str(place)],
         check=True,
         stdout=subprocess.DEVNULL,
         env=environment,
     )
     assert verify(place).problems == []
-    with closing(ArchiveBus(place)) as kept, closing(recorded.open()) as bus:
+    with closing(ArchiveBus(place)) as kept, closing(copy.open()) as bus:
         for tp in partitions_of(load_manifest(place).topics):
             assert kept.end(tp) == bus.end(tp)
             assert list(records_of(kept, {tp: kept.end(tp)})) == list(

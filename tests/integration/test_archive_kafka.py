@@ -11,8 +11,7 @@ import pytest
 from kafka import KafkaAdminClient
 from kafka import TopicPartition as KafkaPartition
 
-from dora_pipe.audit.archive import Archiver, Pass
-from dora_pipe.audit.archive_verify import verify
+from dora_pipe.audit.archive import Archiver, Pass, verify
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.archive.reader import ArchiveBus
 from dora_pipe.bus.archive.tiered import TieredBus, tiered

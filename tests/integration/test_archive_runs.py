@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.archive import Archiver, Pass
-from dora_pipe.audit.archive_verify import verify
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.archive import Archiver, Pass, verify
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.archive.manifest import (
@@ -33,17 +32,11 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
 from tests.integration.test_audit_living import BusyBus
 from tests.support.cluster import Cluster, make_config
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 
 SEGMENT_BYTES = 20_000
 """So small that the run has many."""
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
@@ -312,9 +305,8 @@ def test_a_forged_trajectory_in_a_mended_archive_is_found_by_audit(
 
 
 def test_bytes_that_the_log_itself_has_wrong_are_archived_as_they_are_and_said(
-    recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
         row, _ = log.trained()
         log.put(replace(row, value=row.value[:-1] + bytes([row.value[-1] ^ 1])))
@@ -339,8 +331,7 @@ def test_another_run_of_the_same_name_is_not_mixed_into_an_archive(
         archive(other, place)
 
 
-def test_an_archive_goes_on_where_the_log_goes_on(recorded: RecordedRun, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_an_archive_goes_on_where_the_log_goes_on(copy: RecordedRun, tmp_path: Path) -> None:
     archive(copy, tmp_path / "kept")
     head = load_manifest(tmp_path / "kept").head
     with closing(copy.open()) as bus, closing(bus.writer()) as writer:

@@ -15,14 +15,8 @@ from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.worker import tokenizer
 from tests.support import damage
 from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
@@ -60,10 +54,7 @@ def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun)
     assert out.count(" ok") == 11
 
 
-def test_broken_run_is_named_with_exit_code_5(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_broken_run_is_named_with_exit_code_5(copy: RecordedRun, call: Call) -> None:
     with Tamper(copy) as log:
         name = damage.change_reward(log)
     code, out, err = call("audit", str(copy.directory))
@@ -85,10 +76,7 @@ def test_json_report_is_one_object(call: Call, recorded: RecordedRun) -> None:
     assert report["not_declared"] == {}
 
 
-def test_broken_json_report_names_every_violation(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_broken_json_report_names_every_violation(copy: RecordedRun, call: Call) -> None:
     with Tamper(copy) as log:
         name = damage.remove_trajectory(log)
     code, out, _ = call("audit", str(copy.directory), "--json")
@@ -98,8 +86,7 @@ def test_broken_json_report_names_every_violation(
     assert violation["subject"] == name
 
 
-def test_policies_may_be_left_out(call: Call, recorded: RecordedRun, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_policies_may_be_left_out(copy: RecordedRun, call: Call) -> None:
     with Tamper(copy) as log:
         damage.change_weights(log)
     assert call("audit", str(copy.directory))[0] == 5
@@ -146,10 +133,7 @@ def test_random_trajectories_are_generated_again(call: Call, recorded: RecordedR
     assert "20 of 20 trajectories bit-equal" in err
 
 
-def test_changed_trajectory_ends_with_exit_code_6(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_changed_trajectory_ends_with_exit_code_6(copy: RecordedRun, call: Call) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log)
     code, out, err = call(
@@ -214,9 +198,8 @@ def test_unknown_id_is_refused(call: Call, recorded: RecordedRun) -> None:
     ],
 )
 def test_config_file_that_is_not_the_logged_one_is_named_by_show_and_doctor(
-    call: Call, recorded: RecordedRun, tmp_path: Path, key: str, there: str, forged: str, state: str
+    copy: RecordedRun, call: Call, key: str, there: str, forged: str, state: str
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")
     file = copy.directory / "config.toml"
     text = file.read_text()
     assert there in text

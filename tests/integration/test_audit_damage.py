@@ -10,17 +10,16 @@ import json
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import raise_if_broken
+from dora_pipe.audit.auditor import raise_if_broken
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.control import WorkerReady
 from tests.support import damage
 from tests.support.command_line import caller
-from tests.support.recorded_run import RecordedRun, audited, recorded_in
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
 CHAIN = "the chain is broken"
@@ -58,12 +57,6 @@ BREAKS_THE_CHAIN = {
     damage.change_reward,
 }
 """Damages to what the chain covers: control and decisions."""
-
-
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
 
 
 def _lines(report: AuditReport) -> str:

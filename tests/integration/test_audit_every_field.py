@@ -20,7 +20,7 @@ import pytest
 from dora_pipe.core.errors import SchemaError
 from tests.support.every_field import LEFT_OUT, fields_of, with_another
 from tests.support.every_field import Path as Field
-from tests.support.recorded_run import RecordedRun, audited, recorded_in
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Row, Tamper
 from tests.support.tidy import ROOT
 
@@ -44,12 +44,6 @@ pinned retention dropped. Of the kinds that are not here every field is named.""
 SEALED: Final = ("kind", "config", "chain", "state_digest", "decisions", "observations")
 """Not forged as fields: tags; a configuration, which has a digest; what a forger mends; and what is
 of a kind of its own."""
-
-
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,42 +5,18 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dora_pipe.cli import audit as audit_module
-from dora_pipe.cli.app import app
-from dora_pipe.core.errors import DoraError
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.rounds import decode_round
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.command_line import Call
+from tests.support.recorded_run import RecordedRun
 
 OFFSETS = (1 << 40) - 1
 """Bits of a row's number that are the offset."""
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's eventful run."""
-    return recorded_in(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def call() -> Call:
-    """Run a command: exit code, stdout, stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        found = CliRunner().invoke(app, words)
-        if isinstance(found.exception, DoraError):
-            return found.exception.exit_code, found.stdout, found.exception.message
-        return found.exit_code, found.stdout, found.stderr
-
-    return run
 
 
 def unwrapped(text: str) -> str:
@@ -48,10 +24,7 @@ def unwrapped(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_second_audit_goes_on_and_says_so(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_second_audit_goes_on_and_says_so(copy: RecordedRun, call: Call) -> None:
     (copy.directory / "audit.sqlite").unlink(missing_ok=True)  # Of who audited the original.
     code, first, _ = call("audit", str(copy.directory))
     assert code == 0

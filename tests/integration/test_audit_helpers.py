@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
-from dora_pipe.audit.auditor import Auditor
-from dora_pipe.audit.gathering import OwnReader
-from dora_pipe.audit.helpers import Helpers, Request, helpers_for, serve
+from dora_pipe.audit.auditor import Auditor, audit
+from dora_pipe.audit.evidence import Helpers, OwnReader, Request, helpers_for, serve
 from dora_pipe.audit.reading import ends_of
 from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log

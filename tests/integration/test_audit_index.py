@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +11,15 @@ import msgspec
 import pytest
 
 from dora_pipe.audit import auditor as auditor_module
-from dora_pipe.audit import gathering as gathering_module
-from dora_pipe.audit.audit import audit, build_ledger
-from dora_pipe.audit.auditor import Auditor
-from dora_pipe.audit.describe import tell
+from dora_pipe.audit import evidence as evidence_module
+from dora_pipe.audit.auditor import Auditor, audit, build_ledger
+from dora_pipe.audit.describe import describe
 from dora_pipe.audit.index import SCHEMA, AuditIndex, Opened, look_up, open_index
 from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.port import Bus
-from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.schemas.topics import Topics
 from tests.support.cluster import Cluster, SimulatedParts, make_config
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 
 
@@ -39,10 +38,12 @@ def _look(
         opened.index.close()
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's eventful run."""
-    return recorded_in(tmp_path_factory.getbasetemp())
+def _audit(
+    run: RecordedRun, path: Path | None, *, files: bool = True, whole: bool = True
+) -> tuple[AuditReport, Opened]:
+    """The same of a recorded run."""
+    with closing(run.open()) as bus:
+        return _look(path, bus, run.topics, run.store if files else None, whole=whole)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are small, and little waits in memory, as in a long run."""
     monkeypatch.setattr(auditor_module, "PIECE_ROUNDS", 3)
     monkeypatch.setattr(auditor_module, "VERSIONS_KEPT", 1)
-    monkeypatch.setattr(gathering_module, "WAITING_MAX", 4)
+    monkeypatch.setattr(evidence_module, "WAITING_MAX", 4)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -58,17 +59,14 @@ def test_audit_that_puts_everything_away_says_what_one_in_memory_says(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
     with_index = tmp_path / "audit.sqlite"
-    bus = recorded.open()
-    expected = plain(audit(bus, recorded.topics, recorded.store))
-    first, opened = _look(with_index, bus, recorded.topics, recorded.store)
+    expected = plain(audited(recorded))
+    first, opened = _audit(recorded, with_index)
     assert opened.again is None
     assert plain(first) == expected
-    again, opened = _look(with_index, bus, recorded.topics, recorded.store)
+    again, opened = _audit(recorded, with_index)
     assert opened.again is not None
     assert plain(again) == expected
-    temporary, _ = _look(None, bus, recorded.topics, recorded.store)
-    assert plain(temporary) == expected
-    bus.close()
+    assert plain(_audit(recorded, None)[0]) == expected
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -93,20 +91,19 @@ def test_every_look_at_a_living_run_goes_on_from_the_last_and_says_the_same(
 def test_quick_audit_opens_no_value_and_is_not_gone_on_with_by_a_whole_one(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    path, bus = tmp_path / "audit.sqlite", recorded.open()
-    quick, _ = _look(path, bus, recorded.topics, None, whole=False)
+    path = tmp_path / "audit.sqlite"
+    quick, _ = _audit(recorded, path, files=False, whole=False)
     assert quick.holds
     assert quick.plans == 0
     assert any("--quick" in note for note in quick.notes)
     assert quick.versions_each == {}
-    whole, opened = _look(path, bus, recorded.topics, recorded.store)
+    whole, opened = _audit(recorded, path)
     assert opened.again is None
     assert "looked at less" in opened.said
     assert whole.plans > 0
-    after, opened = _look(path, bus, recorded.topics, None, whole=False)
+    after, opened = _audit(recorded, path, files=False, whole=False)
     assert opened.again is not None
     assert after.plans == whole.plans
-    bus.close()
 
 
 def test_index_of_another_run_or_file_or_version_is_not_believed(
@@ -132,9 +129,8 @@ def test_index_of_another_run_or_file_or_version_is_not_believed(
 def test_index_beside_a_log_that_was_rewritten_is_not_believed(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    path, bus = tmp_path / "audit.sqlite", recorded.open()
-    _look(path, bus, recorded.topics, recorded.store)
-    bus.close()
+    path = tmp_path / "audit.sqlite"
+    _audit(recorded, path)
     with Cluster(tmp_path / "other", make_config(run__name="recorded", run__steps=3)) as cluster:
         cluster.run()
         found, opened = _look(path, cluster.bus, cluster.topics, cluster.store.root)
@@ -144,17 +140,13 @@ def test_index_beside_a_log_that_was_rewritten_is_not_believed(
 
 
 def test_log_that_became_shorter_is_one_line_and_stays_one(
-    recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, tmp_path: Path
 ) -> None:
-    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
-    bus = copy.open()
-    _look(path, bus, copy.topics, copy.store)
-    bus.close()
+    path = tmp_path / "audit.sqlite"
+    _audit(copy, path)
     _cut(copy.log, f"{copy.run}.decisions", 40)
     for _ in range(2):
-        bus = SqliteBus(copy.log)
-        found, opened = _look(path, bus, copy.topics, copy.store)
-        bus.close()
+        found, opened = _audit(copy, path)
         lines = [one.line for one in found.violations if one.subject == "log"]
         assert len(lines) == 1
         assert "decisions:0 ends at" in lines[0]
@@ -162,12 +154,10 @@ def test_log_that_became_shorter_is_one_line_and_stays_one(
 
 
 def test_record_that_is_another_one_than_audit_has_seen_is_one_line(
-    recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, tmp_path: Path
 ) -> None:
-    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
-    bus = copy.open()
-    _look(path, bus, copy.topics, copy.store)
-    bus.close()
+    path = tmp_path / "audit.sqlite"
+    _audit(copy, path)
     with sqlite3.connect(copy.log) as log:
         rows = log.execute(
             "SELECT max(at) FROM records WHERE at >> 52 = (SELECT id FROM topics WHERE name = ?)",
@@ -176,9 +166,7 @@ def test_record_that_is_another_one_than_audit_has_seen_is_one_line(
         (last,) = rows.fetchone()
         log.execute("UPDATE records SET value = CAST(value || ' ' AS BLOB) WHERE at = ?", (last,))
     log.close()
-    bus = SqliteBus(copy.log)
-    found, _ = _look(path, bus, copy.topics, copy.store)
-    bus.close()
+    found, _ = _audit(copy, path)
     assert any("has another record at offset" in one.line for one in found.violations)
 
 
@@ -189,9 +177,7 @@ def test_record_of_the_middle_that_is_gone_or_changed_after_an_audit_is_named_by
 ) -> None:
     copy = recorded.copy(tmp_path / "run")
     path = tmp_path / "audit.sqlite"
-    bus = copy.open()
-    first, _ = _look(path, bus, copy.topics, copy.store)
-    assert first.holds
+    assert _audit(copy, path)[0].holds
     with Tamper(copy) as log:
         rows = log.rows(topic)
         row = rows[len(rows) // 2]
@@ -200,36 +186,27 @@ def test_record_of_the_middle_that_is_gone_or_changed_after_an_audit_is_named_by
         else:
             log.remove(row)
     for _ in range(2):  # What it remembers stays, so that the next look says the same.
-        again, opened = _look(path, bus, copy.topics, copy.store)
+        again, opened = _audit(copy, path)
         assert opened.again is None
         (line,) = [one for one in again.violations if one.subject == "log"]
         assert line.message.startswith(f"{topic}:0 has other records below offset ")
-    bus.close()
 
 
-def test_trajectories_behind_the_end_of_their_partition_are_one_line(
-    recorded: RecordedRun, tmp_path: Path
-) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_trajectories_behind_the_end_of_their_partition_are_one_line(copy: RecordedRun) -> None:
     _cut(copy.log, f"{copy.run}.trajectories", 5)
-    bus = copy.open()
-    found = audit(bus, copy.topics, copy.store)
-    bus.close()
-    lines = [one.line for one in found.violations if "was cut" in one.line]
+    lines = [one.line for one in audited(copy).violations if "was cut" in one.line]
     assert lines
     assert len(lines) <= 3
     assert "records that were logged lie behind its end" in lines[0]
 
 
 def test_nothing_is_remembered_of_a_log_that_does_not_hold(
-    recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, tmp_path: Path
 ) -> None:
-    copy, path = recorded.copy(tmp_path / "copy"), tmp_path / "audit.sqlite"
+    path = tmp_path / "audit.sqlite"
     _cut(copy.log, f"{copy.run}.trajectories", 5)
-    bus = copy.open()
-    first, _ = _look(path, bus, copy.topics, copy.store)
-    again, opened = _look(path, bus, copy.topics, copy.store)
-    bus.close()
+    first, _ = _audit(copy, path)
+    again, opened = _audit(copy, path)
     assert not first.holds
     assert opened.again is None
     assert plain(again) == plain(first)
@@ -239,8 +216,8 @@ def test_nothing_is_remembered_of_a_log_that_does_not_hold(
 def test_index_that_cannot_be_read_is_begun_anew(
     recorded: RecordedRun, tmp_path: Path, damage: str
 ) -> None:
-    path, bus = tmp_path / "audit.sqlite", recorded.open()
-    expected, _ = _look(path, bus, recorded.topics, recorded.store)
+    path = tmp_path / "audit.sqlite"
+    expected, _ = _audit(recorded, path)
     if damage == "garbage":
         path.write_bytes(b"no database" * 1000)
     else:
@@ -250,8 +227,7 @@ def test_index_that_cannot_be_read_is_begun_anew(
             else:
                 index.execute("UPDATE meta SET value = ? WHERE name = 'books'", (b"\0" * 50,))
         index.close()
-    found, opened = _look(path, bus, recorded.topics, recorded.store)
-    bus.close()
+    found, opened = _audit(recorded, path)
     assert opened.again is None
     assert plain(found) == plain(expected)
 
@@ -259,11 +235,9 @@ def test_index_that_cannot_be_read_is_begun_anew(
 def test_index_that_somebody_else_writes_is_left_alone(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    path, bus = tmp_path / "audit.sqlite", recorded.open()
-    other = AuditIndex(path)
-    found, opened = _look(path, bus, recorded.topics, None)
-    other.close()
-    bus.close()
+    path = tmp_path / "audit.sqlite"
+    with closing(AuditIndex(path)):
+        found, opened = _audit(recorded, path, files=False)
     assert found.holds
     assert "cannot be used" in opened.said
 
@@ -273,14 +247,14 @@ def test_stories_from_the_index_are_those_from_the_log(
 ) -> None:
     path, bus = tmp_path / "audit.sqlite", recorded.open()
     ids = ["g0000000010-001", "g0000000010", "e0000000001", "3", "13"]
-    expected = [tell(bus, recorded.topics, recorded.store, one) for one in ids]
+    expected = [describe(bus, recorded.topics, recorded.store, one) for one in ids]
     monkeypatch.setattr(auditor_module, "VERSIONS_KEPT", 1)
     _look(path, bus, recorded.topics, recorded.store)
     found = look_up(path, bus, recorded.topics)
     assert found is not None
     monkeypatch.setattr("dora_pipe.audit.describe.build_ledger", None)
     stories = [
-        tell(bus, recorded.topics, recorded.store, one, known=found.books.ledger) for one in ids
+        describe(bus, recorded.topics, recorded.store, one, known=found.books.ledger) for one in ids
     ]
     found.index.close()
     bus.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Reader, TopicPartition
 from tests.support.cluster import ORCHESTRATOR, TRAINER, BriskBus, Cluster, Ears, make_config

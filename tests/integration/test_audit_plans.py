@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
-import pytest
 
-from dora_pipe.audit.audit import audit
-from dora_pipe.audit.report import AuditReport
 from dora_pipe.schemas.rounds import AnyDecision, Place, Round, TakeBatch
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
 
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
-
-
-def report_of(run: RecordedRun) -> AuditReport:
-    bus = run.open()
-    try:
-        return audit(bus, run.topics, run.store)
-    finally:
-        bus.close()
-
-
 def test_every_plan_of_a_real_log_is_made_again(copy: RecordedRun) -> None:
-    found = report_of(copy)
+    found = audited(copy)
     assert found.holds
     assert found.plans == found.rounds - sum(not one.planned for one in rounds_of(copy))
     assert found.plans > 50
@@ -56,7 +37,7 @@ def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: R
 
         assert log.decide_otherwise(change) == 1
         log.mend()
-    found = report_of(copy)
+    found = audited(copy)
     (violation,) = found.violations
     assert (violation.check, violation.subject) == ("decisions", f"round {forged}")
     assert violation.found == "take-batch (reason I say so)"
@@ -78,5 +59,5 @@ def test_a_request_that_waits_though_a_slot_was_free_is_named(copy: RecordedRun)
         log.rewrite(row, msgspec.structs.replace(forged, decisions=tuple(kept)))
         log.rewrite(later_row, msgspec.structs.replace(later, decisions=(last,)))
         log.mend()
-    named = {one.subject for one in report_of(copy).violations if one.check == "decisions"}
+    named = {one.subject for one in audited(copy).violations if one.check == "decisions"}
     assert f"round {forged.ordinal}" in named

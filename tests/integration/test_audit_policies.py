@@ -9,31 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.audit.audit import audit
-from dora_pipe.audit.findings import Violation
+from dora_pipe.audit.auditor import audit
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
 from dora_pipe.schemas.control import RunStarted, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Row, Tamper
 
 STEP = 6
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
-
-
-def _violations(run: RecordedRun) -> tuple[Violation, ...]:
-    bus = run.open()
-    try:
-        return audit(bus, run.topics, run.store).violations
-    finally:
-        bus.close()
 
 
 def _forge_contributions(run: RecordedRun, change: Callable[[Rows], Rows]) -> None:
@@ -62,7 +47,7 @@ def test_row_that_does_not_follow_from_the_log_is_named(
         return rows
 
     _forge_contributions(copy, change)
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert violation.subject == names[0]
     assert violation.message.startswith(f"{column} in the contributions of step {STEP}")
     assert violation.found == str(value)
@@ -75,7 +60,7 @@ def test_rows_are_those_of_the_batch_in_its_order(
     copy: RecordedRun, change: Callable[[Rows], Rows]
 ) -> None:
     _forge_contributions(copy, change)
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert violation.line.startswith(
         f"policies contributions of step {STEP}: its rows are not the trajectories of the batch"
     )
@@ -88,7 +73,7 @@ def test_file_that_is_no_arrow_file_is_named(copy: RecordedRun) -> None:
         blob = store.publish_blob("contributions", lambda path: _write(path, b"nonsense"))
         log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
         log.mend()
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert violation.subject == f"contributions of step {STEP}"
     assert violation.message.startswith("cannot be read")
 
@@ -109,7 +94,7 @@ def test_missing_file_is_named(copy: RecordedRun, folder: str) -> None:
         "optimizer": (f"{fact.checkpoint.sha256}.safetensors", f"checkpoint of step {fact.step}"),
     }[folder]
     (copy.store / folder / name).unlink()
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert (violation.check, violation.subject) == ("policies", subject)
 
 
@@ -117,13 +102,13 @@ def test_changed_model_config_is_named(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         (_, started) = log.facts(RunStarted)[0]
     (copy.store / "assets" / started.assets_digest / "config.json").write_text("{}")
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert violation.subject == "assets"
 
 
 def test_missing_store_is_one_violation(copy: RecordedRun) -> None:
     copy.store.rename(copy.directory / "elsewhere")
-    (violation,) = _violations(copy)
+    (violation,) = audited(copy).violations
     assert violation.message == "there is no policy store"
 
 
@@ -131,7 +116,7 @@ def test_orphans_are_nobodys_business(copy: RecordedRun) -> None:
     (copy.store / "weights" / ("0" * 64 + ".safetensors")).write_bytes(
         b"of a commit that never came"
     )
-    assert _violations(copy) == ()
+    assert audited(copy).violations == ()
 
 
 def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: RecordedRun) -> None:

@@ -1,13 +1,13 @@
 """Decisions and facts that could not be are named by the rule they break; the chain always fits.
 
 Method: one decision or fact of a recorded run is changed, the forger mends the chain and what state
-digests can be mended, and audit must still say which rule was broken, of whom.
+digests can be mended, and audit must still say which rule was broken, of whom. Nothing is trusted
+because it stands once: fields that no rule of the fold reads are named by what says the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,19 +31,13 @@ from dora_pipe.schemas.rounds import (
     StopRun,
     TakeBatch,
 )
-from tests.support.recorded_run import RecordedRun, audited, recorded_in
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
 One = TypeVar("One", bound=msgspec.Struct)
 NOBODY = "f" * 64
 PLACE = 12
 """Which decision of its kind is changed: one in the middle of the run."""
-
-
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
 
 
 def _decide(
@@ -263,6 +257,47 @@ def _round_of_an_orchestrator_that_was_out(log: Tamper) -> str:
     return f"round {round_.ordinal}"
 
 
+def _forged(
+    kind: type[One], change: Callable[[One], dict[str, Any]], such: Callable[[One], bool]
+) -> Callable[[Tamper], str]:
+    def damage(log: Tamper) -> str:
+        row, fact = next(one for one in log.facts(kind) if such(one[1]))
+        log.rewrite(row, msgspec.structs.replace(fact, **change(fact)))
+        return ""
+
+    return damage
+
+
+def _forged_start(change: Callable[[RunStarted], dict[str, Any]]) -> Callable[[Tamper], str]:
+    return _forged(RunStarted, change, lambda fact: True)
+
+
+def _forged_commit(
+    change: Callable[[StepCommitted], dict[str, Any]], *, checkpoint: bool = False
+) -> Callable[[Tamper], str]:
+    return _forged(
+        StepCommitted, change, lambda fact: fact.checkpoint is not None or not checkpoint
+    )
+
+
+def _hotter(fact: RunStarted) -> dict[str, Any]:
+    sampling = {**fact.config["sampling"], "temperature": 0.5}
+    return {"config": {**fact.config, "sampling": sampling}}
+
+
+def _larger(blob: Any) -> Any:
+    return msgspec.structs.replace(blob, bytes=blob.bytes + 1)
+
+
+def _next_attempt(fact: TrajectoriesLogged) -> dict[str, Any]:
+    first = msgspec.structs.replace(fact.trajectories[0], attempt=fact.trajectories[0].attempt + 1)
+    return {"trajectories": (first, *fact.trajectories[1:])}
+
+
+def _joined_later(fact: WorkerReady) -> bool:
+    return fact.epoch > 100  # Version 0 was long past then.
+
+
 RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "seed": (_dispatched(seed=lambda seed: seed + 1), "decisions", "wrong seed"),
     "prompt": (_dispatched(index=lambda row: row + 1), "decisions", "wrong index"),
@@ -310,6 +345,47 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
         _round_of_an_orchestrator_that_was_out,
         "decisions",
         "is of an orchestrator that was out",
+    ),
+    "temperature": (_forged_start(_hotter), "control", "not the one of its digest"),
+    "seed of the run": (
+        _forged_start(lambda one: {"seed": one.seed + 1}),
+        "control",
+        "another run or seed",
+    ),
+    "first manifest's size": (
+        _forged_start(lambda one: {"policy": _larger(one.policy)}),
+        "policies",
+        "another size",
+    ),
+    "manifest's size": (
+        _forged_commit(lambda one: {"policy": _larger(one.policy)}),
+        "policies",
+        "another size",
+    ),
+    "contributions' size": (
+        _forged_commit(lambda one: {"contributions": _larger(one.contributions)}),
+        "policies",
+        "another size",
+    ),
+    "checkpoint's size": (
+        _forged_commit(lambda one: {"checkpoint": _larger(one.checkpoint)}, checkpoint=True),
+        "policies",
+        "another size",
+    ),
+    "attempt that was not placed": (
+        _forged(TrajectoriesLogged, _next_attempt, lambda fact: True),
+        "control",
+        "but no decision placed it there",
+    ),
+    "version that was not assigned": (
+        _forged(WorkerReady, lambda one: {"version": 0}, _joined_later),
+        "control",
+        "but no decision assigned it",
+    ),
+    "where to go on": (
+        _forged_commit(lambda one: {"decisions_next": one.decisions_next - 1}),
+        "batches",
+        "another place to go on from",
     ),
 }
 """What is changed, the check that must find it, and what it must say."""

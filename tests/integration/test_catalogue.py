@@ -15,12 +15,7 @@ from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
 from tests.support.catalogue_stage import differences
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return recorded_in(tmp_path_factory.getbasetemp())
+from tests.support.recorded_run import STEPS, RecordedRun
 
 
 class Compared(SeedRun):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import Command

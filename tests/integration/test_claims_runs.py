@@ -19,8 +19,8 @@ import pytest
 from pyarrow import fs
 
 from dora_pipe.audit.archive import Archiver
-from dora_pipe.audit.audit import audit
-from dora_pipe.audit.prune_claims import AGE_MIN_S, ClaimPlan, plan_claims, prune_claims
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_claims, prune_claims
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus import open_bus
@@ -262,7 +262,7 @@ def trained(run: Path) -> tuple[Record, str]:
     )
 
 
-def plan(run: Path, *, hours: float = 2.0, archive: Path | None = None) -> ClaimPlan:
+def plan(run: Path, *, hours: float = 2.0, archive: Path | None = None) -> PrunePlan:
     """What would be pruned so many hours from now."""
     clock = VirtualClock()
     latest = max(path.stat().st_mtime_ns for path in values(run).values())

@@ -22,7 +22,7 @@ from dora_pipe.core.console import speak
 from dora_pipe.launch.examples import example_file
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 
 TEXT = "na\u00efve \u2192 \U0001f600 \udc80"
 LIMIT_S = 60
@@ -41,11 +41,6 @@ sys.meta_path.insert(0, Interrupt())
 from dora_pipe.cli.main import main
 main()
 """
-
-
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_text_that_an_encoding_has_no_bytes_for_is_written_as_an_escape(

@@ -20,7 +20,7 @@ from dora_pipe.core.retry import retry_bus
 from dora_pipe.launch.roles import be_role
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import FATAL_CODES
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 
 LIMIT_S = 20
 """A command that takes longer than this tries again where nothing can help."""
@@ -50,11 +50,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "orchestrator": ("orchestrator", ".", "--runs", ".."),
 }
 """Everything that opens a run's log, called in the run's directory."""
-
-
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -29,15 +29,9 @@ from dora_pipe.schemas.identity import group_of
 from tests.support import damage
 from tests.support.command_line import Call, caller
 from tests.support.otlp_endpoint import OtlpEndpoint
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.ui_stage import source_of, view_of_log
-
-
-@pytest.fixture
-def copy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "copy")
 
 
 @pytest.fixture

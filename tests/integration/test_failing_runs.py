@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.bus.port import Append
 from dora_pipe.cli.records import run_state
 from dora_pipe.observe.progress import RunProgress

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
-import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Ack
@@ -26,7 +23,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode, sha256_hex
 from tests.support import damage
 from tests.support import orchestrator_records as records
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock
 
@@ -38,12 +35,6 @@ class Forgetful(SimulatedLearner):
         if batch.step != STEPS - 1:
             return super().train(batch, settings)
         return super().train(TrainBatch(step=batch.step, groups=batch.groups[1:]), settings)
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def _acks(run: RecordedRun) -> list[Ack]:
@@ -82,9 +73,10 @@ def test_nothing_acknowledged_proves_nothing(recorded: RecordedRun) -> None:
     assert not _judge(recorded, []).clean
 
 
-def test_an_acknowledged_record_that_is_gone_is_lost(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_an_acknowledged_record_that_is_gone_is_lost(
+    copy: RecordedRun, recorded: RecordedRun
+) -> None:
     acks = _acks(recorded)
-    copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
         damage.remove_trajectory(log)
     verdict = _judge(copy, [one for one in acks if one.topic != copy.topics.decisions])
@@ -99,8 +91,7 @@ def test_an_acknowledged_record_with_other_bytes_is_lost(recorded: RecordedRun) 
     assert (verdict.lost, verdict.clean) == (1, False)
 
 
-def test_a_doubled_commit_is_trained_twice(recorded: RecordedRun, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_a_doubled_commit_is_trained_twice(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         damage.double_step(log)
     bus = copy.open()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.audit.replay_trajectory import Regenerated, regenerate

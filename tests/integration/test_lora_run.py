@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.replay_step import replay
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.catalogue.reading import read_catalogue

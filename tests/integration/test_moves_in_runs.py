@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import regenerate
 from dora_pipe.bench.moves_log import overhead_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.replay_step import StepLine, raise_if_diverged, replay
 from dora_pipe.cli import main
 from dora_pipe.config.load import dump_toml

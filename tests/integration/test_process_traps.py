@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.faults.inject import Files
 from dora_pipe.bench.faults.order import Order

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus

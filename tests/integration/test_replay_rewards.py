@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import msgspec
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.rescore import Rescored, raise_if_different, rescore
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.config.load import dump_toml
@@ -40,15 +40,9 @@ from tests.support import damage
 from tests.support.cluster import Cluster, make_config, reward_by_text
 from tests.support.command_line import Call, caller
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
@@ -112,9 +106,8 @@ def test_every_reward_comes_out_again(recorded: RecordedRun) -> None:
 
 @pytest.mark.parametrize("damaging", [damage.remove_trajectory, damage.change_token])
 def test_damaged_record_is_not_asked_for_but_named_behind_the_rest(
-    call: Call, recorded: RecordedRun, tmp_path: Path, damaging: Callable[[Tamper], str]
+    copy: RecordedRun, call: Call, recorded: RecordedRun, damaging: Callable[[Tamper], str]
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
         name = damaging(log)
     code, _, err = call("replay", str(copy.directory), "--rewards")
@@ -158,9 +151,8 @@ def test_data_say_how_many_rows_their_digest_has(recorded: RecordedRun, field: s
 
 
 def test_forged_reward_of_an_evaluation_passes_audit_and_is_named_here(
-    call: Call, recorded: RecordedRun, tmp_path: Path
+    copy: RecordedRun, call: Call, recorded: RecordedRun
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")
     with Tamper(copy) as log:
         name = _forge_evaluation(log)
     bus = copy.open()

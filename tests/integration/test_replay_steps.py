@@ -18,21 +18,9 @@ from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from dora_pipe.store.store import PolicyStore
 from tests.support import damage
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def copy(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
-    """A copy of it."""
-    return recorded.copy(tmp_path / "copy")
 
 
 def _replay(

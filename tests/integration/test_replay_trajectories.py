@@ -33,19 +33,13 @@ from tests.support import damage
 from tests.support.batches import make_trajectory
 from tests.support.cluster import Cluster, make_config
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 
 MOVED = """
     select trajectory_id, incarnation
     from attempts join trajectories using (trajectory_id, attempt, incarnation)
     where resumed > 0 and outcome = 'logged'"""
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:
@@ -108,8 +102,7 @@ def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
         )
 
 
-def test_other_token_is_named_with_its_place(recorded: RecordedRun, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_other_token_is_named_with_its_place(copy: RecordedRun, recorded: RecordedRun) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log)
     (found,) = _again(copy, [name])
@@ -118,8 +111,7 @@ def test_other_token_is_named_with_its_place(recorded: RecordedRun, tmp_path: Pa
         raise_if_different(found)
 
 
-def test_other_logprob_is_named_with_its_place(recorded: RecordedRun, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_other_logprob_is_named_with_its_place(copy: RecordedRun, recorded: RecordedRun) -> None:
     with Tamper(copy) as log:
         name = damage.forge_everything(log, damage.another_logprob)
     (found,) = _again(copy, [name])

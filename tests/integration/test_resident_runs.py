@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dora_pipe.audit.audit import audit, build_ledger
+from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.entries import Moment
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
 from dora_pipe.audit.replay_step import replay
@@ -46,7 +46,7 @@ def rebuilder(cluster: Cluster, told: list[Rebuilt], flavour: str = "") -> Rebui
         cluster.store,
         make_learner=lambda started: SimulatedLearner(flavour=flavour),
         clock=VirtualClock(),
-        told=told.append,
+        on_rebuilt=told.append,
     )
 
 

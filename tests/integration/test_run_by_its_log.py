@@ -15,16 +15,10 @@ from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store import log_location
 from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 
 URL = "kafka://one:9092,two:9092"
 ADDRESS = f"{URL}/recorded"
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

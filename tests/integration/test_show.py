@@ -11,15 +11,9 @@ import pytest
 
 from dora_pipe.cli.show import FIGURES, print_step, print_story
 from tests.support.command_line import Call, caller
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.recorded_run import STEPS, RecordedRun
 
 ID = re.compile(r"[0-9a-f]{64}|[ge]\d{10}(?:-\d{3})?")
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

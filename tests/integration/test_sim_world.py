@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.bus.memory import AppendFault, FaultPlan, ScriptedFaults
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.sim.parts import WorkerPlan

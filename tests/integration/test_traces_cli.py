@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.cli.progress import Progress
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.roles import traces

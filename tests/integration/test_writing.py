@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import Call, caller
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 
 FILES = (("export", "--parquet"), ("export", "--traces"), ("ui", "--export"))
 FOLDERS = (("export", "--policy", "3"), ("archive", "--to"))
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
@@ -69,15 +64,13 @@ def test_a_folder_with_something_in_it_is_written_into_when_told(
 
 
 def test_an_archive_goes_on_where_it_ends_without_being_told(
-    recorded: RecordedRun, call: Call, tmp_path: Path
+    copy: RecordedRun, call: Call, tmp_path: Path
 ) -> None:
-    copy = recorded.copy(tmp_path / "copy")
     for _ in range(2):
         assert call("archive", copy.directory, "--to", tmp_path / "there")[0] == 0
 
 
-def test_what_fails_leaves_the_old_file(recorded: RecordedRun, call: Call, tmp_path: Path) -> None:
-    copy = recorded.copy(tmp_path / "copy")
+def test_what_fails_leaves_the_old_file(copy: RecordedRun, call: Call, tmp_path: Path) -> None:
     for path in (copy.store / "contributions").iterdir():
         path.unlink()
     target = tmp_path / "mine.parquet"

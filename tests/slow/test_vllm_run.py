@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE, need_cpu

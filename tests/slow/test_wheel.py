@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_run import RecordedRun, recorded_in
+from tests.support.recorded_run import RecordedRun
 from tests.support.slim_commands import assert_written, lay_out
 from tests.support.tidy import FOLDERS, INSTALLED, NOT_INSTALLED, files
 from tests.support.wheel import build, install, run
@@ -27,12 +27,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slim(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment without torch."""
     return install(wheel, tmp_path_factory.mktemp("slim"))
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
 
 
 def test_wheel_holds_every_module_under_one_name(wheel: Path) -> None:

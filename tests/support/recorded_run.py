@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append, TopicPartition

@@ -13,7 +13,7 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus, Wait, WorkerStatus
 from dora_pipe.schemas.rounds import Assign, GroupSpec, Round
 from dora_pipe.schemas.topics import Topics
 from tests.support import orchestrator_records as records
-from tests.support.told_run import ToldRun
+from tests.support.catalogue_stage import ToldRun
 
 COST = Cost(total_s=2.0, bus_s=0.5, control_s=0.25, codec_s=0.25, rss_bytes=1000)
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.bus.port import Bus
 from dora_pipe.observe.traces import names

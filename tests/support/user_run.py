@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dora_pipe.audit.audit import audit
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.launch.run_dir import opened

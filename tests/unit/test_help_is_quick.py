@@ -8,7 +8,7 @@ import sys
 
 from typer.main import get_command
 
-from dora_pipe.audit.prune_claims import AGE_MIN_S
+from dora_pipe.audit.prune import AGE_MIN_S
 from dora_pipe.bench.offpolicy import OBJECTIVES
 from dora_pipe.cli.app import app
 from dora_pipe.cli.options import CLAIM_HOURS, OBJECTIVE_NAMES, PARADIGM_NAMES

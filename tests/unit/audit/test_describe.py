@@ -6,25 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
-from dora_pipe.audit.describe import Decode, Story, tell
+from dora_pipe.audit.auditor import build_ledger
+from dora_pipe.audit.describe import Decode, Story, describe
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import UsageError
-from tests.support.recorded_run import RecordedRun, recorded_in
-
-
-@pytest.fixture
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, not to be changed."""
-    return recorded_in(tmp_path_factory.getbasetemp())
+from tests.support.recorded_run import RecordedRun
 
 
 def _tell(run: RecordedRun, wanted: str, *, words: bool = False) -> Story:
     bus = run.open()
     try:
         if words:
-            return tell(bus, run.topics, run.store, wanted, decoder=lambda assets: _letters(assets))
-        return tell(bus, run.topics, run.store, wanted)
+            return describe(
+                bus, run.topics, run.store, wanted, decoder=lambda assets: _letters(assets)
+            )
+        return describe(bus, run.topics, run.store, wanted)
     finally:
         bus.close()
 

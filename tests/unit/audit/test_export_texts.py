@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
-from dora_pipe.audit.export import export_parquet
-from dora_pipe.audit.export_texts import JSON, ROW, Texts
+from dora_pipe.audit.auditor import build_ledger
+from dora_pipe.audit.export import JSON, ROW, Texts, export_parquet
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.catalogue.reading import read_catalogue

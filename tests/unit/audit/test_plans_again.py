@@ -71,7 +71,7 @@ def check(found: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
     findings = Findings()
     fold = FoldCheck(findings)
     for turn in found:
-        fold.take(turn)
+        fold.fold(turn)
     return fold, findings
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.audit import audit
-from dora_pipe.audit.auditor import PIECE_RECORDS
+from dora_pipe.audit.auditor import PIECE_RECORDS, audit
 from dora_pipe.bench.audit import bench_audit, bench_memory
 from dora_pipe.bench.audit_log import LogPlan, write_log
 from dora_pipe.bus.memory import MemoryBus

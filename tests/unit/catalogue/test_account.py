@@ -6,14 +6,13 @@ import msgspec
 import pytest
 
 from dora_pipe.catalogue.account import GroupEnded, RecordLogged, RunAccount, StepEnded
-from dora_pipe.schemas.control import AnyControl, BatchRefused, WorkerLeft
-from dora_pipe.schemas.rounds import Cancel, Dispatch, End, Fence, StopRun
+from dora_pipe.schemas.control import AnyControl, BatchRefused
+from dora_pipe.schemas.rounds import Dispatch, End, StopRun
 from tests.support.account_stage import (
     FIRST,
     GROUP,
     SECOND,
     W0,
-    W1,
     AccountStage,
     at,
     began,
@@ -59,45 +58,11 @@ def test_run_is_over_when_a_round_says_so() -> None:
     assert told.decide(1100, StopRun(reason="all steps")).account.over
 
 
-def test_second_record_of_a_request_does_not_count() -> None:
-    told = _running().fact(logged(200, "w0", W0, FIRST, offset=9))
-    told.fact(logged(210, "w0", W0, FIRST, offset=12))
-    request = told.account.open[GROUP].requests[FIRST]
-    assert request.logged is not None
-    assert request.logged.offset == 9
-
-
-def test_record_of_an_earlier_attempt_does_not_count() -> None:
-    told = _running().decide(150, place("w1", W1, 0, attempt=2))
-    told.fact(logged(200, "w0", W0, FIRST, attempt=1))
-    assert told.account.open[GROUP].requests[FIRST].logged is None
-
-
-def test_record_of_a_fenced_worker_does_not_count() -> None:
-    told = _running().decide(150, Fence(reason="silent", worker="w0", epoch=W0))
-    told.fact(logged(200, "w0", W0, FIRST))
-    assert told.account.open[GROUP].requests[FIRST].logged is None
-    assert _outcomes(told) == ["fenced"]
-
-
 def test_worker_that_joins_again_has_lost_what_it_had() -> None:
     told = _running().fact(joined("w0"))
     assert _outcomes(told) == ["fenced"]
     told.decide(160, place("w0", 4, 0, attempt=2)).fact(logged(200, "w0", 4, FIRST, attempt=2))
     assert _outcomes(told) == ["fenced", "logged"]
-
-
-@pytest.mark.parametrize("outcome", ["left", "cancelled"])
-def test_attempt_ends_with_its_reason(outcome: str) -> None:
-    told = _running()
-    if outcome == "left":
-        told.fact(WorkerLeft(at_ns=at(140), worker="w0", epoch=W0, reason="stopped"))
-    else:
-        why = "its group has failed"
-        told.decide(140, Cancel(reason=why, trajectory=FIRST, attempt=1, worker="w0", epoch=W0))
-    attempt = told.account.open[GROUP].requests[FIRST].attempts[0]
-    assert (attempt.outcome, attempt.ended_ns) == (outcome, at(140))
-    assert attempt.why in ("stopped", "its group has failed")
 
 
 def _finished() -> AccountStage:

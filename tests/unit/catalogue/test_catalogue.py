@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dora_pipe.catalogue.database import Catalogue, fresh_catalogue, source_of
-from dora_pipe.catalogue.logged import COUNTS, logged_records
+from dora_pipe.catalogue.database import (
+    COUNTS,
+    Catalogue,
+    fresh_catalogue,
+    logged_records,
+    source_of,
+)
 from dora_pipe.catalogue.tables import TABLES, columns_of
 from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft
 from dora_pipe.schemas.rounds import Assign, Cancel, Fence, StopRun
 from tests.support import orchestrator_records as records
-from tests.support.catalogue_stage import CatalogueStage
-from tests.support.told_run import SECOND_NS
+from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 
 SOURCE = source_of("run", control_next=7, decisions_next=3, chain="ab")
 

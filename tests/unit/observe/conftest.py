@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.audit.audit import build_ledger
+from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.observe.traces.span import Span

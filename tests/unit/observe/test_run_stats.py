@@ -21,9 +21,9 @@ from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.rounds import End, Fence, TakeBatch
 from tests.support import orchestrator_records as records
+from tests.support.catalogue_stage import SECOND_NS
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import Stage, stats_of
-from tests.support.told_run import SECOND_NS
 
 BOUNDS = (0.0, 1.0, 2.5, 10.0)
 

@@ -7,7 +7,7 @@ from dora_pipe.observe.run_stats import BATCHES, GroupsSinceStep
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import End, Fate, Round
-from tests.support.told_run import ToldRun
+from tests.support.catalogue_stage import ToldRun
 
 PER_STEP = 2
 FEW = BATCHES * PER_STEP - 1

@@ -13,9 +13,9 @@ from dora_pipe.schemas.control import TakenGroup
 from dora_pipe.schemas.metrics import Blocker, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
 from tests.support import orchestrator_records as records
+from tests.support.catalogue_stage import SECOND_NS
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.stats_stage import Stage, stats_of
-from tests.support.told_run import SECOND_NS
 
 
 def _texts(panel: Panel) -> list[str]:

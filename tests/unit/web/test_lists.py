@@ -18,8 +18,7 @@ from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.timeline import merged, timeline, utilisation
 from dora_pipe.observe.web.view import Query, parse_query, view_of
 from tests.support import orchestrator_records as records
-from tests.support.catalogue_stage import CatalogueStage
-from tests.support.told_run import SECOND_NS
+from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 from tests.support.ui_stage import view_of_told
 
 

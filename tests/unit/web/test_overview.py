@@ -17,8 +17,7 @@ from dora_pipe.observe.web.view import view_of
 from dora_pipe.schemas.control import Command, RequestReleased
 from dora_pipe.schemas.rounds import Fence, GroupSpec, StopRun
 from tests.support import orchestrator_records as records
-from tests.support.catalogue_stage import CatalogueStage
-from tests.support.told_run import SECOND_NS, SIBLINGS, START_NS
+from tests.support.catalogue_stage import SECOND_NS, SIBLINGS, START_NS, CatalogueStage
 from tests.support.ui_stage import view_of_told
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
@@ -17,9 +17,6 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, ResourceError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
 from dora_pipe.schemas.topics import Topics
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 FULL_BYTES: Final = 1 << 20
 """With less room than this a log takes the next records of a run no more, or not those after."""
@@ -163,12 +160,7 @@ class BrokerWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)

@@ -1,9 +1,9 @@
 """Processes that have imported what others need and fork those: importing torch costs seconds.
 
 The supervisor forks a `ForkServer` before it opens anything. That imports, then forks a role
-whenever a line on its pipe asks for one, and reports who ended and how. It has no thread and no
-open log, so that its children start clean. When the supervisor goes, the pipe closes and
-everything the fork server started is killed: no role outlives its run.
+whenever a message asks for one, and reports who ended and how. It has no thread and no open log,
+so that its children start clean. When the supervisor goes, the socket closes and everything the
+fork server started is killed: no role outlives its run.
 
 `ForkedHelpers` does the same for a command that wants help: what it forks writes into a pipe, and
 ends with that, or with who asked.
@@ -14,13 +14,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import select
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final, NoReturn, Self
@@ -30,17 +30,18 @@ import msgspec
 from dora_pipe.core.console import name_process, own_name
 from dora_pipe.core.errors import ResourceError, reason
 
+LOG = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG: Final = 1
-READ_BYTES: Final = 65536
+
+MESSAGE_BYTES_MAX: Final = 1 << 17
+"""Of what is asked for: it is taken whole or not at all."""
+
+OUT_BYTES: Final = 1 << 20
+"""Of a helper, before they are written into its pipe."""
 
 CUDA_BY_NVML: Final = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 """An import that asks torch for a GPU must not start CUDA: no role could use it after the fork."""
-
-
-class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
-    """Fork a role under this name."""
-
-    name: str
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -59,54 +60,104 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 Report = Started | Ended
-_SPAWN = msgspec.json.Decoder(Spawn)
 _REPORT = msgspec.json.Decoder(Report)
 
+Child = Callable[[bytes, list[int]], int]
+"""What a forked process does with a message and the files in it; gives its exit code."""
 
-class ForkServer:
+Work = Callable[[bytes, IO[bytes]], None]
+"""What a helper does: the words that it is asked with, and where it writes."""
+
+
+class _Asking:
+    """The end of who asks: forks the fork server now."""
+
+    def __init__(
+        self, child: Child, *, name: str, preload: Sequence[str] = (), reporting: bool = False
+    ) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve(theirs, child, name, preload, reporting)
+        theirs.close()
+
+    def close(self) -> None:
+        """Let the fork server kill what is left, and go; idempotent."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            os.waitpid(self.pid, 0)
+
+
+class ForkServer(_Asking):
     """The supervisor's end. Example: ``ForkServer(main, preload=("torch",)).spawn("w0")``."""
 
     def __init__(self, role: Callable[[str], int], *, preload: Sequence[str] = ()) -> None:
-        """Fork now; `role(name)` is what a forked role runs, its result the exit code."""
-        request_read, self._request = os.pipe()
-        self._reports, report_write = os.pipe()
-        self._buffer = b""
-        self.pid = os.fork()
-        if self.pid == 0:
-            release_inherited_files(request_read, report_write)
-            _serve(role, preload, request_read, report_write)
-        os.close(request_read)
-        os.close(report_write)
-
-    def fileno(self) -> int:
-        """Readable when there is a report."""
-        return self._reports
+        """`role(name)` is what a forked role runs, its result the exit code."""
+        name = own_name() or "roles"
+        super().__init__(
+            lambda words, _: role(words.decode()), name=name, preload=preload, reporting=True
+        )
 
     def spawn(self, name: str) -> None:
         """Ask for a role; `Started` comes as a report."""
         try:
-            os.write(self._request, msgspec.json.encode(Spawn(name)) + b"\n")
-        except BrokenPipeError:
+            self._socket.send(name.encode())
+        except ConnectionError:
             raise ResourceError("the process that starts roles is gone") from None
 
     def reports(self, timeout_s: float) -> list[Report]:
         """What happened since the last call; waits at most `timeout_s`."""
-        ready, _, _ = select.select([self._reports], [], [], timeout_s)
-        if not ready:
-            return []
-        data = os.read(self._reports, READ_BYTES)
-        if not data:
-            raise ResourceError(
-                "the process that starts roles died", hint="out of memory? see the system's log"
-            )
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [_REPORT.decode(line) for line in lines]
+        found: list[Report] = []
+        while select.select([self._socket], [], [], 0.0 if found else timeout_s)[0]:
+            try:
+                data = self._socket.recv(MESSAGE_BYTES_MAX)
+            except ConnectionResetError:  # It died before it had read everything.
+                continue
+            if data:
+                found.append(_REPORT.decode(data))
+            elif found:
+                break
+            else:
+                raise ResourceError(
+                    "the process that starts roles died", hint="out of memory? see the system's log"
+                )
+        return found
 
-    def close(self) -> None:
-        """Let the fork server kill what is left, and go."""
-        for fd in (self._request, self._reports):
-            os.close(fd)
-        os.waitpid(self.pid, 0)
+
+class ForkedHelpers(_Asking):
+    """The end of who asks for help. Make it before anything is open.
+
+    Example: ``with ForkedHelpers(work) as forks: fd = forks.start(b"...")``.
+    """
+
+    def __init__(self, work: Work) -> None:
+        def child(words: bytes, files: list[int]) -> int:
+            name_process("helper")
+            # A broken pipe: nobody wants the rest.
+            with suppress(BrokenPipeError), os.fdopen(files[0], "wb", buffering=OUT_BYTES) as out:
+                work(words, out)
+            return 0
+
+        super().__init__(child, name="helpers")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, words: bytes) -> int:
+        """Fork a helper; gives the end of its pipe to read from. Raises ResourceError."""
+        assert len(words) <= MESSAGE_BYTES_MAX
+        read, write = os.pipe()
+        try:
+            socket.send_fds(self._socket, [words], [write])
+        except OSError as error:
+            os.close(read)
+            raise ResourceError(f"no helper can be started: {error.strerror}") from None
+        finally:
+            os.close(write)
+        return read
 
 
 def release_inherited_files(*kept: int) -> None:
@@ -124,57 +175,72 @@ def release_inherited_files(*kept: int) -> None:
 
 
 def _serve(
-    role: Callable[[str], int], preload: Sequence[str], requests: int, reports: int
+    asked: socket.socket, child: Child, name: str, preload: Sequence[str], reporting: bool
 ) -> NoReturn:
     """The fork server's life; never returns into the caller's code."""
     code = 1
     try:
+        release_inherited_files(asked.fileno())
         os.setsid()
-        name_process("fork server of", own_name() or "roles")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        name_process("fork server of", name)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Who asked says what an interrupt means.
         os.environ.setdefault(*CUDA_BY_NVML)
         for module in preload:
             importlib.import_module(module)
-        _fork_roles(role, requests, reports)
+        gc.freeze()
+        _fork_children(asked, child, reporting)
         code = 0
     except (ImportError, OSError) as error:
-        sys.stderr.write(f"error: what starts roles ends: {reason(error)}\n")
+        sys.stderr.write(f"error: the fork server of {name} ends: {reason(error)}\n")
     finally:
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
 
 
-def _fork_roles(role: Callable[[str], int], requests: int, reports: int) -> None:
+def _fork_children(asked: socket.socket, child: Child, reporting: bool) -> None:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, str] = {}
-    buffer = b""
+
+    def report(what: Report) -> None:
+        if reporting:
+            with suppress(ConnectionError):  # nobody hears it
+                asked.send(msgspec.json.encode(what))
+
     while True:
-        ready, _, _ = select.select([requests, wake_read], [], [])
+        ready, _, _ = select.select([asked.fileno(), wake_read], [], [])
         if wake_read in ready:
-            os.read(wake_read, READ_BYTES)
-        _reap(children, reports)
-        if requests not in ready:
+            os.read(wake_read, select.PIPE_BUF)
+        for pid, code in _ended(children):
+            report(Ended(children.pop(pid), pid, code))
+        if asked.fileno() not in ready:
             continue
-        data = os.read(requests, READ_BYTES)
-        if not data:
+        try:
+            words, files, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
+        except ConnectionResetError:
             break
-        *lines, buffer = (buffer + data).split(b"\n")
-        for line in lines:
-            name = _SPAWN.decode(line).name
-            pid = _fork_role(role, name, (requests, reports, wake_read, wake_write))
-            children[pid] = name
-            _tell(reports, Started(name, pid))
+        if not words:
+            break
+        pid = _fork_child(child, words, files, (asked.fileno(), wake_read, wake_write))
+        for file in files:
+            os.close(file)
+        children[pid] = words.decode() if reporting else ""
+        report(Started(children[pid], pid))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     for pid in children:
         os.waitpid(pid, 0)
 
 
-def _fork_role(role: Callable[[str], int], name: str, fds: Sequence[int]) -> int:
+def _ended(children: Mapping[int, str]) -> list[tuple[int, int]]:
+    """Process ids and exit codes of those that have ended."""
+    found = ((one, *os.waitpid(one, os.WNOHANG)) for one in children)
+    return [(pid, os.waitstatus_to_exitcode(status)) for pid, done, status in found if done]
+
+
+def _fork_child(child: Child, words: bytes, files: list[int], inherited: Sequence[int]) -> int:
     fork_server = os.getpid()
     pid = os.fork()
     if pid:
@@ -184,132 +250,19 @@ def _fork_role(role: Callable[[str], int], name: str, fds: Sequence[int]) -> int
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != fork_server:
-            return 1  # it died before the line above could bind this process to it
-        for fd in fds:
-            os.close(fd)
-        code = role(name)
-    except Exception:
-        traceback.print_exc()
+        # Else it died before the line above could bind this process to it.
+        if os.getppid() == fork_server:
+            for fd in inherited:
+                os.close(fd)
+            code = child(words, files)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _reap(children: dict[int, str], reports: int) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        name = children.pop(pid, "")
-        _tell(reports, Ended(name, pid, os.waitstatus_to_exitcode(status)))
-
-
-def _tell(reports: int, report: Report) -> None:
-    try:
-        os.write(reports, msgspec.json.encode(report) + b"\n")
-    except BrokenPipeError:
-        return
-
-
-WORDS_BYTES_MAX: Final = 1 << 17
-"""Of what a helper is asked for: a message that is taken whole or not at all."""
-
-OUT_BYTES: Final = 1 << 20
-
-Work = Callable[[bytes, IO[bytes]], None]
-"""What a helper does: the words that it is asked with, and where it writes."""
-
-
-class ForkedHelpers:
-    """The end of who asks. Make it before anything is open.
-
-    Example: ``with ForkedHelpers(work) as forks: fd = forks.start(b"...")``.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self._asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = os.fork()
-        if self.pid == 0:
-            _live(work, asked)
-        asked.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self, words: bytes) -> int:
-        """Fork a helper; gives the end of its pipe to read from. Raises ResourceError."""
-        assert len(words) <= WORDS_BYTES_MAX
-        read, write = os.pipe()
-        try:
-            socket.send_fds(self._asking, [words], [write])
-        except OSError as error:
-            os.close(read)
-            raise ResourceError(f"no helper can be started: {error.strerror}") from None
-        finally:
-            os.close(write)
-        return read
-
-    def close(self) -> None:
-        """End every helper; idempotent."""
-        if self._asking.fileno() >= 0:
-            self._asking.close()
-            os.waitpid(self.pid, 0)
-
-
-def _live(work: Work, asked: socket.socket) -> NoReturn:
-    """Never returns into the caller's code."""
-    code = 1
-    try:
-        release_inherited_files(asked.fileno())
-        name_process("fork server of helpers")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Who asked says what an interrupt means.
-        gc.freeze()
-        _fork_helpers(work, asked)
-        code = 0
-    except OSError as error:
-        sys.stderr.write(f"error: what starts helpers ends: {reason(error)}\n")
-    finally:
-        _leave(code)
-
-
-def _fork_helpers(work: Work, asked: socket.socket) -> None:
-    helpers: set[int] = set()
-    while True:
-        words, fds, _, _ = socket.recv_fds(asked, WORDS_BYTES_MAX, 1)
-        if not words:
-            break
-        pid = os.fork()
-        if pid == 0:
-            asked.close()
-            _help(work, words, fds[0])
-        os.close(fds[0])
-        helpers = {one for one in helpers if os.waitpid(one, os.WNOHANG)[0] == 0} | {pid}
-    for pid in helpers:
-        os.kill(pid, signal.SIGKILL)
-    for pid in helpers:
-        os.waitpid(pid, 0)
-
-
-def _help(work: Work, words: bytes, fd: int) -> NoReturn:
-    code = 1
-    try:
-        name_process("helper")
-        with os.fdopen(fd, "wb", buffering=OUT_BYTES) as out:
-            work(words, out)
-        code = 0
-    except BrokenPipeError:
-        code = 0  # Nobody wants the rest.
-    except Exception:
-        traceback.print_exc()
-    finally:
+        if sys.exc_info()[0] is not None:
+            LOG.error("ended by a fault of its own", exc_info=True)
         _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
+    """End without what the process that was forked from has to do at its end."""
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -88,7 +88,10 @@ def settle(name: str, run: str) -> StopFlag:
 
 
 def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
-    """Run a role with its talk in a file; the exit code says how it ended."""
+    """Run a role with its talk in a file; the exit code says how it ended.
+
+    A fault of its own is the fork server's to log, into that file too.
+    """
     directory.logs.mkdir(exist_ok=True)
     log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
@@ -102,9 +105,6 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
     except DoraError as error:
         complain(error)
         return error.exit_code + (WAITED_OUT if error.waited_out else 0)
-    except Exception:
-        logging.exception("error: %s ended by a fault of its own", name)
-        return 1
     return 0
 
 

@@ -27,10 +27,10 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from infra.kafka.jars import HERE, TOOL_LIMIT_S, BrokerError, java, run_bounded
 
@@ -108,7 +108,7 @@ class KafkaBroker:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended, by itself or by us; a frozen one runs."""
+        """Whether it was started and has not ended, by itself or by us; a paused one runs."""
         return self._process is not None and self._process.poll() is None
 
     def address(self, listener: str) -> str:
@@ -122,18 +122,7 @@ class KafkaBroker:
 
         Raises BrokerError when it does not answer within `START_LIMIT_S`.
         """
-        again = bool(self._ports)
-        for attempt in range(1, MAX_STARTS + 1):
-            if not again:
-                self.draw()
-                self.format(new_cluster())
-            try:
-                self.launch()
-                self.await_ready()
-                return
-            except BrokerError:
-                if again or self._wanted_port or attempt == MAX_STARTS:
-                    raise
+        start_all([self])
 
     def stop(self) -> None:
         """Ask the broker to shut down cleanly and wait for it; nothing happens if it is down."""
@@ -145,12 +134,12 @@ class KafkaBroker:
         self.signal(signal.SIGKILL)
         self.join()
 
-    def freeze(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers, until `thaw`."""
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers, until `resume`."""
         os.kill(self.pid, signal.SIGSTOP)
 
-    def thaw(self) -> None:
-        """SIGCONT after `freeze`."""
+    def resume(self) -> None:
+        """SIGCONT after `pause`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def log(self) -> str:
@@ -162,12 +151,7 @@ class KafkaBroker:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     # The steps of a start, for a cluster that takes each with all its brokers.
@@ -223,7 +207,7 @@ class KafkaBroker:
     def signal(self, how: signal.Signals) -> None:
         """Tell a running broker to end; `join` waits for it."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)  # a frozen one hears nothing
+            self._process.send_signal(signal.SIGCONT)  # a paused one hears nothing
             self._process.send_signal(how)
 
     def join(self, limit_s: float = STOP_LIMIT_S) -> bool:
@@ -262,6 +246,39 @@ class KafkaBroker:
             "log.dirs": str(self.data),
         }
         return {**read_properties(HERE / "server.properties"), **drawn, **self.settings}
+
+
+def start_all(nodes: Sequence[KafkaBroker]) -> None:
+    """Start the brokers of a cluster that do not run, and return when all take part.
+
+    Raises BrokerError when one does not in time; then none of them runs.
+    """
+    again = bool(nodes[0]._ports)
+    for attempt in range(1, MAX_STARTS + 1):
+        if not again:
+            for node in nodes:
+                node.draw()
+            with ThreadPoolExecutor(len(nodes)) as pool:
+                list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
+        try:
+            for node in nodes:
+                if not node.running:
+                    node.launch()
+            for node in nodes:
+                node.await_ready()
+            return
+        except BrokerError:
+            end_all(nodes, signal.SIGKILL)
+            if again or nodes[0]._wanted_port or attempt == MAX_STARTS:
+                raise
+
+
+def end_all(nodes: Sequence[KafkaBroker], how: signal.Signals) -> list[KafkaBroker]:
+    """Tell all to end, then wait; those that did not in time, and were killed."""
+    for node in nodes:
+        node.signal(how)
+    until_s = time.monotonic() + STOP_LIMIT_S
+    return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
 
 
 def read_properties(path: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Runs three real brokers that replicate to each other, and decides nothing about their use.
 
 with KafkaCluster(tmp_path) as cluster:
-    cluster.leader("topic").kill()     # or .freeze(), .stop()
+    cluster.leader("topic").kill()     # or .pause(), .stop()
     cluster.nodes[0].start()           # one of them comes back: same ports, same data
     cluster.await_in_sync("topic")
 """
@@ -9,20 +9,17 @@ with KafkaCluster(tmp_path) as cluster:
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from infra.kafka.broker import (
-    MAX_STARTS,
     POLL_S,
-    STOP_LIMIT_S,
     KafkaBroker,
     Listener,
-    new_cluster,
+    end_all,
     read_properties,
+    start_all,
     tidied_client,
 )
 from infra.kafka.jars import HERE, BrokerError
@@ -34,14 +31,6 @@ PORT_STEP = 10_000
 """Between two brokers of a cluster on chosen ports: 29092, 39092, 49092."""
 ELECTION_LIMIT_S = 30.0
 """A dead leader is missed after 3 s (broker.session.timeout.ms); a loaded machine takes longer."""
-
-
-def end_all(nodes: Sequence[KafkaBroker], how: signal.Signals) -> list[KafkaBroker]:
-    """Tell all to end, then wait; those that did not in time, and were killed."""
-    for node in nodes:
-        node.signal(how)
-    until_s = time.monotonic() + STOP_LIMIT_S
-    return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
 
 
 class KafkaCluster:
@@ -60,8 +49,6 @@ class KafkaCluster:
         format_with: Sequence[str] = (),
     ) -> None:
         ours = read_properties(HERE / "cluster.properties") | dict(settings or {})
-        self._fixed = port is not None
-        self._started = False
         self.nodes = tuple(
             KafkaBroker(
                 folder / f"node-{node}",
@@ -90,22 +77,7 @@ class KafkaCluster:
 
         Raises BrokerError when one does not in time.
         """
-        again = self._started
-        for attempt in range(1, MAX_STARTS + 1):
-            if not again:
-                self._format()
-            try:
-                for node in self.nodes:
-                    if not node.running:
-                        node.launch()
-                for node in self.nodes:
-                    node.await_ready()
-                self._started = True
-                return
-            except BrokerError:
-                self.kill()
-                if again or self._fixed or attempt == MAX_STARTS:
-                    raise
+        start_all(self.nodes)
 
     def stop(self) -> None:
         """Ask all brokers to shut down, then wait for each."""
@@ -145,20 +117,8 @@ class KafkaCluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
-
-    def _format(self) -> None:
-        for node in self.nodes:
-            node.draw()
-        cluster = new_cluster()
-        with ThreadPoolExecutor(NODES) as pool:
-            list(pool.map(lambda node: node.format(cluster), self.nodes))
 
     def _leader(self, topic: str, partition: int) -> KafkaBroker | None:
         number = self._partition(topic, partition)["leader_id"]

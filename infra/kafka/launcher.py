@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
-from infra.kafka.broker import STOP_LIMIT_S, KafkaBroker
-from infra.kafka.cluster import KafkaCluster, end_all
+from infra.kafka.broker import STOP_LIMIT_S, KafkaBroker, end_all
+from infra.kafka.cluster import KafkaCluster
 from infra.kafka.jars import BrokerError
 
 LOOK_S = 0.2
@@ -62,12 +61,7 @@ class Launcher:
                 self._say(f"broker {node.node} at {node.bootstrap} is process {node.pid}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:

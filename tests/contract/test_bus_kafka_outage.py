@@ -44,9 +44,9 @@ def bus(broker: KafkaBroker) -> Iterator[KafkaBus]:
     bus.close()
 
 
-def freeze(broker: KafkaBroker) -> None:
+def pause(broker: KafkaBroker) -> None:
     """SIGSTOP, and wait until the last of its threads has noticed."""
-    broker.freeze()
+    broker.pause()
     time.sleep(0.5)
 
 
@@ -71,14 +71,14 @@ def test_a_frozen_broker_makes_the_outcome_unknown_within_the_limit(
     plain, exclusive = bus.writer(), bus.writer(exclusive="x")
     plain.append(texts("plain"))
     exclusive.append(texts("exclusive"))
-    freeze(broker)
+    pause(broker)
     began_s = time.monotonic()
     with pytest.raises(OutcomeUnknown):
         plain.append(texts("perhaps"))
     with pytest.raises(OutcomeUnknown):
         exclusive.append(texts("not committed"))
     assert time.monotonic() - began_s < 2 * DELIVERY_LIMIT_S + SLACK_S
-    broker.thaw()
+    broker.resume()
     with pytest.raises(BusError):
         exclusive.append(texts("never"))
     plain.append(texts("again"))
@@ -123,7 +123,7 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
     began_s = time.monotonic()
     while time.monotonic() - began_s < QUIET_LIMIT_S + 1:
         assert reader.poll(timeout_s=0.1) == [], "a quiet log is no outage"
-    freeze(broker)
+    pause(broker)
     began_s = time.monotonic()
     with pytest.raises(BusError):
         while time.monotonic() - began_s < SLACK_S:
@@ -131,7 +131,7 @@ def test_a_reader_says_that_the_broker_is_gone_and_then_that_it_is_back(
     assert time.monotonic() - began_s < QUIET_LIMIT_S + PROBE_LIMIT_S + 2
     with pytest.raises(BusError):
         reader.poll(timeout_s=0.1)
-    broker.thaw()
+    broker.resume()
     bus.writer().append(texts("back"))
     found: list[Record] = []
     deadline_s = time.monotonic() + 30

@@ -55,5 +55,5 @@ def test_work_that_fails_says_why_and_gives_its_exit_code() -> None:
 def test_work_with_a_fault_of_its_own_leaves_its_traceback() -> None:
     done = run("fault")
     assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
+    assert done.stderr.startswith("ended by a fault of its own\nTraceback")
     assert done.stderr.endswith("ValueError: a fault of its own\n")

@@ -12,7 +12,7 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
-from infra.observe.panels import DASHBOARDS
+from infra.observe.dashboards import DASHBOARDS
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.prometheus import Prometheus, missing
@@ -24,10 +24,10 @@ INTERVAL = "30s"
 """What Grafana would put in place of $__rate_interval."""
 
 QUERIES = [
-    (dashboard.name, panel.title, query.text)
+    (dashboard.name, panel.title, expression)
     for dashboard in DASHBOARDS
     for panel in dashboard.panels
-    for query in panel.queries
+    for expression, _ in panel.queries
 ]
 
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from dora_pipe.observe.metrics.table import METRICS
-from infra.observe.dashboards import COLUMNS, FOLDER, HEIGHT, Dashboard
-from infra.observe.panels import DASHBOARDS
+from infra.observe.dashboards import COLUMNS, DASHBOARDS, FOLDER, HEIGHT, Dashboard
 from tests.support.prometheus import OBSERVE, missing
 
 METRIC = re.compile(r"dora_pipe_[a-z_]+")

@@ -7,14 +7,11 @@ import json
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli import main as cli
 from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ConfigError, LogTruncated, UsageError
 from dora_pipe.launch.fork_server import ForkServer
@@ -23,13 +20,12 @@ from dora_pipe.launch.run import load_again
 from dora_pipe.launch.run_dir import LOCK, RunDir, locked, refuse_running
 from dora_pipe.orchestrator.snapshots import body_of, file_bytes
 from dora_pipe.orchestrator.state import State
-from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
+from tests.support.command_line import Call
+from tests.support.recorded_run import STEPS, RecordedRun
 
 pytest.importorskip("torch")
 
 from tests.support.user_run import furnish
-
-Run = Callable[..., tuple[int, str]]
 
 NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=NEW"
 """What is printed of a run that is over."""
@@ -43,22 +39,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`dora-pipe WORDS` in this process: exit code, and what it said last."""
-
-    def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dora-pipe", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), capsys.readouterr().err
-
-    return run
-
-
-@pytest.fixture
-def finished(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """A copy of a run that is over, in a folder of runs."""
-    return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "runs" / "recorded")
+def finished(tmp_path: Path, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """A copy of a run that is over, in a folder of runs of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return recorded.copy(tmp_path / "runs" / "recorded")
 
 
 def change_config(place: Path, **changes: object) -> None:
@@ -75,51 +59,49 @@ def change_config(place: Path, **changes: object) -> None:
     ],
 )
 def test_model_that_the_engine_cannot_take_leaves_nothing_behind(
-    place: Path, command: Run, changes: dict[str, object], words: tuple[str, ...], why: str
+    place: Path, call: Call, changes: dict[str, object], words: tuple[str, ...], why: str
 ) -> None:
     change_config(place, **changes)
-    code, err = command("run", "config.toml", *words)
+    code, _, err = call("run", "config.toml", *words)
     assert (code, why in err) == (9, True), err
     assert not (place / "runs").exists()
 
 
 def test_model_without_a_tokenizer_or_with_a_broken_one_leaves_nothing_behind(
-    place: Path, command: Run
+    place: Path, call: Call
 ) -> None:
     (place / "model" / "tokenizer.json").write_text("{")
-    code, err = command("run", "config.toml")
+    code, _, err = call("run", "config.toml")
     assert (code, "is not a tokenizer" in err) == (9, True), err
     (place / "model" / "tokenizer.json").unlink()
-    code, err = command("run", "config.toml")
+    code, _, err = call("run", "config.toml")
     assert (code, "has no tokenizer" in err) == (9, True), err
     assert not (place / "runs").exists()
 
 
-def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, command: Run) -> None:
+def test_task_that_cannot_be_opened_leaves_no_directory_behind(place: Path, call: Call) -> None:
     (place / "judge.py").write_text("scores = 1\n")
-    code, err = command("run", "config.toml")
+    code, _, err = call("run", "config.toml")
     assert code in (3, 10), err
     assert not (place / "runs").exists()
 
 
 def test_a_finished_run_is_not_changed_and_the_hint_says_how_to_go_on(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+    finished: RecordedRun, call: Call
 ) -> None:
-    monkeypatch.chdir(finished.directory.parent.parent)
     before = (finished.directory / "config.toml").read_bytes()
-    code, err = command("run", "runs/recorded", "--resume", "-o", "run.steps=99")
+    code, _, err = call("run", "runs/recorded", "--resume", "-o", "run.steps=99")
     assert code == 2
     assert "'recorded' is over" in err and NEW_FROM_IT in err
     assert (finished.directory / "config.toml").read_bytes() == before
 
 
 def test_a_finished_run_that_is_resumed_says_that_it_is_over_and_starts_nothing(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+    finished: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(finished.directory.parent.parent)
     monkeypatch.setattr("dora_pipe.launch.run.supervise", None)
     before = (finished.directory / "config.toml").read_bytes()
-    code, err = command("run", "runs/recorded", "--resume")
+    code, _, err = call("run", "runs/recorded", "--resume")
     assert (code, err.count("\n")) == (0, 1), err
     assert "run 'recorded' is over" in err and NEW_FROM_IT in err
     assert (finished.directory / "config.toml").read_bytes() == before
@@ -127,21 +109,20 @@ def test_a_finished_run_that_is_resumed_says_that_it_is_over_and_starts_nothing(
 
 
 def test_a_copy_under_another_name_is_not_resumed_as_the_run_it_was_made_of(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
+    finished: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = finished.directory.parent
-    monkeypatch.chdir(runs.parent)
     monkeypatch.setattr("dora_pipe.launch.run.supervise", None)
     finished.copy(runs / "cut")
     for words in ((), ("-o", "run.name=cut")):
-        code, err = command("run", "runs/cut", "--resume", *words)
+        code, _, err = call("run", "runs/cut", "--resume", *words)
         assert (code, err.count("\n")) == (3, 2), err
         assert "runs/cut holds run 'recorded', not 'cut'" in err
         assert "dora-pipe run runs/recorded --resume" in err and "FOLDER/recorded" in err
     finished.copy(runs.parent / "copies" / "recorded")
-    assert command("run", "copies/recorded", "--resume", "--runs", "copies")[0] == 0
+    assert call("run", "copies/recorded", "--resume", "--runs", "copies")[0] == 0
     monkeypatch.chdir(finished.directory)
-    assert command("run", ".", "--resume", "--runs", "..")[0] == 0
+    assert call("run", ".", "--resume", "--runs", "..")[0] == 0
 
 
 def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
@@ -153,14 +134,11 @@ def test_a_folder_that_a_run_was_configured_in_may_have_any_name(
     assert load_again(folder, (), "", finished.directory.parent).run.name == "recorded"
 
 
-def test_a_living_run_is_not_resumed_beside_itself(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished.directory.parent.parent)
+def test_a_living_run_is_not_resumed_beside_itself(finished: RecordedRun, call: Call) -> None:
     with locked(RunDir(finished.directory)):
-        code, err = command("run", "runs/recorded", "--resume")
+        code, _, err = call("run", "runs/recorded", "--resume")
         assert (code, f"is running already (process {os.getpid()})" in err) == (2, True), err
-        code, err = command("trainer", "runs/recorded")
+        code, _, err = call("trainer", "runs/recorded")
         assert (code, "is running already" in err) == (2, True), err
     refuse_running(RunDir(finished.directory))
 
@@ -220,23 +198,17 @@ def test_a_log_that_names_what_lies_in_the_store_is_whole(finished: RecordedRun)
         check_log(RunDir(finished.directory), RunDir(finished.directory).config(), bus)
 
 
-def test_a_log_that_lost_its_end_is_not_gone_on_with(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished.directory.parent.parent)
+def test_a_log_that_lost_its_end_is_not_gone_on_with(finished: RecordedRun, call: Call) -> None:
     plant_versions(finished.store, 3)  # two trainers were started: two may lie there
-    code, err = command("run", "runs/recorded", "--resume")
+    code, _, err = call("run", "runs/recorded", "--resume")
     assert code == LogTruncated.exit_code
     assert "lost its end: 3 versions lie in the store that it does not name" in err
     assert "-wal" in err
 
 
-def test_a_log_that_lost_everything_does_not_start_anew(
-    finished: RecordedRun, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished.directory.parent.parent)
+def test_a_log_that_lost_everything_does_not_start_anew(finished: RecordedRun, call: Call) -> None:
     finished.log.write_bytes(b"")
-    code, err = command("run", "runs/recorded", "--resume")
+    code, _, err = call("run", "runs/recorded", "--resume")
     assert (code, "has lost its end" in err) == (LogTruncated.exit_code, True), err
     assert finished.log.read_bytes() == b""
 

@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.catalogue.reading import FILE, read_catalogue
 from tests.support.catalogue_page import QUESTIONS, page
-from tests.support.command_line import Call, caller
+from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
 ROOT = Path(__file__).parents[2]
@@ -30,12 +30,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """The session's run, as a copy: its catalogue is written beside it."""
     found = recorded_in(tmp_path_factory.getbasetemp())
     return found.copy(tmp_path_factory.mktemp("sql") / "recorded")
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command line: exit code, stdout, stderr."""
-    return caller(monkeypatch, capsys)
 
 
 def test_a_query_prints_a_table_and_keeps_the_catalogue(call: Call, recorded: RecordedRun) -> None:

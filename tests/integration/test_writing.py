@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import Call, caller
+from tests.support.command_line import Call
 from tests.support.recorded_run import RecordedRun
 
 FILES = (("export", "--parquet"), ("export", "--traces"), ("ui", "--export"))
 FOLDERS = (("export", "--policy", "3"), ("archive", "--to"))
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    return caller(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("words", FILES)

@@ -58,7 +58,7 @@ def run_whole(plan: Plan) -> None:
 
     with ExitStack() as failing:
         failing.callback(tell_the_last)
-        if not supervise(plan, tell=lines.append):
+        if not supervise(plan, report=lines.append):
             raise typer.Exit(130)
         failing.pop_all()
 

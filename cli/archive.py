@@ -58,7 +58,7 @@ def _remember(run: RunDir, to: Path) -> None:
         say(f"note: {run.path} cannot be written ({error.strerror}): say --archive DIR there")
 
 
-def tell_pass(to: Path, done: Pass, copied: Copied | None, *, as_json: bool) -> None:
+def print_pass(to: Path, done: Pass, copied: Copied | None, *, as_json: bool) -> None:
     """What a pass did."""
     if as_json:
         emit_json({**asdict(done), "policies": None if copied is None else asdict(copied)})

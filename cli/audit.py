@@ -18,7 +18,7 @@ from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.sqlite import unreadable_records
 from dora_pipe.catalogue.reading import saved_catalogue
 from dora_pipe.cli.output import emit_line
-from dora_pipe.cli.progress import Progress, progress
+from dora_pipe.cli.progress import CommandProgress, progress
 from dora_pipe.core.console import say
 from dora_pipe.launch.fork_server import ForkedHelpers
 from dora_pipe.launch.run_dir import OpenRun
@@ -128,13 +128,13 @@ class AuditSession:
             on_piece=self._piece,
         )
         self._violations = 0
-        self._told: Progress | None = None
+        self._report: CommandProgress | None = None
         """Of an audit up to now; who follows is told lines."""
 
     def once(self) -> AuditReport:
         """Up to where the log ends now."""
         try:
-            with progress("reading the log") as self._told:
+            with progress("reading the log") as self._report:
                 self._auditor.advance()
                 return self._finish()
         finally:
@@ -204,8 +204,8 @@ class AuditSession:
             f"round {now.rounds - 1}, {now.steps} steps, {now.records} records "
             f"({now.bytes / 1e6:.1f} MB), {now.violations} violations"
         )
-        if self._told is not None:
-            self._told(line)
+        if self._report is not None:
+            self._report(line)
         elif time.monotonic() - self._said_s >= LINE_S:
             self._said_s = time.monotonic()
             say(line)

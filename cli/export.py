@@ -92,15 +92,15 @@ def export_traces(
     follow: bool,
     ratio: float,
     force: bool,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Send the traces of a log to a file or an address; `follow` waits for more.
 
-    `told` hears what it does at present.
+    `report` hears what it does at present.
     """
 
     def waits(line: str) -> None:
-        told(f"waiting for {target}, which is busy")
+        report(f"waiting for {target}, which is busy")
         say(line)
 
     policy = SamplingPolicy(ratio=ratio, slow=run.config.telemetry.traces_slow)
@@ -112,7 +112,7 @@ def export_traces(
             if follow:
                 done = _follow(run, sink, policy, checkpoint)
             else:
-                done = _whole(run, sink, policy, checkpoint, told)
+                done = _whole(run, sink, policy, checkpoint, report)
         finally:
             sink.close()
         if before >= 0:
@@ -122,8 +122,8 @@ def export_traces(
     else:
         may_write_file(Path(target), force=force)
         with FileSink(Path(target)) as file:
-            done = _whole(run, file, policy, Checkpoint(None), told)
-    _tell(target, done)
+            done = _whole(run, file, policy, Checkpoint(None), report)
+    _say_sent(target, done)
     raise_if_damaged(done.damage, ", and their traces told by facts alone")
 
 
@@ -150,7 +150,7 @@ def _whole(
     sink: Sink,
     policy: SamplingPolicy,
     checkpoint: Checkpoint,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Sent:
     """Everything that has ended in the log. Raises ResourceError where it cannot be sent."""
     tracer = Tracer(run.bus, run.topics, policy, after=checkpoint.read())
@@ -159,7 +159,7 @@ def _whole(
         while not tracer.caught_up:
             for traced in tracer.turn():
                 assert tracer.run is not None
-                told("sending traces")
+                report("sending traces")
                 sink.send(tracer.run, traced.spans)
                 sent.spans += len(traced.spans)
                 checkpoint.write(traced.offset)
@@ -179,7 +179,7 @@ def _follow(run: OpenRun, sink: Sink, policy: SamplingPolicy, checkpoint: Checkp
     ).run()
 
 
-def _tell(target: str, sent: Sent) -> None:
+def _say_sent(target: str, sent: Sent) -> None:
     left_out = f", {sent.left_out} groups left out by their share" if sent.left_out else ""
     say(f"{target}: {sent.groups} groups, {sent.spans} spans{left_out}")
     if not sent.whole:

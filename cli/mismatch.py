@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dora_pipe.audit.mismatch import Mismatch, measure
 from dora_pipe.cli.output import emit_line, emit_table
-from dora_pipe.cli.progress import Progress
+from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
@@ -28,7 +28,7 @@ MEANINGS = {
 }
 
 
-def measure_step(run: OpenRun, step: int | None, told: Progress) -> Mismatch:
+def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mismatch:
     """Where the ratios of a step's batch come from; of the last committed one for None."""
     from dora_pipe.producers.worker.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def measure_step(run: OpenRun, step: int | None, told: Progress) -> Mismatch:
     notes = history.notes[step : step + 1]
     (commit,) = read_commits(run.bus, run.topics, notes, clock)
     batch = batch_of_commit(run.bus, run.topics, commit, clock=clock)
-    told("opening the model")
+    report("opening the model")
     config = logged_config(started.config)
     store = run.policies
     assets = store.assets(started.assets_digest)
@@ -55,17 +55,17 @@ def measure_step(run: OpenRun, step: int | None, told: Progress) -> Mismatch:
         config=config,
     )
     tokenizer = Tokenizer(assets, special_tokens=config.task.special_tokens)
-    return measure(batch, scorer, _weights(run, history, told), tokenizer)
+    return measure(batch, scorer, _weights(run, history, report), tokenizer)
 
 
 def _weights(
-    run: OpenRun, history: CommitHistory, told: Progress
+    run: OpenRun, history: CommitHistory, report: CommandProgress
 ) -> Callable[[int], tuple[Path, str]]:
     """File and digest of a version, made again where retention has deleted it."""
     made = rebuilder(run)
 
     def weights_of(version: int) -> tuple[Path, str]:
-        told(f"scoring the batch under version {version}")
+        report(f"scoring the batch under version {version}")
         return made.weights(version), history.digest_of(version)
 
     return weights_of
@@ -98,15 +98,15 @@ def print_mismatch(found: Mismatch) -> None:
         ],
         title="What staleness did, by how stale",
     )
-    told = found.tokenisation
-    if told is None:
+    again = found.tokenisation
+    if again is None:
         return
-    line = f"tokenisation: {told.differing} of {told.trajectories} trajectories get other ids"
-    if told.differing:
-        line += f" when their text is encoded again, {told.tokens_after} of {told.tokens} tokens"
+    line = f"tokenisation: {again.differing} of {again.trajectories} trajectories get other ids"
+    if again.differing:
+        line += f" when their text is encoded again, {again.tokens_after} of {again.tokens} tokens"
         line += " stand behind the first difference"
-    if told.logprob_mean is not None:
-        line += f"; their log-prob would change by {told.logprob_mean:.3g} nats on average"
-        line += f", at most {told.logprob_largest:.3g}"
+    if again.logprob_mean is not None:
+        line += f"; their log-prob would change by {again.logprob_mean:.3g} nats on average"
+        line += f", at most {again.logprob_largest:.3g}"
     emit_line(line)
     say("a step trains the ids as sampled: tokenisation is no part of the ratios above")

@@ -31,8 +31,8 @@ DRAW_S: Final = 0.2
 """Between two drawings on a terminal."""
 
 
-class Progress:
-    """How far one command is. Example: ``told("reading control", 300, 1000)``."""
+class CommandProgress:
+    """How far one command is. Example: ``report("reading control", 300, 1000)``."""
 
     def __init__(self) -> None:
         self._now: tuple[str, float, float | None] = ("", 0, None)
@@ -82,37 +82,37 @@ class Progress:
 
 
 @contextmanager
-def watched(run: OpenRun) -> Iterator[tuple[OpenRun, Progress]]:
+def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
     """A run whose log tells how far it is read, and where to tell the rest."""
     from dora_pipe.bus.base import WatchedBus
 
-    with progress("opening the log") as told:
-        yield replace(run, bus=WatchedBus(run.bus, told)), told
+    with progress("opening the log") as report:
+        yield replace(run, bus=WatchedBus(run.bus, report)), report
 
 
 @contextmanager
-def progress(phase: str) -> Iterator[Progress]:
+def progress(phase: str) -> Iterator[CommandProgress]:
     """Says how far the block is, from another thread: it may compute for long without a word."""
-    told, over = Progress(), threading.Event()
-    told(phase)
-    teller = threading.Thread(target=_tell, args=(told, over), name="progress", daemon=True)
-    teller.start()
+    report, over = CommandProgress(), threading.Event()
+    report(phase)
+    thread = threading.Thread(target=_show, args=(report, over), name="progress", daemon=True)
+    thread.start()
     try:
-        with covered(told.clear):
-            yield told
+        with covered(report.clear):
+            yield report
     finally:
         over.set()
-        teller.join()
-        told.clear()
+        thread.join()
+        report.clear()
 
 
-def _tell(told: Progress, over: threading.Event) -> None:
+def _show(report: CommandProgress, over: threading.Event) -> None:
     began_s = time.monotonic()
     terminal = sys.stderr.isatty()
     pause_s = QUIET_S
     while not over.wait(pause_s):
         if terminal:
-            told.draw()
+            report.draw()
         else:
-            say(told.line(time.monotonic() - began_s))
+            say(report.line(time.monotonic() - began_s))
         pause_s = DRAW_S if terminal else LINE_S

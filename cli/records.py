@@ -217,8 +217,8 @@ def _brief(value: Any) -> str:
     if not isinstance(value, Sequence):
         return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     kinds = Counter(one["kind"] for one in value if isinstance(one, Mapping) and "kind" in one)
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"[{told or len(value)}]" if value else "[]"
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"[{counts or len(value)}]" if value else "[]"
 
 
 def readable(topic: str, record: Record) -> dict[str, Any]:

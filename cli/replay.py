@@ -25,7 +25,7 @@ from dora_pipe.audit.rescore import raise_if_different as raise_if_rewarded_othe
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
-from dora_pipe.cli.progress import Progress
+from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Learner
@@ -63,7 +63,7 @@ def replay_steps(
     changes: Sequence[str],
     *,
     as_json: bool,
-    told: Progress,
+    report: CommandProgress,
 ) -> None:
     """Train steps again. Raises ReplayDiverged after the last line."""
     clock = SystemClock()
@@ -77,7 +77,7 @@ def replay_steps(
     last = len(history.notes) if last is None else last
     lines: list[StepLine] = []
     changed = _settings(changes)
-    told("training again")
+    report("training again")
     for line in replay(
         run.bus,
         run.topics,
@@ -91,7 +91,7 @@ def replay_steps(
         lines.append(line)
         _print_step(line, as_json=as_json)
         done = line.replayed.step + 1 - first
-        told(f"step {line.replayed.step + 1}", max(0, done), last - first)  # some lead there
+        report(f"step {line.replayed.step + 1}", max(0, done), last - first)  # some lead there
     _sum_up([line for line in lines if line.wanted])
     for line in lines:
         raise_if_diverged(line)

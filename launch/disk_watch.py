@@ -53,7 +53,7 @@ class DiskWatch:
     def __init__(
         self,
         places: tuple[Path, ...],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         clock: Clock,
         *,
         elsewhere: Callable[[], str] = str,
@@ -65,7 +65,7 @@ class DiskWatch:
         self._elsewhere = elsewhere
         self._low = low
         self._warned = False
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._look_ns = 0
         self._since_ns: int | None = None
@@ -85,12 +85,12 @@ class DiskWatch:
         found = full_disk(*self._places) or self._elsewhere()
         if not found:
             if self._since_ns is not None:
-                self._tell("there is room on the disk again; the run goes on")
+                self._report("there is room on the disk again; the run goes on")
             self._since_ns = None
         elif self._since_ns is None:
             self._since_ns = now_ns
             limit = f"make room within {DELIVERY_TIMEOUT_S:g} s"
-            self._tell(f"{found}; roles wait, dispatch is paused: {limit}")
+            self._report(f"{found}; roles wait, dispatch is paused: {limit}")
         elif now_ns - self._since_ns > DELIVERY_TIMEOUT_S * 1e9:
             lasted = f"{found}, and was for {DELIVERY_TIMEOUT_S:g} s"
             raise ResourceError(
@@ -101,7 +101,7 @@ class DiskWatch:
 
     def _warn(self, low: str) -> None:
         if low and not self._warned:
-            self._tell(f"{low}: make room, or the run will have to wait")
+            self._report(f"{low}: make room, or the run will have to wait")
         self._warned = bool(low)
 
 

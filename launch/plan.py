@@ -141,8 +141,8 @@ def _make_topics(bus: Bus, config: Config) -> None:
 def _settle(bus: Bus, topics: Topics) -> None:
     """What is refused here depends on all that the log says, also behind a role that died."""
     there = set(bus.topics())
-    told = [name for name in (topics.control, topics.decisions) if name in there]
-    await_stable_offset(bus, [TopicPartition(name, 0) for name in told], SystemClock())
+    named = [name for name in (topics.control, topics.decisions) if name in there]
+    await_stable_offset(bus, [TopicPartition(name, 0) for name in named], SystemClock())
 
 
 def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:

@@ -51,21 +51,21 @@ def supervise(
     plan: Plan,
     watch: Watch | None = None,
     *,
-    tell: Callable[[str], None] = say,
+    report: Callable[[str], None] = say,
     torch: ForkServer | None = None,
 ) -> bool:
-    """Start every role, `tell` of it until all have ended; False when the user stopped it.
+    """Start every role, `report` of it until all have ended; False when the user stopped it.
 
     `torch` has imported what the torch engine and the trainer need, and forks `be_torch_role`; it
     stays the caller's. Without it each of the two has a process of its own for that. Raises
     UsageError where the run is running already.
     """
     with locked(plan.directory):
-        return _supervise(plan, watch, tell, torch)
+        return _supervise(plan, watch, report, torch)
 
 
 def _supervise(
-    plan: Plan, watch: Watch | None, tell: Callable[[str], None], torch: ForkServer | None
+    plan: Plan, watch: Watch | None, report: Callable[[str], None], torch: ForkServer | None
 ) -> bool:
     names = local_roles.worker_names(plan.config)
     directory, config = plan.directory, plan.config
@@ -96,8 +96,8 @@ def _supervise(
             BrokerWatch(config, directory.open_bus) as brokers,
         ):
             progress = progress_of(bus, config)
-            console = RunConsole(progress, tell)
-            disk = disk_watch(directory, config, brokers, tell)
+            console = RunConsole(progress, report)
+            disk = disk_watch(directory, config, brokers, report)
 
             def turn() -> None:
                 disk.turn()
@@ -133,11 +133,11 @@ def progress_of(bus: Bus, config: Config) -> RunProgress:
 
 
 def disk_watch(
-    directory: RunDir, config: Config, brokers: BrokerWatch, tell: Callable[[str], None]
+    directory: RunDir, config: Config, brokers: BrokerWatch, report: Callable[[str], None]
 ) -> DiskWatch:
     """Looks at the disks below a run: this machine's, and those of its brokers."""
     places = (directory.path, directory.store(config))
-    return DiskWatch(places, tell, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
+    return DiskWatch(places, report, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
 
 
 def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
@@ -215,9 +215,9 @@ def _refuse_copy(directory: RunDir, root: Path) -> None:
 class RunConsole:
     """Tells what the log says of a run. An outage is told once: roles have their own patience."""
 
-    def __init__(self, progress: RunProgress, tell: Callable[[str], None]) -> None:
+    def __init__(self, progress: RunProgress, report: Callable[[str], None]) -> None:
         self._progress = progress
-        self._tell = tell
+        self._report = report
         self._away = False
 
     def turn(self) -> None:
@@ -228,11 +228,11 @@ class RunConsole:
             raise InvariantBroken(error.message, hint=error.hint) from error
         except BusError as error:
             if not self._away:
-                self._tell(f"the log is away ({error.message}); the roles wait for it")
+                self._report(f"the log is away ({error.message}); the roles wait for it")
             self._away = True
             return
         if self._away:
-            self._tell("the log is back")
+            self._report("the log is back")
         self._away = False
         for line in lines:
-            self._tell(line)
+            self._report(line)

@@ -80,10 +80,9 @@ class Workers:
 class _Role:
     fork_server: ForkServer
     pid: int | None = None
-    asked: bool = False
+    starting: bool = False
     """The fork server was asked to start it, and has not said yet that it did."""
-    told: bool = False
-    """It was asked to end."""
+    asked_to_end: bool = False
     done: bool = False
     starts_s: deque[float] = field(default_factory=deque)
     due_s: float = 0.0
@@ -154,7 +153,7 @@ class Supervisor:
         for name, role in self._roles.items():
             if restart and not role.done and role.pid is None and role.due_s <= now_s:
                 role.due_s = float("inf")
-                role.asked = True
+                role.starting = True
                 role.starts_s.append(now_s)
                 role.fork_server.spawn(name)
         pause_s = TICK_S
@@ -165,20 +164,20 @@ class Supervisor:
             reports += fork_server.reports(pause_s)
             pause_s = 0.0
         for report in reports:  # all, before one of them ends the run: nobody reports twice
-            self._note(report)
+            self._update(report)
         for report in reports:
             if isinstance(report, Ended):
-                self._take(report, restart=restart)
+                self._role_ended(report, restart=restart)
         self._watch()
 
-    def _note(self, report: Report) -> None:
+    def _update(self, report: Report) -> None:
         role = self._roles[report.name]
         if isinstance(report, Started):
-            role.pid, role.asked = report.pid, False
+            role.pid, role.starting = report.pid, False
         else:
             role.pid = None
 
-    def _take(self, report: Ended, *, restart: bool) -> None:
+    def _role_ended(self, report: Ended, *, restart: bool) -> None:
         role = self._roles[report.name]
         if report.code == 0 or not restart:
             role.done = True
@@ -269,8 +268,8 @@ class Supervisor:
     def _end(self, roles: list[_Role]) -> None:
         """Ask these roles to end, wait for them, and kill what takes too long."""
         until_s = time.monotonic() + self._timing.stop_timeout_s
-        while any(role.pid is not None or role.asked for role in roles):
-            _signal([role for role in roles if not role.told], signal.SIGTERM)
+        while any(role.pid is not None or role.starting for role in roles):
+            _signal([role for role in roles if not role.asked_to_end], signal.SIGTERM)
             if self._interrupts > 1 or time.monotonic() > until_s:
                 _signal(roles, signal.SIGKILL)
             self._turn(restart=False)
@@ -291,6 +290,6 @@ def how(code: int) -> str:
 def _signal(roles: list[_Role], number: int) -> None:
     for role in roles:
         if role.pid is not None:
-            role.told = True
+            role.asked_to_end = True
             with suppress(ProcessLookupError):
                 os.kill(role.pid, number)

@@ -134,13 +134,13 @@ def replay(
     from dora_pipe.cli.replay import replay_rewards, replay_steps, replay_trajectories
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (open_run, told):
+    with opened(run, root, archive) as found, watched(found) as (open_run, report):
         if rewards:
             replay_rewards(open_run, trajectory or (), random, seed, as_json=as_json)
         elif trajectory or random:
             replay_trajectories(open_run, trajectory or (), random, seed, as_json=as_json)
         else:
-            replay_steps(open_run, first, last, changes or (), as_json=as_json, told=told)
+            replay_steps(open_run, first, last, changes or (), as_json=as_json, report=report)
 
 
 def export(
@@ -191,10 +191,10 @@ def export(
 
     with (
         opened(run, root, archive) as found,
-        nullcontext((found, _untold)) if follow else watched(found) as (open_run, told),
+        nullcontext((found, _silent)) if follow else watched(found) as (open_run, report),
     ):
         if traces:
-            export_traces(open_run, traces, follow=follow, ratio=ratio, force=force, told=told)
+            export_traces(open_run, traces, follow=follow, ratio=ratio, force=force, report=report)
         elif tensorboard is not None:
             export_tensorboard(open_run, tensorboard, follow=follow)
         elif wandb:
@@ -205,7 +205,7 @@ def export(
             export_policy_dir(open_run, policy, directory, force=force)
 
 
-def _untold(phase: str) -> None:
+def _silent(phase: str) -> None:
     """Who follows a run says of its waits itself."""
 
 
@@ -241,7 +241,7 @@ def archive(
         raise UsageError("--verify looks at an archive: dora-pipe archive --verify DIR")
     if not check and to is None:
         raise UsageError("say where to: dora-pipe archive RUN --to DIR")
-    from dora_pipe.cli.archive import passes_of, tell_pass, verify_archive
+    from dora_pipe.cli.archive import passes_of, print_pass, verify_archive
     from dora_pipe.launch.run_dir import RunDir, opened
 
     if to is None:
@@ -257,7 +257,7 @@ def archive(
         if not RunDir(to).is_archive:  # One that is there is gone on with.
             may_write_folder(to, force=force)
         for done, copied in passes_of(open_run, to, every if follow else None, with_policies):
-            tell_pass(to, done, copied, as_json=as_json)
+            print_pass(to, done, copied, as_json=as_json)
 
 
 def prune(

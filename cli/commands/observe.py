@@ -285,8 +285,8 @@ def sql(
         phase = "reading the log"
         with (
             opened(run, root, archive) as open_run,
-            progress(phase) as told,
-            closing(open_run.tables(lambda share: told(phase, share, 1.0))) as tables,
+            progress(phase) as report,
+            closing(open_run.tables(lambda share: report(phase, share, 1.0))) as tables,
         ):
             names, rows = tables.ask(query)
     if as_json:

@@ -56,7 +56,7 @@ def whatif(
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (looked, told):
+    with opened(run, root, archive) as found, watched(found) as (looked, report):
         with closing(looked.tables()) as tables:
             measured = measure(looked.bus, looked.topics, tables)
         laid = paradigm if paradigm in PARADIGM_NAMES else ""
@@ -64,13 +64,13 @@ def whatif(
         changed = load_config(found.directory.config_file, override or (), paradigm=laid)
         scheduler = next((one for one in SCHEDULERS if one == paradigm), SCHEDULERS[0])
         check_question(measured, before, changed, scheduler=scheduler)
-        told("simulating the run as it was")
+        report("simulating the run as it was")
         was = as_measured(measured)
         again = estimate(measured, measured.config, what="simulated", cores=cores)
         answers = [was, again]
         if override or paradigm:
             what = " ".join([paradigm, *(override or ())]).strip()
-            told(f"simulating {what}")
+            report(f"simulating {what}")
             answers.append(estimate(measured, changed, what=what, cores=cores, scheduler=scheduler))
     error = again.wall_s / was.wall_s - 1
     if as_json:
@@ -93,8 +93,8 @@ def mismatch(
     from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 
-    with opened(run, root, archive) as found, watched(found) as (looked, told):
-        measured = measure_step(looked, step, told)
+    with opened(run, root, archive) as found, watched(found) as (looked, report):
+        measured = measure_step(looked, step, report)
     if as_json:
         emit_json(measured.plain())
     else:

@@ -164,6 +164,7 @@ def test_no_role_outlives_a_fork_server_that_is_killed(fork: Fork) -> None:
     (started,) = collect(fork_server, 1, "w0")
     os.kill(fork_server.pid, signal.SIGKILL)
     until(lambda: not alive(started.pid))
+    assert not alive(started.pid)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import build_ledger
-from dora_pipe.cli.progress import Progress
+from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.roles import traces
 from dora_pipe.launch.run_dir import RunDir
@@ -117,7 +117,7 @@ def test_progress_says_that_a_busy_backend_is_waited_for_and_no_longer(
     recorded: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Progress, "__call__", lambda self, phase, *far: told.append(phase))
+    monkeypatch.setattr(CommandProgress, "__call__", lambda self, phase, *far: told.append(phase))
     with OtlpEndpoint(refuses=lambda asked: (503, "0") if asked == 2 else None) as endpoint:
         code, _, err = call("export", recorded.directory, "--traces", endpoint.address)
     assert code == 0, err

@@ -14,7 +14,7 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.cli import progress
 from dora_pipe.cli.output import emit_line
-from dora_pipe.cli.progress import Progress
+from dora_pipe.cli.progress import CommandProgress
 
 LIMIT_S = 10.0
 
@@ -54,8 +54,8 @@ def test_a_bar_is_taken_away_before_a_line_is_written(
     monkeypatch.setattr(progress, "QUIET_S", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     events: list[str] = []
-    monkeypatch.setattr(Progress, "draw", lambda self: events.append("drawn"))
-    monkeypatch.setattr(Progress, "clear", lambda self: events.append("cleared"))
+    monkeypatch.setattr(CommandProgress, "draw", lambda self: events.append("drawn"))
+    monkeypatch.setattr(CommandProgress, "clear", lambda self: events.append("cleared"))
     with progress.progress("reading"):
         until(lambda: "drawn" in events)
         emit_line("data")
@@ -70,7 +70,7 @@ def test_readers_of_a_watched_log_tell_how_far_they_are() -> None:
     bus.writer().append([Append(topic="x.control", value=b"v")] * (2 * FAR))
     told: list[tuple[str, float, float | None]] = []
 
-    class Heard(Progress):
+    class Heard(CommandProgress):
         def __call__(self, phase: str, done: float = 0, total: float | None = None) -> None:
             told.append((phase, done, total))
 

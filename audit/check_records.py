@@ -18,9 +18,8 @@ from dora_pipe.audit.findings import Check
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Buried
 from dora_pipe.schemas.control import TrajectoryLogged
-from dora_pipe.schemas.fast_validate import Sampled
 from dora_pipe.schemas.identity import group_of, trajectory_seed
-from dora_pipe.schemas.trajectory import Headers, mixing_error
+from dora_pipe.schemas.trajectory import Headers, Segment, mixing_error
 
 _HEADERS: Final = (
     "trajectory",
@@ -323,7 +322,7 @@ def wrong_mixture(
             yield why, "", ""
 
 
-def _not_hosted(segment: Sampled, logged: Logged, ledger: Ledger) -> str:
+def _not_hosted(segment: Segment, logged: Logged, ledger: Ledger) -> str:
     worker = ledger.accounts.workers.get(segment.epoch)
     of = f"{segment.worker} of incarnation {segment.epoch}"
     who = f"tokens {segment.start} to {segment.end} name {of}"

@@ -19,7 +19,7 @@ from dora_pipe.audit.report import AuditReport, plain
 from dora_pipe.bus.port import Bus
 from dora_pipe.schemas.topics import Topics
 from tests.support.cluster import Cluster, SimulatedParts, make_config
-from tests.support.recorded_run import RecordedRun
+from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -69,7 +70,10 @@ def test_a_turn_that_was_sampled_on_two_workers_is_one_text(trajectory: Trajecto
     *first, last = trajectory.segments
     assert last.end - last.start > 1
     cut = last.start + 1
-    pieces = (replace(last, end=cut), replace(last, start=cut, worker="other"))
+    pieces = (
+        msgspec.structs.replace(last, end=cut),
+        msgspec.structs.replace(last, start=cut, worker="other"),
+    )
     moved = replace(trajectory, segments=(*first, *pieces))
     texts = TextColumns(Numbers())
     assert texts.columns(moved, {}) == texts.columns(trajectory, {})

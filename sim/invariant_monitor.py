@@ -51,7 +51,7 @@ LEASE_SLACK_NS: Final = 150_000_000
 
 _LEASE: Final = b'"lease-expired"'
 _DIGEST: Final = b'"state_digest"'
-_SPEAKERS: Final = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
+_SPEAKERS: Final[dict[type, str]] = {OrchestratorStatus: ORCHESTRATOR, TrainerStatus: TRAINER}
 
 
 class InvariantMonitor:

@@ -248,9 +248,9 @@ class _Run:
         return logged(self.state, worker, names, self._offset)
 
     def _apply(self, record: RunStarted | WorkerJoined | WorkerReady | TrajectoriesLogged) -> None:
-        rejected = self.state.tally.rejected
+        rejected = self.state.counters.rejected
         apply_control(self.state, self._offset, record)
-        assert self.state.tally.rejected == rejected, self.state.tally.rejection
+        assert self.state.counters.rejected == rejected, self.state.counters.rejection
         self._offset += 1
 
 

@@ -86,7 +86,9 @@ class WaitTracker:
         self._open: dict[tuple[str, str], _Open] = {}
         self._lasted: dict[str, deque[float]] = {}
 
-    def take(self, found: Sequence[PendingWait], *, mono_ns: int, wall_ns: int) -> tuple[Wait, ...]:
+    def update(
+        self, found: Sequence[PendingWait], *, mono_ns: int, wall_ns: int
+    ) -> tuple[Wait, ...]:
         """The present waits as a status has them, those that stop the role's work first.
 
         A wait that was open and is not found has ended. A new alarm is said in the role's own log.

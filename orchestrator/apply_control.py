@@ -22,7 +22,7 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
 from dora_pipe.orchestrator.hosting import VERSIONS_MAX
-from dora_pipe.orchestrator.state import Facts, Request, Result, State, Verdict, Worker
+from dora_pipe.orchestrator.state import Facts, Outcome, Request, Result, State, Worker
 from dora_pipe.orchestrator.state_ops import (
     close_worker,
     end_sibling,
@@ -83,16 +83,16 @@ def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
 def apply_control(state: State, offset: int, record: AnyControl | Unknown | SchemaError) -> None:
     """Fold one control record that lies at `offset`; constant cost in the number of requests."""
     if isinstance(record, Unknown):
-        state.tally.unknown += 1
+        state.counters.unknown += 1
         return
     if isinstance(record, SchemaError):
-        state.tally.unreadable += 1
+        state.counters.unreadable += 1
         return
     why = _APPLY[type(record)](state, offset, record)
     if why:
-        state.tally.rejected += 1
+        state.counters.rejected += 1
         kind = type(record).__struct_config__.tag
-        state.tally.rejection = f"{kind} at offset {offset}: {why}"[:REJECTION_CHARACTERS_MAX]
+        state.counters.rejection = f"{kind} at offset {offset}: {why}"[:REJECTION_CHARACTERS_MAX]
 
 
 def _run_started(state: State, offset: int, record: RunStarted) -> str:
@@ -205,8 +205,8 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
         offset=entry.offset,
         sha256=entry.sha256,
     )
-    state.tally.logged += 1
-    state.tally.tokens += entry.tokens
+    state.counters.logged += 1
+    state.counters.tokens += entry.tokens
     result = Result(taken=taken, reward=entry.reward, tokens=entry.tokens)
     end_sibling(state, name, result, error=entry.error)
     return ""
@@ -253,7 +253,7 @@ def _present(
     request = state.requests.get(trajectory)
     placed = (attempt, record.worker, record.epoch)
     if request is None or (request.attempt, request.worker, request.epoch) != placed:
-        state.tally.superseded += 1
+        state.counters.superseded += 1
         return None
     return request
 
@@ -262,7 +262,7 @@ def _living(state: State, name: str, epoch: int) -> Worker | None:
     """The worker whose present incarnation this is; None, and counted, if it is out."""
     worker = state.workers.get(name)
     if worker is None or worker.epoch != epoch:
-        state.tally.fenced += 1
+        state.counters.fenced += 1
         return None
     return worker
 
@@ -286,9 +286,9 @@ def step_committed(state: State, offset: int, record: StepCommitted) -> str:
     new_version(state, record.digest_after)
     for group in trained:
         staleness = staleness_of(record.step, group.spec.version)
-        state.tally.staleness[staleness] = state.tally.staleness.get(staleness, 0) + 1
+        state.counters.staleness[staleness] = state.counters.staleness.get(staleness, 0) + 1
         forget(state, group)
-    fates = state.tally.fates
+    fates = state.counters.fates
     fates["trained"] = fates.get("trained", 0) + len(trained)
     return ""
 
@@ -310,8 +310,8 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
         if name in offenders:
             one = offenders[name]
             why = f"unreadable: {one.why}"
-            verdict = Verdict(fate="failed", why=why, error=why, trajectory=one.trajectory)
-            set_ending(state, group, verdict)
+            outcome = Outcome(fate="failed", why=why, error=why, trajectory=one.trajectory)
+            set_ending(state, group, outcome)
         else:
             return_to_u(state, group)
     return ""

@@ -16,8 +16,8 @@ import msgspec
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.staleness import may_admit, surplus, take
-from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
+from dora_pipe.orchestrator.staleness import may_admit, next_batch, surplus
+from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
 from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,
@@ -80,11 +80,11 @@ def dispatch(state: State, spec: GroupSpec) -> None:
     """Admit the group that comes next; the caller has made sure that it is that, and may come."""
     if spec.purpose == "train":
         state.ordinal += 1
-        state.tally.dispatched += 1
+        state.counters.dispatched += 1
     else:
         state.eval_ordinal += 1
         state.eval_row += 1
-        state.tally.evaluations += 1
+        state.counters.evaluations += 1
         if state.eval_row == evaluation_rows(state):
             state.evaluated, state.eval_row = state.version, 0
     admit(state, spec)
@@ -194,7 +194,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     _require(state.training is None, f"step {state.version} is training")
     _require(key == (state.version, state.attempt), f"batch {key} is not the next one")
     _require(decision.step < at.steps, f"no step {decision.step} is left")
-    allowed = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    allowed = next_batch(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
     _require(bool(groups), "a batch without groups")
     _require([one.key for one in groups] == list(allowed), "not the batch that may be taken (C3)")
     _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
@@ -222,16 +222,16 @@ def _end(state: State, decision: End) -> None:
     left = [name for name in names if name in state.requests]
     running = [name for name in left if state.requests[name].worker]
     _require(not running, f"{running[:1]} runs and was not cancelled")
-    if decision.fate == "cancelled" and group.verdict is None:
+    if decision.fate == "cancelled" and group.outcome is None:
         _require(may_cancel(state, group), f"{decision.group} is not surplus")
-        set_ending(state, group, Verdict(fate="cancelled", why=decision.reason))
-    fate = group.verdict.fate if group.verdict is not None else None
+        set_ending(state, group, Outcome(fate="cancelled", why=decision.reason))
+    fate = group.outcome.fate if group.outcome is not None else None
     _require(decision.fate == fate, f"{decision.group} is not {decision.fate}")
     for name in left:
         drop(state, name)
     state.ending.remove(decision.group)
     forget(state, group)
-    state.tally.fates[decision.fate] = state.tally.fates.get(decision.fate, 0) + 1
+    state.counters.fates[decision.fate] = state.counters.fates.get(decision.fate, 0) + 1
     if decision.fate == "failed":
         note_failure(state, group)
 

@@ -89,9 +89,9 @@ def rest_of(state: State) -> dict[str, Any]:
     rest["config"] = state.config and logged_keys(state.config)
     for name in PAIRS:
         rest[name] = sorted(rest[name].items())
-    tally = state.tally
-    counters = {name: getattr(tally, name) for name in tally.__dataclass_fields__}
-    rest["tally"] = counters | {"staleness": sorted(tally.staleness.items())}
+    counters = rest.pop("counters")
+    rest["tally"] = {name: getattr(counters, name) for name in counters.__dataclass_fields__}
+    rest["tally"]["staleness"] = sorted(counters.staleness.items())
     return rest
 
 

@@ -217,10 +217,10 @@ class OrchestratorMachine:
             self._leases.hear((found.worker, found.epoch), now.mono_ns)
         elif isinstance(found, StepCommitted):
             self._pace.committing(self.state, found)
-        rejected = self.state.tally.rejected
+        rejected = self.state.counters.rejected
         apply_control(self.state, record.offset, found)
-        if self.state.tally.rejected > rejected:
-            LOG.warning("control record rejected: %s", self.state.tally.rejection)
+        if self.state.counters.rejected > rejected:
+            LOG.warning("control record rejected: %s", self.state.counters.rejection)
         self._folded.append(fold_bytes(record.offset, record.value))
         self._control_next = record.offset + 1
 
@@ -359,7 +359,7 @@ class OrchestratorMachine:
         self._press_due_ns = {at: due for at, due in self._press_due_ns.items() if at in living}
         status = OrchestratorStatus(
             at_ns=now.wall_ns,
-            waits=self._waits.take(
+            waits=self._waits.update(
                 waits(self.state, since_ns=self._last_progress_ns, held_back=self._held_back),
                 mono_ns=now.mono_ns,
                 wall_ns=now.wall_ns,

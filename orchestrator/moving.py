@@ -85,17 +85,17 @@ def _free_slots_on(worker: Worker) -> int:
 
 def _drained(state: State) -> Iterator[Moved]:
     """What a drained worker has goes where slots are free; the rest is finished there."""
-    berths: dict[int, _FreeSlots] = {}
+    free_slots: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.draining):
         worker = state.index.draining[name]
         if worker.drain == "told" and worker.moves:
-            yield from _off(state, worker, staying(state, worker), berths, f"{name} is drained")
+            yield from _off(state, worker, staying(state, worker), free_slots, f"{name} is drained")
 
 
 def _relieved(state: State) -> Iterator[Moved]:
     """The newest requests leave a worker whose KV cache is too full: they have least to carry."""
     assert state.config is not None
-    berths: dict[int, _FreeSlots] = {}
+    free_slots: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.pressed):
         worker = state.index.pressed[name]
         if worker.leaving or not worker.moves or not worker.requests:
@@ -106,18 +106,20 @@ def _relieved(state: State) -> Iterator[Moved]:
         newest = sorted(worker.requests, key=lambda one: (-state.requests[one].began_ns, one))
         chosen = [one for one in newest if _may_move(state, state.requests[one], rested=True)]
         full = f"the KV cache of {name} holds {worker.pressed} of {worker.kv_tokens} tokens"
-        yield from _off(state, worker, chosen[:count], berths, full)
+        yield from _off(state, worker, chosen[:count], free_slots, full)
 
 
 def _off(
-    state: State, worker: Worker, names: list[str], berths: dict[int, _FreeSlots], why: str
+    state: State, worker: Worker, names: list[str], free_slots: dict[int, _FreeSlots], why: str
 ) -> Iterator[Moved]:
     """Take these requests off a worker as far as others of their version have slots free."""
     for name in names:
         version = _version(state, name)
-        if version not in berths:
-            berths[version] = _FreeSlots(one for one in _hosts(state, version) if one is not worker)
-        to = berths[version].take()
+        if version not in free_slots:
+            free_slots[version] = _FreeSlots(
+                one for one in _hosts(state, version) if one is not worker
+            )
+        to = free_slots[version].take()
         if to is not None and to is not worker:
             yield name, to, f"{why}; {to.name} has {to.slots - to.load} slots free"
 
@@ -131,39 +133,39 @@ def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
     if wanted <= have:
         return
     outlook = Outlook(state.seen)
-    spare, berths = _spare(state)
+    spare, free_slots = _spare(state)
     for worker in sorted(spare, key=lambda one: (one.load, one.name)):
         if wanted <= have:
             return
         names = staying(state, worker)
-        if not _fits(state, worker, names, berths[worker.target].free, rested=True):
+        if not _fits(state, worker, names, free_slots[worker.target].free, rested=True):
             continue
         if not _pays(state, worker, names, min(worker.slots, wanted - have), outlook):
             continue
         have += worker.slots
         why = f"frees {worker.name} for version {state.version}, {wanted} requests of which wait"
-        yield from _empty(worker, names, berths[worker.target], why)
+        yield from _empty(worker, names, free_slots[worker.target], why)
 
 
 def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
     """Empty a worker for each version without a host: a spare one, else one of a newer version."""
-    spare, berths = _spare(state)
+    spare, free_slots = _spare(state)
     spare.sort(key=lambda one: (one.load, one.name))
     spared = {one.name for one in spare}
     for version in orphans[len(state.index.emptying) :]:
         newer = [one for one in hosting.newest_and_emptiest(state) if one.target > version]
         for worker in [*spare, *newer]:
             names = staying(state, worker)
-            at = berths[worker.target] if worker.name in spared else _fellows(state, worker)
+            at = free_slots[worker.target] if worker.name in spared else _fellows(state, worker)
             if not names or not _fits(state, worker, names, at.free, rested=False):
                 continue
             yield from _empty(worker, names, at, f"version {version} has no host")
             break
 
 
-def _empty(worker: Worker, names: list[str], berths: _FreeSlots, why: str) -> Iterator[Moved]:
+def _empty(worker: Worker, names: list[str], free_slots: _FreeSlots, why: str) -> Iterator[Moved]:
     for name in names:
-        to = berths.take()
+        to = free_slots.take()
         assert to is not None, "it fitted"
         count = f"its {len(names)} requests of version {worker.target} fit elsewhere"
         yield name, to, f"{why}: {count}, {to.name} has {to.slots - to.load} slots free"
@@ -172,7 +174,7 @@ def _empty(worker: Worker, names: list[str], berths: _FreeSlots, why: str) -> It
 def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
     """Of older versions: workers whose requests fit into the others' slots, and those slots."""
     spare: list[Worker] = []
-    berths: dict[int, _FreeSlots] = {}
+    free_slots: dict[int, _FreeSlots] = {}
     for version in sorted(state.index.hosts):
         hosts = state.index.hosts[version]
         if not 0 <= version < state.version or not hosts.free:
@@ -182,9 +184,9 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
         names.update(state.residents)
         rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
         if rest:
-            berths[version] = _FreeSlots(kept)
+            free_slots[version] = _FreeSlots(kept)
             spare += rest
-    return spare, berths
+    return spare, free_slots
 
 
 def _hosts(state: State, version: int) -> list[Worker]:

@@ -35,7 +35,7 @@ from dora_pipe.orchestrator.apply_decision import (
     train_spec,
 )
 from dora_pipe.orchestrator.moving import moves
-from dora_pipe.orchestrator.staleness import admissible, surplus, take
+from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
@@ -190,9 +190,9 @@ def _end_groups(draft: Draft) -> None:
         if draft.full:
             return
         group = state.groups[name]
-        assert group.verdict is not None
-        _cancel_siblings(draft, group, f"its group is {group.verdict.fate}")
-        draft.add(End(group=name, fate=group.verdict.fate, reason=group.verdict.why))
+        assert group.outcome is not None
+        _cancel_siblings(draft, group, f"its group is {group.outcome.fate}")
+        draft.add(End(group=name, fate=group.outcome.fate, reason=group.outcome.why))
 
 
 def _halt(draft: Draft) -> None:
@@ -258,7 +258,7 @@ def _take_batch(draft: Draft) -> None:
     at = state.standing()
     if at.step >= at.steps:
         return
-    batch = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    batch = next_batch(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
     if not batch:
         return
     groups = tuple(state.groups[one.group].taken() for one in batch)

@@ -108,7 +108,7 @@ def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:
     return admissible(deadlines, at) > 0
 
 
-def take(
+def next_batch(
     finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
 ) -> Sequence[Finished]:
     """The batch of `step`, or nothing while the trainer has to wait.
@@ -126,7 +126,7 @@ def waits_until(
 ) -> int | None:
     """The trainer waits for unfinished groups due at this deadline or before; None: for any.
 
-    Only to be asked while `take` gives nothing.
+    Only to be asked while `next_batch` gives nothing.
     """
     if len(finished) < per_step:
         return None

@@ -86,8 +86,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group's fate before the decision says so. Example: ``Verdict(fate="filtered", why=...)``"""
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A group's fate before the decision says so. Example: ``Outcome(fate="filtered", why=...)``"""
 
     fate: Fate
     why: str
@@ -105,7 +105,7 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
     ended: int = 0
     valid: int = 0
     phase: Phase = "generating"
-    verdict: Verdict | None = None
+    outcome: Outcome | None = msgspec.field(default=None, name="verdict")
 
     @property
     def key(self) -> Finished:
@@ -215,7 +215,7 @@ class Training:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class Counters:
     """Counters of the whole run; what has left the state is still counted here."""
 
     dispatched: int = 0
@@ -316,7 +316,7 @@ class State:
     """Time of the last round."""
     control_next: int = 0
     """Control records with a smaller offset are folded."""
-    tally: Tally = field(default_factory=Tally)
+    counters: Counters = field(default_factory=Counters)
     chain: str = GENESIS_CHAIN
     index: Index = field(default_factory=Index)
     """Follows from the workers and groups; see `orchestrator.index`."""

@@ -1,7 +1,7 @@
 """The few moves that records and decisions are made of; each keeps the indexes of State in step.
 
 They check nothing: whoever calls them has made sure that the move is legal. What they change they
-touch in the leaves, be it only that it is gone. `verdict_of` alone decides: what a
+touch in the leaves, be it only that it is gone. `outcome_of` alone decides: what a
 group has come to, from its siblings' results.
 """
 
@@ -15,12 +15,12 @@ from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
 from dora_pipe.orchestrator.index import pull, push, queue_key
 from dora_pipe.orchestrator.state import (
     Group,
+    Outcome,
     Request,
     Residence,
     Result,
     State,
     Training,
-    Verdict,
     Worker,
 )
 from dora_pipe.schemas.control import Resume
@@ -80,7 +80,7 @@ def requeue(state: State, trajectory: str) -> None:
     _unplace(state, trajectory, request)
     spec = state.groups[request.group].spec
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
-    state.tally.requeued += 1
+    state.counters.requeued += 1
 
 
 def release(state: State, trajectory: str, kv: Blob | None) -> None:
@@ -93,7 +93,7 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
     spec = state.groups[request.group].spec
     push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
     request.kv = kv
-    state.tally.moved += 1
+    state.counters.moved += 1
     if moving is not None:
         state.released[trajectory] = None
 
@@ -120,7 +120,7 @@ def fault(state: State, trajectory: str, error: str) -> None:
 
 def fail_sibling(state: State, trajectory: str, error: str) -> None:
     """A sibling ends without a trajectory."""
-    state.tally.siblings_failed += 1
+    state.counters.siblings_failed += 1
     end_sibling(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
 
 
@@ -142,7 +142,7 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
     group.valid += result.reward is not None
     if group.phase != "generating":
         return
-    found = verdict_of(group, state.config.groups)
+    found = outcome_of(group, state.config.groups)
     if found is COMPLETE:
         group.phase = "finished"
         state.leaves.complete(group.taken())
@@ -150,7 +150,7 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
         insort(state.finished, group.key)
     elif found is not None:
         if found.fate == "failed":
-            found = Verdict(fate="failed", why=found.why, error=error, trajectory=trajectory)
+            found = Outcome(fate="failed", why=found.why, error=error, trajectory=trajectory)
         set_ending(state, group, found)
 
 
@@ -215,12 +215,12 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
             fault(state, trajectory, f"WorkerLost: {worker.name} was lost")
 
 
-def set_ending(state: State, group: Group, verdict: Verdict) -> None:
+def set_ending(state: State, group: Group, outcome: Outcome) -> None:
     """A group's fate is known: it leaves U at once and waits for its `end` decision."""
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
     group.phase = "ending"
-    group.verdict = verdict
+    group.outcome = outcome
     state.ending.append(group.spec.group)
 
 
@@ -254,7 +254,7 @@ def fail_batch(state: State, training: Training) -> None:
     """The step cannot be trained (a loss that is not finite): its groups end as failed."""
     end_training(state, training)
     for name in training.groups:
-        set_ending(state, state.groups[name], Verdict(fate="failed", why="non-finite"))
+        set_ending(state, state.groups[name], Outcome(fate="failed", why="non-finite"))
 
 
 def end_training(state: State, training: Training) -> None:
@@ -277,14 +277,14 @@ def forget(state: State, group: Group) -> None:
 
 def note_failure(state: State, group: Group) -> None:
     """A training group has ended as failed; what that may come to is `failures`' to say."""
-    assert state.config is not None and group.verdict is not None
-    verdict = group.verdict
+    assert state.config is not None and group.outcome is not None
+    outcome = group.outcome
     state.failures = note(
         state.failures,
         state.config.groups,
-        at=ended(state.tally.fates),
-        error=verdict.error or verdict.why,
-        trajectory=verdict.trajectory or trajectory_id(group.spec.group, 0),
+        at=ended(state.counters.fates),
+        error=outcome.error or outcome.why,
+        trajectory=outcome.trajectory or trajectory_id(group.spec.group, 0),
     )
 
 
@@ -292,12 +292,12 @@ def halt_now(state: State) -> Halt | None:
     """The decision that the run stops because its groups fail, if that is due."""
     if state.config is None:
         return None
-    return halt_due(state.failures, state.config.groups, at=ended(state.tally.fates))
+    return halt_due(state.failures, state.config.groups, at=ended(state.counters.fates))
 
 
 def go_on_after_failures(state: State) -> None:
     """A halted run goes on, and counts anew."""
-    state.failures = resumed(ended(state.tally.fates))
+    state.failures = resumed(ended(state.counters.fates))
     state.trigger = "the run was resumed"
 
 
@@ -371,11 +371,11 @@ def _count(state: State, deadline: int, by: int) -> None:
         del state.deadlines[deadline]
 
 
-COMPLETE: Final = Verdict(fate="trained", why="complete")
+COMPLETE: Final = Outcome(fate="trained", why="complete")
 """All siblings ended and enough are valid: the group waits for its batch. Not a fate yet."""
 
 
-def verdict_of(group: Group, rules: Groups) -> Verdict | None:
+def outcome_of(group: Group, rules: Groups) -> Outcome | None:
     """`COMPLETE`, the fate that is now certain, or None while siblings still matter.
 
     A group that can no longer reach `min_valid_siblings` fails at once: its other siblings are
@@ -386,20 +386,20 @@ def verdict_of(group: Group, rules: Groups) -> Verdict | None:
         return _evaluated(group) if group.ended == size else None
     needed = min(rules.min_valid_siblings, size)
     if size - (group.ended - group.valid) < needed:
-        return Verdict(
+        return Outcome(
             fate="failed", why=f"{group.ended - group.valid} of {size} siblings are not valid"
         )
     if group.ended < size:
         return None
     if rules.filter_zero_advantage and _all_equal(group):
-        return Verdict(fate="filtered", why="all valid rewards are equal: no advantage")
+        return Outcome(fate="filtered", why="all valid rewards are equal: no advantage")
     return COMPLETE
 
 
-def _evaluated(group: Group) -> Verdict:
+def _evaluated(group: Group) -> Outcome:
     rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
     mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no valid reward"
-    return Verdict(fate="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
+    return Outcome(fate="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
 
 
 def _all_equal(group: Group) -> bool:

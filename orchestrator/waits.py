@@ -160,4 +160,4 @@ def _words(group: Group) -> str:
 
 
 def _rejection(state: State) -> str:
-    return f" (rejected: {state.tally.rejection})" if state.tally.rejection else ""
+    return f" (rejected: {state.counters.rejection})" if state.counters.rejection else ""

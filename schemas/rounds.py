@@ -269,7 +269,7 @@ def decode_round(data: bytes) -> Round:
     return decode(data, _DECODER)
 
 
-class Succession:
+class EpochGuard:
     """Reads rounds for a role that obeys them, and knows whether they follow one another.
 
     The first one may be any. A log that was cut and grew again, or a topic that somebody else

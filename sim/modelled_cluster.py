@@ -191,9 +191,9 @@ class Cluster:
 
     def _apply(self, record: AnyControl) -> int:
         offset, self._offset = self._offset, self._offset + 1
-        rejected = self.state.tally.rejected
+        rejected = self.state.counters.rejected
         apply_control(self.state, offset, record)
-        assert self.state.tally.rejected == rejected, self.state.tally.rejection
+        assert self.state.counters.rejected == rejected, self.state.counters.rejection
         return offset
 
     def _join(self, size: WorkerSize) -> ModelledWorker:

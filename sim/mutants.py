@@ -32,7 +32,7 @@ from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.state import Group, State, Worker
-from dora_pipe.orchestrator.state_ops import COMPLETE, verdict_of
+from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
@@ -141,7 +141,7 @@ def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
         rest.subtract(one.deadline for one in batch)
         return batch if staleness.feasible(rest, step + 1, per_step) else ()
 
-    patches.everywhere(staleness.take, take)
+    patches.everywhere(staleness.next_batch, take)
 
 
 def _overdue_then_oldest(patches: Patches) -> None:
@@ -156,12 +156,12 @@ def _overdue_then_oldest(patches: Patches) -> None:
         return finished[:per_step] if len(finished) >= per_step else ()
 
     patches.everywhere(staleness.admissible, admissible)
-    patches.everywhere(staleness.take, take)
+    patches.everywhere(staleness.next_batch, take)
 
 
 def _old_stamp(patches: Patches) -> None:
     def stamped(state: State) -> GroupSpec:
-        spec, fates = train_spec(state), state.tally.fates
+        spec, fates = train_spec(state), state.counters.fates
         oldest = min(state.policies)
         if not (fates.get("failed", 0) or fates.get("filtered", 0)) or oldest == state.version:
             return spec
@@ -184,7 +184,7 @@ def _training_is_free(patches: Patches) -> None:
 
 
 def _short_batch(patches: Patches) -> None:
-    right = staleness.take
+    right = staleness.next_batch
 
     def take(
         finished: Sequence[Finished], deadlines: Mapping[int, int], *, step: int, per_step: int
@@ -192,16 +192,16 @@ def _short_batch(patches: Patches) -> None:
         some = finished[: max(1, per_step - 1)]
         return right(finished, deadlines, step=step, per_step=per_step) or some
 
-    patches.everywhere(staleness.take, take)
+    patches.everywhere(staleness.next_batch, take)
 
 
 def _unfinished(patches: Patches) -> None:
-    def verdict(group: Group, rules: Any) -> Any:
-        found = verdict_of(group, rules)
+    def outcome(group: Group, rules: Any) -> Any:
+        found = outcome_of(group, rules)
         early = group.spec.purpose == "train" and group.spec.size - group.ended == 1
         return COMPLETE if found is None and early and group.valid else found
 
-    patches.everywhere(verdict_of, verdict)
+    patches.everywhere(outcome_of, outcome)
 
 
 # Requests and workers

@@ -20,7 +20,7 @@ from dora_pipe.config.logged import settings_in_force
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned, train_spec
 from dora_pipe.orchestrator.planner import decide
-from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, take
+from dora_pipe.orchestrator.staleness import admissible, feasible, in_flight_max, next_batch
 from dora_pipe.orchestrator.state import State, Worker
 from dora_pipe.orchestrator.state_ops import admit
 from dora_pipe.schemas.rounds import (
@@ -165,7 +165,7 @@ def _take_batch(state: State, found: list[AnyDecision]) -> None:
     at = state.standing()
     if at.training or at.step >= at.steps:
         return
-    batch = take(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
+    batch = next_batch(state.finished, state.deadlines, step=at.step, per_step=at.per_step)
     if not batch:
         return
     assert state.config is not None
@@ -236,7 +236,7 @@ def _fill_older(state: State) -> None:
             digest = state.policies[version]
             spec = msgspec.structs.replace(spec, version=version, digest=digest, deadline=deadline)
             state.ordinal += 1
-            state.tally.dispatched += 1
+            state.counters.dispatched += 1
             admit(state, spec)
             free -= spec.size
 

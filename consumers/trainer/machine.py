@@ -55,7 +55,7 @@ from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, TrainerStatus
-from dora_pipe.schemas.rounds import StopRun, Succession, TakeBatch
+from dora_pipe.schemas.rounds import EpochGuard, StopRun, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
@@ -109,7 +109,7 @@ class TrainerMachine:
         self._setup = setup
         self._cost = cost
         self._cached = cached
-        self._succession = Succession()
+        self._guard = EpochGuard()
         self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
         self._present: _Taken | None = None
         self._refused: tuple[int, int] = (-1, 0)
@@ -158,7 +158,7 @@ class TrainerMachine:
     # What comes in
 
     def _on_record(self, record: Record, now: Now) -> None:
-        round_ = self._succession.read(record.offset, record.value)
+        round_ = self._guard.read(record.offset, record.value)
         if round_ is None:
             LOG.warning("decisions offset %d: a round of an older orchestrator", record.offset)
             return
@@ -371,7 +371,7 @@ class TrainerMachine:
             refused=self._refused,
             reading=gauges.waits_for,
         )
-        present = self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
+        present = self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns)
         if now.mono_ns < self._schedule.due_ns:
             return
         status = TrainerStatus(

@@ -136,7 +136,7 @@ def _answer(picture: Picture, topics: Topics) -> WhyAnswer:
 def _failing(state: State) -> str:
     if state.config is None:
         return ""
-    return summary(state.failures, state.config.groups, at=ended(state.tally.fates))
+    return summary(state.failures, state.config.groups, at=ended(state.counters.fates))
 
 
 def _no_step(picture: Picture) -> str:

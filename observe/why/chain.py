@@ -191,7 +191,7 @@ class Chain:
         state = self._state
         if wait.name != "batch" or state.config is None or state.facts is None:
             return wait.words
-        fates = state.tally.fates
+        fates = state.counters.fates
         said = f"{len(state.finished)} of {state.config.groups.per_step} groups are finished"
         ends = ", ".join(f"{fates[one]} {one}" for one in ("failed", "filtered") if fates.get(one))
         ends = f" ({ends} so far)" if ends else ""

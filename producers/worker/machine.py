@@ -57,12 +57,12 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Decision,
     Drain,
+    EpochGuard,
     Fence,
     Move,
     Place,
     PlacedRequest,
     StopRun,
-    Succession,
 )
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
@@ -137,7 +137,7 @@ class WorkerMachine:
         self._waits = WaitTracker(setup.worker, setup.limits)
         self._loading_ns = 0
         self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
-        self._succession = Succession()
+        self._guard = EpochGuard()
 
     @property
     def finished(self) -> bool:
@@ -206,7 +206,7 @@ class WorkerMachine:
 
     def _on_record(self, record: Record, now: Now) -> None:
         """A round. Raises SchemaError, InvariantBroken: what was decided must not be skipped."""
-        round_ = self._succession.read(record.offset, record.value)
+        round_ = self._guard.read(record.offset, record.value)
         if round_ is None:
             self.requests.counts["rounds of an older orchestrator"] += 1
             return
@@ -392,7 +392,7 @@ class WorkerMachine:
         found = self.waits(now.mono_ns)
         status = WorkerStatus(
             at_ns=now.wall_ns,
-            waits=self._waits.take(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
+            waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
             cost=self._cost(),
             worker=setup.worker,
             epoch=setup.epoch,

@@ -31,7 +31,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
     with Cluster(tmp_path, config, tasks=lambda: InlineTasks(reward=reward)) as cluster:
         cluster.until(lambda: ORCHESTRATOR not in cluster.roles)
         state = recover(cluster.bus, cluster.topics).state
-        assert state.tally.fates["failed"] < 40
+        assert state.counters.fates["failed"] < 40
         assert TYPO in state.failures.halted
         assert not state.done
         assert run_state(cluster.bus, cluster.topics).startswith("halted")

@@ -182,6 +182,6 @@ def test_record_that_drops_what_is_in_use_is_rejected_by_the_run(tmp_path: Path)
         append = Append(topic=cluster.topics.control, value=encode(record))
         cluster.bus.writer().append([append])
         machine = cluster.roles[ORCHESTRATOR].machine
-        cluster.until(lambda: machine.state.tally.rejected == 1)
-        assert "is in use" in machine.state.tally.rejection
+        cluster.until(lambda: machine.state.counters.rejected == 1)
+        assert "is in use" in machine.state.counters.rejection
         cluster.run()

@@ -49,8 +49,8 @@ def test_rare_planted_bug_is_found(name: str) -> None:
 
 
 def test_nothing_stays_planted() -> None:
-    take = staleness.take
-    assert vars(planner)["take"] is take
+    take = staleness.next_batch
+    assert vars(planner)["next_batch"] is take
     with mutated("short-batch"):
-        assert vars(planner)["take"] is not take
-    assert vars(planner)["take"] is take is staleness.take
+        assert vars(planner)["next_batch"] is not take
+    assert vars(planner)["next_batch"] is take is staleness.next_batch

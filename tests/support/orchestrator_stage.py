@@ -171,5 +171,5 @@ class Stage:
 def unchanged(before: State, after: State) -> bool:
     """Whether nothing but the counters differs."""
     one, other = copy.deepcopy(before), copy.deepcopy(after)
-    other.tally = one.tally
+    other.counters = one.counters
     return digest_of(one) == digest_of(other)

@@ -11,14 +11,13 @@ import json
 import linecache
 import sys
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.orchestrator.digest import BUCKETS, LEFT_OUT, PAIRS, STATE_FORM, TABLES
+from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, STATE_FORM, TABLES, rest_of
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.tasks.jsonl import JsonlTask
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
@@ -52,7 +51,7 @@ def state_figures() -> dict[str, Any]:
         "form": STATE_FORM,
         "buckets": BUCKETS,
         "kinds": "\n".join(kinds),
-        "rest": _named(sorted(one.name for one in fields(State) if one.name not in LEFT_OUT)),
+        "rest": _named(sorted(rest_of(State()))),
         "pairs": _named(PAIRS),
         "first": [json.loads(one)[:2] for one in leaves[:2]],
         "count": len(leaves),

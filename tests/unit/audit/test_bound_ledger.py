@@ -80,7 +80,7 @@ def test_the_batch_that_may_be_taken_is_that_of_the_orchestrator(
     for one in finished:
         group = GroupEntry(spec=_spec(one.ordinal, one.deadline), reason="", at=AT)
         books.settle(group, "finished")
-    theirs = staleness.take(finished, Counter(deadlines), step=0, per_step=per_step)
+    theirs = staleness.next_batch(finished, Counter(deadlines), step=0, per_step=per_step)
     names = [one.group for one in (theirs or finished[:per_step])]
     ours = books.why_not_take(0, names, EffectiveConfig(config))
     assert (not ours) == bool(theirs), ours

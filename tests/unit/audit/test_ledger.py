@@ -71,10 +71,10 @@ def test_books_of_a_run_with_faults_balance(seed: int) -> None:
     assert state.done
     assert _lines(ledger) == []
     fates = Counter(group.fate for group in ledger.accounts.groups.values())
-    assert fates == state.tally.fates
-    assert fates.total() == state.tally.dispatched + state.tally.evaluations
+    assert fates == state.counters.fates
+    assert fates.total() == state.counters.dispatched + state.counters.evaluations
     standings = Counter(one.standing for one in ledger.accounts.logged.values())
-    assert standings["bound"] == state.tally.logged
+    assert standings["bound"] == state.counters.logged
     assert not ledger.accounts.open
     assert fold.state is not None
     assert fold.state.digest() == state.digest()
@@ -97,7 +97,7 @@ def test_late_records_of_a_fenced_worker_are_fenced() -> None:
     world.run()
     ledger, _ = _read(world)
     fenced = [one for one in ledger.accounts.logged.values() if one.standing == "fenced"]
-    assert len(fenced) == world.machine.state.tally.fenced > 0
+    assert len(fenced) == world.machine.state.counters.fenced > 0
     for one in fenced:
         worker = ledger.accounts.workers[one.fact.epoch]
         assert worker.departed is not None

@@ -33,7 +33,7 @@ def take(
     kept: WaitTracker, at_s: float, *found: PendingWait, wall_s: float | None = None
 ) -> tuple[Wait, ...]:
     mono_ns = int(at_s * S)
-    return kept.take(found, mono_ns=mono_ns, wall_ns=WALL + int((wall_s or at_s) * S))
+    return kept.update(found, mono_ns=mono_ns, wall_ns=WALL + int((wall_s or at_s) * S))
 
 
 def reward(key: str = "a", **changes: object) -> PendingWait:

@@ -48,10 +48,12 @@ def test_numbers_of_a_whole_run_are_those_of_the_orchestrators_state(
 ) -> None:
     assert stats.over
     assert stats.version == state.version == STEPS
-    assert dict(stats.fates) == dict(state.tally.fates)
-    assert stats.dispatched == Counter(train=state.tally.dispatched, eval=state.tally.evaluations)
+    assert dict(stats.fates) == dict(state.counters.fates)
+    assert stats.dispatched == Counter(
+        train=state.counters.dispatched, eval=state.counters.evaluations
+    )
     per_bucket = {value: count for value, count in enumerate(stats.staleness.counts) if count}
-    assert per_bucket == state.tally.staleness
+    assert per_bucket == state.counters.staleness
     assert stats.rounds == state.rounds
     assert not stats.account.open
 

@@ -43,7 +43,7 @@ def test_wrong_command_says_why_and_changes_nothing(
     stage = running()
     before = stage.copy()
     stage.tell(records.command(verb, **args))
-    assert why in stage.state.tally.rejection
+    assert why in stage.state.counters.rejection
     assert unchanged(before, stage.state)
 
 
@@ -85,7 +85,7 @@ def test_max_staleness_may_be_raised_and_lowered_while_deadlines_stay() -> None:
         stage.commit()
         stage.settle()
         stage.finish_all()
-    assert stage.state.tally.fates["trained"] == 8
+    assert stage.state.counters.fates["trained"] == 8
 
 
 def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
@@ -95,7 +95,7 @@ def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
     stage.settle()
     stage.finish_all()  # Step 1 trains.
     stage.tell(records.command("set", run__steps=1))
-    assert "step 2 comes next" in stage.state.tally.rejection
+    assert "step 2 comes next" in stage.state.counters.rejection
     stage.tell(records.command("set", run__steps=2))
     ends = [one for one in stage.settle() if isinstance(one, End)]
     assert {one.fate for one in ends} == {"cancelled"}
@@ -107,7 +107,7 @@ def test_pause_admits_nothing_and_resume_does() -> None:
     stage = running()
     stage.tell(records.command("pause"))
     stage.tell(records.command("pause"))
-    assert "paused already" in stage.state.tally.rejection
+    assert "paused already" in stage.state.counters.rejection
     count = stage.state.ordinal
     stage.finish_all()
     assert stage.state.ordinal == count
@@ -152,7 +152,7 @@ def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> N
     assert "stop" in ends[0].reason
     stage.complete()
     assert stage.state.version == 2
-    assert stage.state.tally.fates == {"trained": 4, "cancelled": 1}
+    assert stage.state.counters.fates == {"trained": 4, "cancelled": 1}
 
 
 def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
@@ -182,7 +182,7 @@ def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
         stage.step()
     assert stage.state.done
     assert stage.state.version == 3, "steps 0, 1 and 2"
-    assert stage.state.tally.fates == {"trained": 3}, "no group was begun in vain"
+    assert stage.state.counters.fates == {"trained": 3}, "no group was begun in vain"
 
 
 def test_stop_after_a_later_step_takes_the_place_of_an_earlier_stop() -> None:
@@ -207,7 +207,7 @@ def test_stop_after_what_is_no_step_to_come_is_rejected(args: dict[str, Any], wh
     stage = running()
     before = stage.copy()
     stage.tell(records.command("stop", **args))
-    assert why in stage.state.tally.rejection
+    assert why in stage.state.counters.rejection
     assert unchanged(before, stage.state)
 
 
@@ -242,4 +242,4 @@ def test_bound_goes_up_and_down_while_dispatched_groups_keep_their_deadlines(
         assert all(one.deadline <= one.version + max(etas) for one in fresh)
     for _ in range(30):
         stage.step()
-    assert stage.state.done and stage.state.tally.fates["trained"] == 12
+    assert stage.state.done and stage.state.counters.fates["trained"] == 12

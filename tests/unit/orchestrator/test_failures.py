@@ -78,7 +78,7 @@ def test_run_halts_when_the_first_two_batches_of_groups_have_failed() -> None:
     stage = running()
     halt = fail_until_halted(stage)
     assert halt is not None
-    assert (halt.error, stage.state.tally.fates) == (TYPO, {"failed": FIRST})
+    assert (halt.error, stage.state.counters.fates) == (TYPO, {"failed": FIRST})
     assert halt.trajectory in stage.placed
     assert f"all of the last {FIRST} groups" in halt.reason
     assert TYPO in halt.reason and halt.trajectory in halt.reason
@@ -100,7 +100,7 @@ def test_groups_that_are_filtered_have_ended_and_not_failed() -> None:
     stage.finish_group(stage.running()[0].rpartition("-")[0])
     stage.settle()
     assert fail_until_halted(stage, turns=3) is None
-    assert stage.state.tally.fates["failed"] >= FIRST
+    assert stage.state.counters.fates["failed"] >= FIRST
 
 
 def test_later_the_share_of_the_window_decides() -> None:
@@ -151,7 +151,7 @@ def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     fail_until_halted(again)
     again.tell(records.command("resume"))
     assert fail_until_halted(again, "TypeError: no") is not None
-    assert again.state.tally.fates["failed"] == 2 * FIRST
+    assert again.state.counters.fates["failed"] == 2 * FIRST
 
 
 def test_the_share_may_be_set_while_the_run_goes_on() -> None:

@@ -250,7 +250,7 @@ def test_unreadable_control_records_are_in_the_chain_too() -> None:
         round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=1)
         chain = chain_of("0" * 64, fold_bytes(0, value), round_)
         log.append((msgspec.structs.replace(round_, chain=chain), [(0, value)]))
-    assert fold([log[0]]).tally.unreadable == 1
+    assert fold([log[0]]).counters.unreadable == 1
     with pytest.raises(InvariantBroken):
         fold([(log[0][0], log[1][1])])
 

@@ -66,8 +66,10 @@ def test_illegal_record_is_counted_and_changes_nothing(place: int) -> None:
     record = every_kind(stage)[place]
     stage.tell(record)
     assert unchanged(before, stage.state), record
-    counted = stage.state.tally
-    assert counted.rejected + counted.fenced == before.tally.rejected + before.tally.fenced + 1
+    counted = stage.state.counters
+    assert (
+        counted.rejected + counted.fenced == before.counters.rejected + before.counters.fenced + 1
+    )
 
 
 def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothing() -> None:
@@ -82,7 +84,7 @@ def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothin
         before = stage.copy()
         stage.tell(msgspec.structs.replace(legal, **change))
         assert unchanged(before, stage.state), change
-        assert stage.state.tally.rejected == before.tally.rejected + 1
+        assert stage.state.counters.rejected == before.counters.rejected + 1
     stage.tell(legal)
     assert legal.trajectory not in stage.state.requests
 
@@ -94,9 +96,9 @@ def test_each_trajectory_of_a_report_is_judged_by_itself() -> None:
     wrong = msgspec.structs.replace(first, partition=1 - first.partition)
     entries = [as_record(one).trajectories[0] for one in (wrong, second, first, first)]
     stage.tell(msgspec.structs.replace(report, trajectories=tuple(entries)))
-    assert stage.state.tally.rejected == 1
-    assert "wrong partition" in stage.state.tally.rejection
-    assert stage.state.tally.superseded == 1, "the second record of the first trajectory"
+    assert stage.state.counters.rejected == 1
+    assert "wrong partition" in stage.state.counters.rejection
+    assert stage.state.counters.superseded == 1, "the second record of the first trajectory"
     assert not {first.trajectory, second.trajectory} & stage.state.requests.keys()
 
 
@@ -112,7 +114,7 @@ def test_worker_that_joins_before_the_run_has_started_is_rejected() -> None:
     state = State()
     apply_control(state, 0, records.joined("w0"))
     assert state.workers == {}
-    assert state.tally.rejected == 1
+    assert state.counters.rejected == 1
 
 
 def test_unknown_kinds_and_unreadable_bytes_are_counted() -> None:
@@ -122,7 +124,7 @@ def test_unknown_kinds_and_unreadable_bytes_are_counted() -> None:
     assert isinstance(found, SchemaError)
     apply_control(state, 2, found)
     assert isinstance(read_control(b'{"kind":"worker-danced"}'), Unknown)
-    assert (state.tally.unknown, state.tally.unreadable) == (1, 1)
+    assert (state.counters.unknown, state.counters.unreadable) == (1, 1)
     assert unchanged(State(), state)
 
 
@@ -132,7 +134,7 @@ def test_run_whose_configuration_cannot_be_read_does_not_start() -> None:
     odd = msgspec.structs.replace(record, config={**record.config, "warp": {}})
     apply_control(state, 0, odd)
     assert state.facts is None
-    assert "warp" in state.tally.rejection
+    assert "warp" in state.counters.rejection
     apply_control(state, 2, msgspec.structs.replace(record, dataset_rows=0))
     assert state.facts is None
     apply_control(state, 4, record)
@@ -142,7 +144,7 @@ def test_run_whose_configuration_cannot_be_read_does_not_start() -> None:
 def test_reason_of_a_rejection_names_kind_and_offset_and_is_bounded() -> None:
     state = State()
     apply_control(state, 17, records.command("x" * 5000))
-    assert state.tally.rejection == "command at offset 17: the run has not started"
+    assert state.counters.rejection == "command at offset 17: the run has not started"
     stage = Stage().begin()
     stage.tell(records.command("x" * 5000))
-    assert len(stage.state.tally.rejection) == 300
+    assert len(stage.state.counters.rejection) == 300

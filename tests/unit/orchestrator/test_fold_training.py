@@ -35,8 +35,8 @@ def test_training_to_committed_makes_the_next_version() -> None:
     state = stage.state
     assert (state.version, state.training, state.attempt) == (1, None, 1)
     assert state.policies[1] == records.weights(1)
-    assert state.tally.fates == {"trained": 2}
-    assert state.tally.staleness == {0: 2}
+    assert state.counters.fates == {"trained": 2}
+    assert state.counters.staleness == {0: 2}
     assert not {"g0000000000", "g0000000001"} & state.groups.keys()
 
 
@@ -72,9 +72,9 @@ def test_commit_of_anything_but_the_batch_in_training_is_rejected_and_changes_no
     stage = in_training()
     before = stage.copy()
     stage.tell(msgspec.structs.replace(commit_of(stage), **change))
-    assert stage.state.tally.rejected == before.tally.rejected + 1
-    assert why in stage.state.tally.rejection
-    stage.state.tally = before.tally
+    assert stage.state.counters.rejected == before.counters.rejected + 1
+    assert why in stage.state.counters.rejection
+    stage.state.counters = before.counters
     assert stage.state.digest() == before.digest()
 
 
@@ -83,7 +83,7 @@ def test_commit_with_a_group_twice_is_rejected() -> None:
     record = commit_of(stage)
     twice = (record.groups[0], record.groups[0])
     stage.tell(msgspec.structs.replace(record, groups=twice))
-    assert stage.state.tally.rejected == 1
+    assert stage.state.counters.rejected == 1
     assert stage.state.training is not None
 
 
@@ -99,7 +99,7 @@ def test_second_commit_of_a_step_is_rejected() -> None:
     record = commit_of(stage)
     stage.tell(record)
     stage.tell(record)
-    assert (stage.state.version, stage.state.tally.rejected) == (1, 1)
+    assert (stage.state.version, stage.state.counters.rejected) == (1, 1)
 
 
 def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
@@ -144,8 +144,8 @@ def test_refusal_that_names_nothing_of_the_batch_is_rejected(record: object) -> 
     stage = in_training()
     before = stage.copy()
     stage.tell(record)  # type: ignore[arg-type]
-    assert stage.state.tally.rejected == 1
-    stage.state.tally = before.tally
+    assert stage.state.counters.rejected == 1
+    stage.state.counters = before.counters
     assert stage.state.digest() == before.digest()
 
 
@@ -156,7 +156,7 @@ def test_commit_after_a_refusal_of_its_attempt_is_rejected() -> None:
     stage.finish_all()
     stage.tell(late)
     assert stage.state.version == 0
-    assert "not in training" in stage.state.tally.rejection
+    assert "not in training" in stage.state.counters.rejection
 
 
 def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:
@@ -178,4 +178,4 @@ def test_a_restarted_trainer_finds_its_batch_in_training_still() -> None:
     assert stage.state.training is not None
     assert stage.plan() == []
     stage.tell(records.role_started("trainer", 4))
-    assert stage.state.tally.rejected == 1
+    assert stage.state.counters.rejected == 1

@@ -47,7 +47,7 @@ def test_remains_loading_when_it_reports_another_version_or_other_weights() -> N
     stage.tell(records.ready("w0", epoch, 1))
     stage.tell(records.ready("w0", epoch, 0, digest=records.weights(1)))
     assert stage.state.workers["w0"].loading
-    assert stage.state.tally.rejected == 2
+    assert stage.state.counters.rejected == 2
 
 
 def test_requests_of_a_worker_that_joins_again_queue_again_and_keep_their_attempts() -> None:
@@ -60,10 +60,10 @@ def test_requests_of_a_worker_that_joins_again_queue_again_and_keep_their_attemp
     assert stage.placed[FIRST].attempt == 2
     assert stage.placed[FIRST].epoch == epoch
     stage.tell(records.logged(old))
-    assert stage.state.tally.fenced == 1
+    assert stage.state.counters.fenced == 1
     assert stage.state.groups["g0000000000"].ended == 0
     stage.join("w0", slots=2)
-    assert stage.state.tally.siblings_failed == 2, "two attempts, both lost"
+    assert stage.state.counters.siblings_failed == 2, "two attempts, both lost"
 
 
 def test_leaving_worker_hands_its_requests_back_with_their_progress() -> None:
@@ -87,7 +87,7 @@ def test_orderly_leaving_never_uses_up_attempts() -> None:
         stage.worker("w0", slots=2)
     assert stage.placed[FIRST].attempt == 6
     stage.finish_all()
-    assert stage.state.tally.siblings_failed == 0
+    assert stage.state.counters.siblings_failed == 0
 
 
 def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
@@ -99,7 +99,7 @@ def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
     assert [(one.worker, one.epoch) for one in fences] == [("w0", old.epoch)]
     assert stage.placed[FIRST].worker == "w1"
     stage.tell(records.logged(old))
-    assert stage.state.tally.fenced == 1
+    assert stage.state.counters.fenced == 1
     stage.finish(FIRST)
     assert stage.state.groups["g0000000000"].ended == 1
 
@@ -144,7 +144,7 @@ def test_first_record_of_the_present_attempt_binds_and_a_doubled_append_is_harml
     result = stage.state.groups["g0000000000"].results[0]
     assert result is not None and result.taken is not None
     assert result.taken.offset == 100
-    assert (stage.state.tally.logged, stage.state.tally.superseded) == (1, 1)
+    assert (stage.state.counters.logged, stage.state.counters.superseded) == (1, 1)
 
 
 def test_older_attempt_of_a_living_worker_is_superseded() -> None:
@@ -154,7 +154,7 @@ def test_older_attempt_of_a_living_worker_is_superseded() -> None:
     stage.settle()
     assert stage.placed[FIRST].attempt == 2
     stage.tell(records.logged(old))
-    assert stage.state.tally.superseded == 1
+    assert stage.state.counters.superseded == 1
     assert FIRST in stage.state.requests
 
 
@@ -165,8 +165,8 @@ def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:
         stage.tell(records.failed(stage.placed[FIRST]))
         stage.settle()
     assert FIRST not in stage.state.requests
-    assert stage.state.tally.siblings_failed == 1
-    assert stage.state.tally.fates == {"failed": 1}
+    assert stage.state.counters.siblings_failed == 1
+    assert stage.state.counters.fates == {"failed": 1}
 
 
 def test_failure_for_good_ends_the_sibling_at_once() -> None:
@@ -193,11 +193,11 @@ def test_worker_with_impossible_slots_is_not_believed(slots: int) -> None:
     stage = Stage().begin()
     stage.join("w0", slots=slots)
     assert stage.state.workers == {}
-    assert "slots" in stage.state.tally.rejection
+    assert "slots" in stage.state.counters.rejection
 
 
 def test_worker_with_another_tokenizer_is_not_let_in() -> None:
     stage = Stage().begin()
     stage.tell(records.joined("w0", assets="0" * 64))
     assert stage.state.workers == {}
-    assert "tokenizer" in stage.state.tally.rejection
+    assert "tokenizer" in stage.state.counters.rejection

@@ -194,7 +194,7 @@ def test_one_worker_serves_versions_one_after_the_other_oldest_first() -> None:
             stage.commit()
     assert hosted[0] == 0
     assert hosted[1:] == sorted(hosted[1:]), "then only forwards"
-    assert stage.state.tally.fates["trained"] == 4
+    assert stage.state.counters.fates["trained"] == 4
 
 
 def test_old_version_keeps_only_as_many_workers_as_its_requests_need() -> None:

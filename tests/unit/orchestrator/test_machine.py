@@ -193,7 +193,7 @@ def test_many_control_records_are_spread_over_several_rounds() -> None:
         facts[2 * CONTROL_MAX - 1].offset + 1,
         facts[-1].offset + 1,
     ]
-    assert bench.machine.state.tally.rejected == len(facts)
+    assert bench.machine.state.counters.rejected == len(facts)
 
 
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_worker_that_an_older_log_has_under_an_odd_name_folds_as_it_did_and_is_f
     before = Bench()
     state = before.machine.state
     apply_control(state, before.offset + 3, read_control(encode(records.joined("w.1"))))
-    assert "w.1" in state.workers and state.tally.rejected == 0
+    assert "w.1" in state.workers and state.counters.rejected == 0
     after = Bench(state=state, started=False)
     found = after.turn(CaughtUp())
     assert [type(one) for one in found[:2]] == [LeaseExpired, Fence]
@@ -349,7 +349,7 @@ def test_unreadable_control_goes_to_the_dead_letters_and_the_rest_goes_on() -> N
     letter = decode_dead_letter(append.value, append.headers)
     assert (letter.topic, letter.offset, letter.path) == (TOPICS.control, bad.offset, "$.worker")
     assert letter.value == bad.value
-    assert bench.machine.state.tally.unreadable == 1
+    assert bench.machine.state.counters.unreadable == 1
     assert "w0" in bench.machine.state.workers
 
 

@@ -71,7 +71,7 @@ def test_it_waits_for_the_release_then_goes_on_there_and_the_worker_is_assigned(
     assigned = [one for one in stage.decided if isinstance(one, Assign)][-1]
     assert (assigned.worker, assigned.version) == ("b", 1)
     assert "b has run out of version 0" in assigned.reason
-    assert stage.state.tally.moved == 2
+    assert stage.state.counters.moved == 2
     assert stage.state.workers["a"].arriving == 0
 
 
@@ -139,7 +139,7 @@ def test_finishing_while_it_is_asked_to_move_is_logged_as_usual() -> None:
     assert stage.state.workers["a"].arriving == 1
     assert stage.state.workers["b"].leaving == 1
     stage.tell(records.released(stage.placed[first.trajectory]))
-    assert stage.state.tally.superseded == 1
+    assert stage.state.counters.superseded == 1
 
 
 def test_source_that_dies_before_it_lets_go_loses_nothing() -> None:
@@ -187,7 +187,7 @@ def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
     assert set(had) <= set(stage.running("a"))
     epoch = stage.state.workers["b"].epoch
     stage.tell(records.left("b", epoch))
-    assert stage.state.tally.requeued == 0, "nothing was lost"
+    assert stage.state.counters.requeued == 0, "nothing was lost"
 
 
 def test_what_fits_nowhere_is_finished_on_the_drained_worker() -> None:
@@ -296,7 +296,7 @@ def test_release_that_nobody_asked_for_is_rejected() -> None:
     stage = two_half_empty(slots=4)
     name = stage.running("b")[0]
     stage.release(name)
-    assert "nobody asked" in stage.state.tally.rejection
+    assert "nobody asked" in stage.state.counters.rejection
     assert name in stage.running("b")
 
 

@@ -200,7 +200,7 @@ def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_canc
     assert cancelled == ["g0000000000-002", "g0000000000-003"]
     late = records.logged(stage.placed["g0000000000-002"])
     stage.tell(late)
-    assert stage.state.tally.superseded == 1
+    assert stage.state.counters.superseded == 1
 
 
 def test_queued_siblings_of_a_failed_group_leave_the_queue_without_a_cancel() -> None:
@@ -242,7 +242,7 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     stage.plan()
     assert stage.running() == ["e0000000000-000", "e0000000001-000"]
     stage.finish_all()
-    assert stage.state.tally.fates == {"evaluated": 2}
+    assert stage.state.counters.fates == {"evaluated": 2}
     stage.commit()
     stage.settle()
     assert len(specs(stage, "eval")) == 2, "version 1 is neither first nor last"
@@ -255,7 +255,7 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     assert specs(stage, "eval")[2].seed == found[0].seed, "every evaluation draws the same"
     stage.finish_all()
     assert stage.state.done
-    assert stage.state.tally.fates == {"evaluated": 4, "trained": 2}
+    assert stage.state.counters.fates == {"evaluated": 4, "trained": 2}
 
 
 def test_evaluation_every_so_many_versions() -> None:
@@ -273,7 +273,7 @@ def test_training_requests_of_a_version_go_before_its_evaluation() -> None:
     stage.settle()
     assert [key.rank for key in stage.state.queues[0]] == [0]
     stage.tell(records.failed(stage.placed["e0000000000-000"]))
-    assert stage.state.tally.superseded == 1
+    assert stage.state.counters.superseded == 1
     stage.finish(stage.running()[0])
     placed = [one.trajectory for one in placed_by(stage.settle())]
     assert placed[0].startswith("g")
@@ -301,7 +301,7 @@ def test_run_does_not_stop_while_a_pause_holds_its_last_evaluation_back() -> Non
     stage.settle()
     stage.finish_all()
     assert stage.state.done
-    assert stage.state.tally.fates["evaluated"] == 2
+    assert stage.state.counters.fates["evaluated"] == 2
 
 
 def test_every_decision_says_why() -> None:

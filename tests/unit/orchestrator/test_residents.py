@@ -207,7 +207,7 @@ def test_worker_that_claims_too_many_versions_is_not_believed() -> None:
     stage.join("w0", versions=5000)
     stage.join("w1", versions=0)
     assert stage.state.workers == {}
-    assert stage.state.tally.rejected == 2
+    assert stage.state.counters.rejected == 2
 
 
 def test_state_with_such_workers_comes_back_from_a_snapshot() -> None:
@@ -260,8 +260,8 @@ def test_run_with_such_workers_is_safe_under_faults_and_ends_when_they_stop(seed
     finish(world)
     state = world.machine.state
     if not world.commands:
-        assert state.tally.rejected == 0, state.tally.rejection
-        assert max(state.tally.staleness) <= world.config.staleness.max_staleness
+        assert state.counters.rejected == 0, state.counters.rejection
+        assert max(state.counters.staleness) <= world.config.staleness.max_staleness
     found = recover(world.bus, world.topics)
     assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
 

@@ -19,8 +19,8 @@ from dora_pipe.orchestrator.staleness import (
     feasible,
     in_flight_max,
     may_admit,
+    next_batch,
     surplus,
-    take,
     waits_until,
 )
 
@@ -135,7 +135,7 @@ def test_take_gives_the_earliest_deadlines_and_leaves_the_rest_feasible(
     if not feasible(deadlines, 0, per_step):
         return
     finished = sorted(Finished(one, place, "") for place, (one, done) in enumerate(groups) if done)
-    batch = take(finished, deadlines, step=0, per_step=per_step)
+    batch = next_batch(finished, deadlines, step=0, per_step=per_step)
     behind = dict(deadlines)
     for one in finished[:per_step]:
         behind[one.deadline] -= 1
@@ -154,13 +154,13 @@ def test_in_flight_batches_become_whole_groups() -> None:
 
 def test_groups_of_equal_deadline_are_taken_in_order_of_dispatch() -> None:
     finished = [Finished(3, 9, "late"), Finished(3, 2, "early"), Finished(2, 5, "due")]
-    batch = take(sorted(finished), {2: 1, 3: 2}, step=2, per_step=2)
+    batch = next_batch(sorted(finished), {2: 1, 3: 2}, step=2, per_step=2)
     assert [one.group for one in batch] == ["due", "early"]
 
 
 def test_trainer_that_waits_can_name_the_deadline_it_waits_for() -> None:
     # Due at step 1: one unfinished. It must go into step 1, so step 0 takes the other due one.
-    assert take(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == ()
+    assert next_batch(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == ()
     assert waits_until(keys(4), {1: 2, 4: 1}, step=0, per_step=1) == 1
     assert waits_until(keys(), {1: 2}, step=0, per_step=1) is None, "for any group at all"
 
@@ -196,9 +196,9 @@ def test_counterexample_j_from_zero_trains_b_at_staleness_two() -> None:
     u = {1: 1, 2: 1}  # b unfinished, c finished; step 1 comes next
     wrong = literally({1: 1}, 2, 1, first=0)
     assert wrong, "the variant lets step 1 take c, and b of version 0 goes into step 2"
-    assert take(keys(2), u, step=1, per_step=1) == ()
+    assert next_batch(keys(2), u, step=1, per_step=1) == ()
     assert waits_until(keys(2), u, step=1, per_step=1) == 1, "the trainer waits for b"
-    assert list(take(keys(1, 2), u, step=1, per_step=1)) == keys(1, 2)[:1]
+    assert list(next_batch(keys(1, 2), u, step=1, per_step=1)) == keys(1, 2)[:1]
 
 
 def test_counterexample_admission_at_t_instead_of_s_dispatches_b_during_step_zero() -> None:
@@ -231,7 +231,7 @@ def test_counterexample_first_finished_first_and_newest_first_lock_up() -> None:
         behind[first] -= 1
         assert not feasible(behind, 2, 1), "the gate refuses c, and the variant offers nothing else"
     assert not may_admit(u, at(version=1, eta=1)), "and nothing new may come"
-    assert take(keys(2, 1), u, step=1, per_step=1)[0].deadline == 1
+    assert next_batch(keys(2, 1), u, step=1, per_step=1)[0].deadline == 1
 
 
 def test_counterexample_overdue_then_oldest_leaves_two_groups_due_at_once() -> None:
@@ -240,17 +240,19 @@ def test_counterexample_overdue_then_oldest_leaves_two_groups_due_at_once() -> N
     u = {2: 2, 3: 1}  # b and c unfinished, d finished; step 1 comes next and none is overdue
     assert feasible(u, 1, 1)
     assert not feasible({2: 2}, 2, 1), "after the variant took d, b and c are both due at step 2"
-    assert take(keys(3), u, step=1, per_step=1) == ()
+    assert next_batch(keys(3), u, step=1, per_step=1) == ()
     assert waits_until(keys(3), u, step=1, per_step=1) == 2
 
 
 def test_counterexample_old_stamp_makes_the_trainer_wait_for_every_failure() -> None:
     """eta = 1, B = 1: b (v0, due at 1) fails while c (v1) is finished."""
     finished = keys(2)
-    assert take(finished, {1: 1, 2: 1}, step=1, per_step=1) == (), (
+    assert next_batch(finished, {1: 1, 2: 1}, step=1, per_step=1) == (), (
         "b' with the stamp of b is waited for"
     )
-    assert list(take(finished, {2: 1}, step=1, per_step=1)) == finished, "b left U: c goes at once"
+    assert list(next_batch(finished, {2: 1}, step=1, per_step=1)) == finished, (
+        "b left U: c goes at once"
+    )
 
 
 @given(st.data())
@@ -266,7 +268,7 @@ def test_eta_may_change_at_any_time(data: st.DataObject) -> None:
         deadlines = {one: [d for d, _ in groups].count(one) for one, _ in groups}
         assert feasible(deadlines, where.step, per_step)
         finished = sorted(Finished(d, place, "") for place, (d, f) in enumerate(groups) if f)
-        batch = take(finished, deadlines, step=where.step, per_step=per_step)
+        batch = next_batch(finished, deadlines, step=where.step, per_step=per_step)
         if may_admit(deadlines, where):
             groups.append((where.deadline, False))
         elif batch and not training:

@@ -19,7 +19,7 @@ from dora_pipe.orchestrator.staleness import (
     feasible,
     in_flight_max,
     may_admit,
-    take,
+    next_batch,
 )
 
 FOR_EVER = 10**6
@@ -46,7 +46,7 @@ def take_earliest(
 ) -> Sequence[int]:
     """The rule itself."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
-    return [key.ordinal for key in take(keys, deadlines, step=step, per_step=per_step)]
+    return [key.ordinal for key in next_batch(keys, deadlines, step=step, per_step=per_step)]
 
 
 def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
@@ -96,7 +96,7 @@ class Rules:
 class Found:
     """How the search ended; `story` leads to the promise that is broken."""
 
-    verdict: Literal["sound", "broken", "locked", "delayed"]
+    outcome: Literal["sound", "broken", "locked", "delayed"]
     states: int
     story: list[str] = field(default_factory=list)
 
@@ -108,15 +108,15 @@ def search(rules: Rules) -> Found:
     todo = deque([start])
     while todo:
         course = todo.popleft()
-        for word, following, verdict in _steps(rules, course):
-            if verdict is not None:
+        for word, following, outcome in _steps(rules, course):
+            if outcome is not None:
                 story = [*_story(came, course), word]
-                return Found(verdict=verdict, states=len(came), story=story)
+                return Found(outcome=outcome, states=len(came), story=story)
             following = _normal(rules, following)
             if following not in came:
                 came[following] = (course, word)
                 todo.append(following)
-    return Found(verdict="sound", states=len(came))
+    return Found(outcome="sound", states=len(came))
 
 
 _Step = tuple[str, Course, Literal["broken", "locked", "delayed"] | None]
@@ -150,8 +150,8 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
 def _taken(course: Course, places: Sequence[int]) -> _Step:
     batch = tuple(sorted(course.finished[place] for place in places))
     behind = tuple(one for place, one in enumerate(course.finished) if place not in places)
-    verdict: Literal["broken"] | None = "broken" if batch[0] < 0 else None
-    return f"take {batch}", Course(course.unfinished, behind, batch), verdict
+    outcome: Literal["broken"] | None = "broken" if batch[0] < 0 else None
+    return f"take {batch}", Course(course.unfinished, behind, batch), outcome
 
 
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
@@ -227,15 +227,15 @@ def name(rules: Rules) -> str:
 
 def _verdicts(found: Sequence[Found]) -> dict[str, int]:
     return {
-        verdict: [one.verdict for one in found].count(verdict)
-        for verdict in ("sound", "broken", "locked", "delayed")
+        outcome: [one.outcome for one in found].count(outcome)
+        for outcome in ("sound", "broken", "locked", "delayed")
     }
 
 
 @pytest.mark.parametrize("rules", QUICK, ids=name)
 def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
     found = search(rules)
-    assert found.verdict == "sound", found.story
+    assert found.outcome == "sound", found.story
     assert found.states > 3
 
 
@@ -244,13 +244,13 @@ def test_no_course_of_a_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
 @pytest.mark.parametrize("rules", LARGE, ids=name)
 def test_no_course_of_a_larger_run_breaks_the_bound_or_locks_up(rules: Rules) -> None:
     found = search(rules)
-    assert found.verdict == "sound", found.story
+    assert found.outcome == "sound", found.story
 
 
 @pytest.mark.parametrize("rules", [one for one in SMALL if one.eta <= 2], ids=name)
 def test_refused_batches_return_without_breaking_the_bound(rules: Rules) -> None:
     found = search(replace(rules, refusals=True))
-    assert found.verdict == "sound", found.story
+    assert found.outcome == "sound", found.story
 
 
 # Planted mistakes. Each must be found, with a story a person can follow.
@@ -278,7 +278,7 @@ def _take_from_zero(
 
 def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
     found = search(Rules(eta=1, per_step=1, in_flight=2.0, take=_take_from_zero))
-    assert found.verdict == "broken"
+    assert found.outcome == "broken"
     # a and b at version 0; a is taken; c of version 1 goes before b; b comes too late.
     assert found.story[-1] == "take (-1,)"
     every = [search(replace(rules, take=_take_from_zero)) for rules in SMALL if rules.eta]
@@ -300,10 +300,10 @@ def _admit_from_t(deadlines: Mapping[int, int], at: Standing) -> bool:
 def test_search_finds_the_violation_when_admission_forgets_that_a_step_trains(eta: int) -> None:
     rules = Rules(eta=eta, per_step=1, in_flight=eta + 2.0)
     found = search(replace(rules, admit=_admit_from_t))
-    assert found.verdict == ("broken" if eta == 0 else "locked")
-    assert search(rules).verdict == "sound"
+    assert found.outcome == ("broken" if eta == 0 else "locked")
+    assert search(rules).outcome == "sound"
     # A cap of eta + 1 batches, counting the one in training, happens to hide the mistake.
-    assert search(replace(rules, in_flight=eta + 1.0, admit=_admit_from_t)).verdict == "sound"
+    assert search(replace(rules, in_flight=eta + 1.0, admit=_admit_from_t)).outcome == "sound"
 
 
 def _first_finished(finished: Sequence[int], per_step: int) -> Sequence[int]:
@@ -323,14 +323,14 @@ def test_same_gate_with_another_order_locks_up_wherever_batches_overlap(pick: ob
     take = take_in_order(pick)  # type: ignore[arg-type]
     few = [rules for rules in ALL if rules.eta * rules.per_step <= 6]
     found = {one: search(replace(one, take=take, order_matters=True)) for one in few}
-    locked = {one for one, result in found.items() if result.verdict == "locked"}
+    locked = {one for one, result in found.items() if result.outcome == "locked"}
     assert locked == {one for one in few if one.in_flight > 1}
-    assert not any(result.verdict == "broken" for result in found.values())
+    assert not any(result.outcome == "broken" for result in found.values())
 
 
 def test_same_gate_with_the_earliest_deadlines_first_is_the_rule() -> None:
     for rules in SMALL:
-        assert search(replace(rules, take=take_in_order(_oldest))).verdict == "sound"
+        assert search(replace(rules, take=take_in_order(_oldest))).outcome == "sound"
 
 
 def _admit_to_the_budget(deadlines: Mapping[int, int], at: Standing) -> bool:
@@ -359,10 +359,10 @@ def test_overdue_ones_then_the_oldest_breaks_from_eta_two_on(eta: int, per_step:
         admit=_admit_to_the_budget,
         take=_overdue_then_oldest,
     )
-    assert (search(rules).verdict == "broken") == (eta >= 2)
+    assert (search(rules).outcome == "broken") == (eta >= 2)
 
 
 def test_a_replacement_with_the_old_stamp_puts_a_failure_on_the_critical_path() -> None:
     for rules in SMALL:
         found = search(replace(rules, replaces_with_old_stamp=True))
-        assert (found.verdict == "delayed") == (rules.in_flight > 1), (rules, found.story)
+        assert (found.outcome == "delayed") == (rules.in_flight > 1), (rules, found.story)

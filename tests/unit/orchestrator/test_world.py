@@ -154,7 +154,7 @@ def finish(world: World) -> None:
     """Heal, and insist on the end."""
     world.heal()
     world.run(seconds=CALM_S)
-    assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.tally}"
+    assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.counters}"
     world.ledger.check_end()
     most = world.config.planner.moves_max + world.commands  # Each command may drain a worker.
     assert max(world.ledger.moves.values(), default=0) <= most
@@ -168,9 +168,9 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(seed: int) -> None:
     finish(world)
     state = world.machine.state
     if not world.commands:
-        assert state.tally.rejected == 0, state.tally.rejection
-        assert max(state.tally.staleness) <= world.config.staleness.max_staleness
-    assert state.tally.staleness == world.ledger.staleness
+        assert state.counters.rejected == 0, state.counters.rejection
+        assert max(state.counters.staleness) <= world.config.staleness.max_staleness
+    assert state.counters.staleness == world.ledger.staleness
     found = recover(world.bus, world.topics)
     assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
 
@@ -218,7 +218,7 @@ def test_swarm_moves_requests_and_loses_workers_meanwhile() -> None:
         world.run(seconds=FAULTY_S)
         finish(world)
         moves += sum(world.ledger.moves.values())
-        released += world.machine.state.tally.moved
+        released += world.machine.state.counters.moved
         lost += len(world.ledger.fenced)
     assert moves > released > 0, "some end, or lose a worker, while they are asked to move"
     assert lost > 0
@@ -312,7 +312,7 @@ def test_queue_of_an_old_version_survives_the_loss_of_its_only_host(workers: int
     world = World(seed=workers, config=config, workers=names, chances=chances)
     world.run(seconds=200.0)
     finish(world)
-    assert world.machine.state.tally.requeued > 0
+    assert world.machine.state.counters.requeued > 0
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
@@ -323,5 +323,5 @@ def test_memory_does_not_grow_with_the_run() -> None:
         world.run(seconds=2.0)
         state = world.machine.state
         most = max(most, len(state.groups) + len(state.requests) + len(state.policies))
-    assert world.machine.state.tally.fates["trained"] == 120
+    assert world.machine.state.counters.fates["trained"] == 120
     assert most < 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken, SchemaError
-from dora_pipe.schemas.rounds import Round, Succession
+from dora_pipe.schemas.rounds import EpochGuard, Round
 from dora_pipe.schemas.wire import encode
 
 
@@ -13,26 +13,26 @@ def value(ordinal: int, role_epoch: int = 0) -> bytes:
     return encode(Round(ordinal=ordinal, role_epoch=role_epoch, now_ns=0, control_next=0))
 
 
-def reader_at(ordinal: int, role_epoch: int = 0) -> Succession:
+def reader_at(ordinal: int, role_epoch: int = 0) -> EpochGuard:
     """One that has read a round."""
-    succession = Succession()
-    assert succession.read(0, value(ordinal, role_epoch)) is not None
-    return succession
+    guard = EpochGuard()
+    assert guard.read(0, value(ordinal, role_epoch)) is not None
+    return guard
 
 
 def test_rounds_follow_one_another_from_any_first_one_through_role_epochs() -> None:
-    succession = reader_at(17, role_epoch=2)
+    guard = reader_at(17, role_epoch=2)
     for ordinal, role_epoch in ((18, 2), (19, 2), (20, 3), (21, 5)):
-        found = succession.read(ordinal, value(ordinal, role_epoch))
+        found = guard.read(ordinal, value(ordinal, role_epoch))
         assert found is not None
         assert (found.ordinal, found.role_epoch) == (ordinal, role_epoch)
 
 
 def test_a_round_of_an_older_orchestrator_is_not_obeyed_and_changes_nothing() -> None:
-    succession = reader_at(17, role_epoch=2)
-    assert succession.read(1, value(18, role_epoch=1)) is None
-    assert succession.read(2, value(3, role_epoch=0)) is None
-    assert succession.read(3, value(18, role_epoch=2)) is not None
+    guard = reader_at(17, role_epoch=2)
+    assert guard.read(1, value(18, role_epoch=1)) is None
+    assert guard.read(2, value(3, role_epoch=0)) is None
+    assert guard.read(3, value(18, role_epoch=2)) is not None
 
 
 @pytest.mark.parametrize("ordinal", [15, 17, 19, 400])

@@ -39,7 +39,7 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.calls import Facts
+from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data
 from dora_pipe.producers.worker.ports import TaskPort
@@ -362,7 +362,7 @@ def _trajectories(
     damage.look_for_the_rest(left)
 
 
-def _say_other_code(digests: set[str], facts: Facts) -> None:
+def _say_other_code(digests: set[str], facts: TaskFacts) -> None:
     """Another reward's code than workers had explains what differs; it is said first."""
     for digest in sorted(digests - {facts.reward_digest}):
         then, now = digest[:12] or "unknown", facts.reward_digest[:12] or "unknown"

@@ -54,13 +54,8 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.worker.effects import LoadWeights
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    ProgressPort,
-    TaskPort,
-)
+from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.metrics import Cost
 from dora_pipe.schemas.policy import Manifest

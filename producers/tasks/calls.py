@@ -119,18 +119,18 @@ Answered = PromptReady | EnvObserved | Rewarded | TaskFailed
 TaskEvent = Answered | EpisodeLost
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PipeFrame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of what travels."""
 
 
-class Setup(Frame, frozen=True):
+class Setup(PipeFrame, frozen=True):
     """The first frame: what to serve, and whose death ends it."""
 
     task: model.Task
     parent_pid: int
 
 
-class Call(Frame, frozen=True):
+class Call(PipeFrame, frozen=True):
     """A call, with the episode that it is for."""
 
     number: int
@@ -138,13 +138,13 @@ class Call(Frame, frozen=True):
     call: TaskCall
 
 
-class End(Frame, frozen=True):
+class EndEpisode(PipeFrame, frozen=True):
     """Close an episode; unknown ones are ignored."""
 
     episode: int
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a task brings; equal in every process of a run. Digests are hex sha256."""
 
     train_digest: str
@@ -157,13 +157,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """No prompt has an environment."""
 
 
-class Hello(Frame, frozen=True):
+class Hello(PipeFrame, frozen=True):
     """The task is open."""
 
-    facts: Facts
+    facts: TaskFacts
 
 
-class Refused(Frame, frozen=True):
+class Refused(PipeFrame, frozen=True):
     """The task cannot be opened."""
 
     message: str
@@ -172,22 +172,22 @@ class Refused(Frame, frozen=True):
     """Whether it is the configuration's fault."""
 
 
-class Answer(Frame, frozen=True):
+class CallAnswer(PipeFrame, frozen=True):
     """What became of the call with this number."""
 
     number: int
     event: Answered
 
 
-Down = Setup | Call | End
-Up = Hello | Refused | Answer
+Down = Setup | Call | EndEpisode
+Up = Hello | Refused | CallAnswer
 
 _ENCODER = msgspec.json.Encoder()
 DOWN: Final = msgspec.json.Decoder(Down)
 UP: Final = msgspec.json.Decoder(Up)
 
 
-def pack(frame: Frame) -> bytes:
+def pack(frame: PipeFrame) -> bytes:
     """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
     body = _ENCODER.encode(frame)
     if len(body) > FRAME_BYTES_MAX:

@@ -11,8 +11,13 @@ call, and `DEATHS_MAX` processes in a row that die without answering anything.
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
+import signal
+import subprocess
+import sys
 from collections import deque
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
@@ -20,13 +25,15 @@ from msgspec.structs import replace
 
 from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
+from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks.calls import (
+    UP,
     Answered,
     Call,
+    EndEpisode,
     EnvStep,
     EpisodeLost,
-    Facts,
     Forget,
     Hello,
     PromptCall,
@@ -34,14 +41,16 @@ from dora_pipe.producers.tasks.calls import (
     Refused,
     RewardCall,
     Rewarded,
+    Setup,
     TaskCall,
     TaskEvent,
+    TaskFacts,
     TaskFailed,
     Up,
     one_line,
     pack,
+    unpack,
 )
-from dora_pipe.producers.tasks.child import CLOSE_S, Child, OpenCall
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
@@ -61,6 +70,152 @@ BACKOFF_MAX_S: Final = 5.0
 
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
+
+
+READ_BYTES: Final = 1 << 16
+"""What a pipe holds: a shorter read has emptied it."""
+
+READS_MAX: Final = 64
+"""Reads of one process per poll, so that a chatty one cannot hold the loop."""
+
+CLOSE_S: Final = 1.0
+"""How long a process may take to close its episodes before it is killed."""
+
+_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.tasks.server")
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""One thread, and the same order of sets in every process: rewards do not depend on it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenCall:
+    """A call that has no event yet."""
+
+    request: str
+    number: int
+    frame: bytes
+    limit_ns: int
+    episode: int | None = None
+    """The episode it is bound to; None for a call that any process can do."""
+    forgotten: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Child:
+    """A task process. `sent` are its unanswered calls in order: it works on the first."""
+
+    process: subprocess.Popen[bytes]
+    selector: selectors.BaseSelector
+    born_ns: int
+    inbox: int
+    outbox: int
+    ready: bool = False
+    head_since_ns: int = 0
+    sent: deque[OpenCall] = field(default_factory=deque)
+    pinned: deque[OpenCall] = field(default_factory=deque)
+    """Calls of its episodes that wait for room in `sent`."""
+    episodes: dict[int, str] = field(default_factory=dict)
+    """Number of the episode to its request."""
+    _up: bytearray = field(default_factory=bytearray)
+    _down: bytearray = field(default_factory=bytearray)
+    _writing: bool = False
+
+    @classmethod
+    def start(cls, task: model.Task, selector: selectors.BaseSelector, now_ns: int) -> Child:
+        """Start a process of its own session, so that it can be killed with all it started."""
+        process = subprocess.Popen(
+            [*_COMMAND, f"task of {own_name()}".strip()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **_ENVIRONMENT},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        inbox, outbox = process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(inbox, False)
+        os.set_blocking(outbox, False)
+        child = cls(process=process, selector=selector, born_ns=now_ns, inbox=inbox, outbox=outbox)
+        selector.register(outbox, selectors.EVENT_READ, child)
+        child._down += pack(Setup(task, os.getpid()))
+        return child
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Calls that wait here, then episodes: for choosing the least loaded."""
+        return len(self.sent) + len(self.pinned), len(self.episodes)
+
+    def send(self, call: OpenCall, now_ns: int) -> None:
+        """Put a call on its way; it leaves with `flush`."""
+        if not self.sent:
+            self.head_since_ns = now_ns
+        self.sent.append(call)
+        self._down += call.frame
+
+    def end(self, episode: int) -> None:
+        """Ask to close an episode."""
+        if self.episodes.pop(episode, None) is not None:
+            self._down += pack(EndEpisode(episode))
+
+    def flush(self) -> None:
+        """Write what the pipe takes. A process that is gone is found out by `read`."""
+        if self._down:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                del self._down[: os.write(self.inbox, self._down)]
+        if bool(self._down) != self._writing:
+            self._writing = bool(self._down)
+            if self._writing:
+                self.selector.register(self.inbox, selectors.EVENT_WRITE, self)
+            else:
+                self.selector.unregister(self.inbox)
+
+    def read(self, *, to_the_end: bool = False) -> tuple[list[Up], bool]:
+        """Frames that have arrived, and whether the pipe has ended.
+
+        Raises ValueError (msgspec's errors are ValueErrors) for what is no frame.
+        """
+        ended = False
+        for _ in range(READS_MAX):
+            try:
+                data = os.read(self.outbox, READ_BYTES)
+            except BlockingIOError:
+                break
+            self._up += data
+            ended = not data
+            if ended or (len(data) < READ_BYTES and not to_the_end):
+                break
+        return [UP.decode(body) for body in unpack(self._up)], ended
+
+    def kill(self) -> int:
+        """SIGKILL to the process and all it started; its exit status. What it wrote is readable."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def release(self) -> None:
+        """Close the pipes."""
+        if self._writing:
+            self.selector.unregister(self.inbox)
+            self._writing = False
+        self.selector.unregister(self.outbox)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def hang_up(self) -> None:
+        """End the pipe to it, so that it closes its episodes and goes."""
+        if self._writing:
+            self.selector.unregister(self.inbox)
+            self._writing = False
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Give it so long to go by itself; it is not reaped here, so that `kill` stays safe."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.outbox, selectors.EVENT_READ)
+            selector.select(seconds)
 
 
 class TaskPool:
@@ -90,7 +245,7 @@ class TaskPool:
         self._episodes: dict[str, tuple[Child, int]] = {}
         self._lost: dict[str, str] = {}
         self._events: list[TaskEvent] = []
-        self._facts: Facts | None = None
+        self._facts: TaskFacts | None = None
         self._number = 0
         self._deaths_in_a_row = 0
         self._last_death = ""
@@ -103,7 +258,7 @@ class TaskPool:
     # What the loop calls.
 
     @property
-    def facts(self) -> Facts | None:
+    def facts(self) -> TaskFacts | None:
         """What the task brings; None until the first process has opened it."""
         return self._facts
 
@@ -118,7 +273,7 @@ class TaskPool:
         """Calls without an event."""
         return len(self._open)
 
-    def wait(self) -> Facts:
+    def wait(self) -> TaskFacts:
         """Block until the task is open. Raises ConfigError or TaskError where it cannot be."""
         while self._facts is None:
             self._turn(_WAIT_S)
@@ -297,7 +452,7 @@ class TaskPool:
             self._end_episode(call.request)
         self._events.append(event)
 
-    def _greet(self, child: Child, facts: Facts) -> None:
+    def _greet(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
             raise TaskError(
                 "the task's data or code is not what it was when the run started here",
@@ -393,7 +548,7 @@ def _how_it_ended(status: int) -> str:
     return f"its process ended with status {status}"
 
 
-def survey(task: model.Task, *, clock: Clock | None = None) -> Facts:
+def survey(task: model.Task, *, clock: Clock | None = None) -> TaskFacts:
     """Digests and sizes of a task's data, found out in a process of its own.
 
     Raises ConfigError or TaskError where the task cannot be opened.

@@ -16,7 +16,7 @@ from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
-from dora_pipe.producers.tasks.calls import Facts
+from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.jsonl import JsonlTask
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
@@ -125,7 +125,7 @@ def reward_digest(task: Task) -> str:
     return digest.hexdigest()
 
 
-def check_data(facts: Facts, run: RunStarted) -> None:
+def check_data(facts: TaskFacts, run: RunStarted) -> None:
     """Whether a task has the run's data here. Raises TaskError, InvariantBroken where `run started`
     says another number of rows than the data with its digest has."""
     for what, mine, wanted, rows, said in (

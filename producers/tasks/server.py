@@ -34,14 +34,13 @@ from dora_pipe.core.errors import (
 from dora_pipe.core.errors import one_line as cut
 from dora_pipe.producers.tasks.calls import (
     DOWN,
-    Answer,
     Answered,
     Call,
+    CallAnswer,
     Down,
-    End,
+    EndEpisode,
     EnvObserved,
     EnvStep,
-    Facts,
     Hello,
     PromptCall,
     PromptReady,
@@ -49,6 +48,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     Setup,
+    TaskFacts,
     TaskFailed,
     one_line,
     pack,
@@ -69,7 +69,7 @@ class NoAnswer(Exception):
     """What the user's code gave is no answer to the call."""
 
 
-class Server:
+class TaskServer:
     """An open task with its rows and running episodes."""
 
     def __init__(self, task: Task) -> None:
@@ -83,11 +83,11 @@ class Server:
         self._episodes: dict[int, Environment] = {}
         self._shown = 0
 
-    def facts(self) -> Facts:
+    def facts(self) -> TaskFacts:
         """Digests of data and reward; imports the reward's module."""
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
-        return Facts(
+        return TaskFacts(
             train_digest=train,
             train_rows=train_rows,
             eval_digest=evaluation,
@@ -99,12 +99,12 @@ class Server:
     def answer(self, call: Call) -> bytes:
         """The packed answer to a call; whatever goes wrong in it is an answer."""
         try:
-            return pack(Answer(call.number, self._event(call)))
+            return pack(CallAnswer(call.number, self._event(call)))
         except (Exception, SystemExit) as error:
             self._show(error)
             name, message = type(error).__name__, one_line(str(error))
             failed = TaskFailed(request=call.call.request, error=name, message=message)
-            return pack(Answer(call.number, failed))
+            return pack(CallAnswer(call.number, failed))
 
     def end(self, episode: int) -> None:
         """Close an episode, if there is one."""
@@ -254,16 +254,16 @@ def main() -> None:
     server, hello = opened
     _write(outbox, pack(hello))
     for frame in frames:
-        if isinstance(frame, End):
+        if isinstance(frame, EndEpisode):
             server.end(frame.episode)
         elif isinstance(frame, Call):
             _write(outbox, server.answer(frame))
     server.close()
 
 
-def _open(setup: Setup) -> tuple[Server, Hello] | Refused:
+def _open(setup: Setup) -> tuple[TaskServer, Hello] | Refused:
     try:
-        server = Server(open_task(setup.task))
+        server = TaskServer(open_task(setup.task))
         return server, Hello(server.facts())
     except DoraError as error:
         return Refused(error.message, error.hint, isinstance(error, ConfigError))

@@ -42,38 +42,41 @@ from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.trajectory import Progress, Trajectory
 
+
+class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An effect or event of one request."""
+
+    request: str
+
+
 # Tasks
 
 
-class PromptReady(msgspec.Struct, frozen=True, kw_only=True):
+class PromptReady(OfRequest, frozen=True, kw_only=True):
     """The prompt of a request; with `episode`, its turns go to an environment."""
 
-    request: str
     token_ids: Sequence[int]
     episode: bool
 
 
-class EnvStep(msgspec.Struct, frozen=True, kw_only=True):
+class EnvStep(OfRequest, frozen=True, kw_only=True):
     """Hand a model turn to the request's episode."""
 
-    request: str
     token_ids: Sequence[int]
 
 
-class EnvObserved(msgspec.Struct, frozen=True, kw_only=True):
+class EnvObserved(OfRequest, frozen=True, kw_only=True):
     """What the environment answered; see `tasks.port.Observation`."""
 
-    request: str
     token_ids: Sequence[int]
     done: bool
     tool: str
     ok: bool
 
 
-class RewardCall(msgspec.Struct, frozen=True, kw_only=True):
+class RewardCall(OfRequest, frozen=True, kw_only=True):
     """Ask for the reward of a finished trajectory."""
 
-    request: str
     split: Split
     index: int
     answer: Sequence[int]
@@ -91,10 +94,9 @@ class EngineAdd(msgspec.Struct, frozen=True, kw_only=True):
     request: EngineRequest
 
 
-class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStarted(OfRequest, frozen=True, kw_only=True):
     """A request has its slot; `at_ns` is the wall clock."""
 
-    request: str
     at_ns: int
     imported: bool = False
     """It goes on from the KV cache that it came with; else it is prefilled."""
@@ -102,22 +104,17 @@ class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Why the KV cache that it came with was not taken."""
 
 
-class EngineCancel(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCancel(OfRequest, frozen=True, kw_only=True):
     """Let go of a request, in its slot or ahead of it."""
 
-    request: str
 
-
-class EngineExport(msgspec.Struct, frozen=True, kw_only=True):
+class EngineExport(OfRequest, frozen=True, kw_only=True):
     """Take a running request out of its slot: a last `TokensSampled`, then `EngineExported`."""
 
-    request: str
 
-
-class EngineExported(msgspec.Struct, frozen=True, kw_only=True):
+class EngineExported(OfRequest, frozen=True, kw_only=True):
     """A request has left its slot; None: its KV cache is not to be had."""
 
-    request: str
     kv: Kv | None
 
 
@@ -155,34 +152,30 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
 # KV caches of requests that move
 
 
-class PutKv(msgspec.Struct, frozen=True, kw_only=True):
+class PutKv(OfRequest, frozen=True, kw_only=True):
     """Hand a KV cache over to whoever goes on with its request."""
 
-    request: str
     label: KvLabel
     kv: Kv
 
 
-class KvPut(msgspec.Struct, frozen=True, kw_only=True):
+class KvPut(OfRequest, frozen=True, kw_only=True):
     """Where the KV cache can be fetched; None when it was not kept, and `why`."""
 
-    request: str
     blob: Blob | None
     why: str = ""
 
 
-class FetchKv(msgspec.Struct, frozen=True, kw_only=True):
+class FetchKv(OfRequest, frozen=True, kw_only=True):
     """Get the KV cache that another worker handed over."""
 
-    request: str
     label: KvLabel
     blob: Blob
 
 
-class KvFetched(msgspec.Struct, frozen=True, kw_only=True):
+class KvFetched(OfRequest, frozen=True, kw_only=True):
     """The KV cache, its digest and label checked; None when there is none, and `why`."""
 
-    request: str
     kv: Kv | None
     why: str = ""
 
@@ -196,55 +189,48 @@ class DropKv(msgspec.Struct, frozen=True, kw_only=True):
 # Records
 
 
-class FetchProgress(msgspec.Struct, frozen=True, kw_only=True):
+class FetchProgress(OfRequest, frozen=True, kw_only=True):
     """Read the chain of progress records that ends at `resume`."""
 
-    request: str
     resume: Resume
 
 
-class ProgressFetched(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressFetched(OfRequest, frozen=True, kw_only=True):
     """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
 
-    request: str
     chunks: Sequence[Progress]
     why: str = ""
 
 
-class EncodeTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+class EncodeTrajectory(OfRequest, frozen=True, kw_only=True):
     """Make the value and headers of a trajectory."""
 
-    request: str
     trajectory: Trajectory
 
 
-class TrajectoryEncoded(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
     """A trajectory as the bus takes it."""
 
-    request: str
     value: bytes
     headers: tuple[tuple[str, bytes], ...]
     sha256: str
 
 
-class EncodeProgress(msgspec.Struct, frozen=True, kw_only=True):
+class EncodeProgress(OfRequest, frozen=True, kw_only=True):
     """Make the value of a progress record."""
 
-    request: str
     progress: Progress
 
 
-class ProgressEncoded(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressEncoded(OfRequest, frozen=True, kw_only=True):
     """A progress record as the bus takes it."""
 
-    request: str
     value: bytes
 
 
-class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True):
+class EncodeFailed(OfRequest, frozen=True, kw_only=True):
     """The record broke a rule of its schema, so nothing may be logged of this request."""
 
-    request: str
     message: str
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.effect_runner import (
     EffectRunner,
@@ -27,10 +26,8 @@ from dora_pipe.core.errors import (
     DoraError,
     InvariantBroken,
     ResourceError,
-    SchemaError,
     reason,
 )
-from dora_pipe.core.retry import FINAL_ERRORS
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
 from dora_pipe.producers.tasks import calls
@@ -50,22 +47,18 @@ from dora_pipe.producers.worker.effects import (
     EnvObserved,
     EnvStep,
     FetchKv,
-    FetchProgress,
     KvFetched,
     KvPut,
     LoadFailed,
     LoadWeights,
     ProgressEncoded,
-    ProgressFetched,
     PromptReady,
     PutKv,
     RewardCall,
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import (
-    decode_progress,
     encode_progress,
     encode_trajectory,
     header_pairs,
@@ -83,12 +76,6 @@ CLOSE_S: Final = 30.0
 """Closing waits so long for weights that are being loaded."""
 
 CODEC_BUDGET_NS: Final = 5_000_000
-
-CHAIN_MAX: Final = 4096
-"""Progress records of one request; a longer chain is not followed."""
-
-CHAIN_TIMEOUT_NS: Final = 10_000_000_000
-"""A chain that could not be read in this time is given up: its request starts from the prompt."""
 
 
 class EnginePort:
@@ -275,7 +262,7 @@ class Tasks(Protocol):
         ...
 
 
-class Texts(Protocol):
+class TextCodec(Protocol):
     """What the task port needs of a `Tokenizer`."""
 
     def prompt_ids(self, text: str) -> list[int]:
@@ -296,7 +283,7 @@ class TaskPort:
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, Forget)
 
-    def __init__(self, tasks: Tasks, texts: Texts) -> None:
+    def __init__(self, tasks: Tasks, texts: TextCodec) -> None:
         self._tasks = tasks
         self._texts = texts
         self._failures: list[Any] = []
@@ -481,120 +468,3 @@ def _progress(effect: EncodeProgress) -> Iterator[ProgressEncoded]:
 
 def _not_encoded(effect: EncodeTrajectory | EncodeProgress, error: Exception) -> list[EncodeFailed]:
     return [EncodeFailed(request=effect.request, message=reason(error))]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Chain:
-    """A chain while it is read, newest record first."""
-
-    request: str
-    tp: TopicPartition
-    wanted: int
-    """Offset of the record that is read next."""
-    until_ns: int
-    reader: Reader | None = None
-    found: list[Progress] = field(default_factory=list)
-
-
-class ProgressPort:
-    """Follows chains of progress records back to their beginning.
-
-    A chain that breaks (a record that is not there, cannot be read, or names a later one as the
-    one before it) comes back empty, with the reason.
-    """
-
-    effects: tuple[type, ...] = (FetchProgress,)
-
-    def __init__(self, bus: Bus, topic: str, meter: Meter, *, clock: Clock) -> None:
-        self._bus = bus
-        self._topic = topic
-        self._meter = meter
-        self._clock = clock
-        self._chains: deque[_Chain] = deque()
-
-    def start(self, effect: FetchProgress) -> None:
-        """Begin at the newest record."""
-        chain = _Chain(
-            request=effect.request,
-            tp=TopicPartition(self._topic, effect.resume.partition),
-            wanted=effect.resume.offset,
-            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
-        )
-        self._chains.append(chain)
-
-    def poll(self) -> list[Any]:
-        """The next record of the chain whose turn it is."""
-        if not self._chains:
-            return []
-        chain = self._chains.popleft()
-        events = list(attempt("FetchProgress", partial(self._next, chain), partial(_lost, chain)))
-        if events:
-            _let_go(chain)
-        else:
-            self._chains.append(chain)
-        return events
-
-    @property
-    def busy(self) -> bool:
-        """Whether a chain is being read."""
-        return bool(self._chains)
-
-    def close(self) -> None:
-        """Give up what is being read."""
-        while self._chains:
-            _let_go(self._chains.popleft())
-
-    def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
-        """What has become of the chain; nothing as long as it is being read."""
-        record = self._read(chain)
-        if record is None:
-            if self._clock.now_ns() >= chain.until_ns:
-                yield _broken(chain, "it could not be read in time")
-        elif record.offset != chain.wanted:
-            yield _broken(chain, f"there is no record at offset {chain.wanted}")
-        else:
-            yield from self._take(chain, record)
-
-    def _take(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
-        try:
-            with self._meter.spend("codec"):
-                chunk = decode_progress(record.value)
-        except SchemaError as error:
-            yield _broken(chain, f"the record at offset {record.offset}: {error.message}")
-            return
-        chain.found.append(chunk)
-        if chunk.previous < 0:
-            yield ProgressFetched(request=chain.request, chunks=chain.found[::-1])
-        elif chunk.previous >= chain.wanted or len(chain.found) >= CHAIN_MAX:
-            yield _broken(chain, f"the record at offset {record.offset} names no earlier one")
-        chain.wanted = chunk.previous
-
-    def _read(self, chain: _Chain) -> Record | None:
-        """The first record from the wanted offset on; None as long as the bus has none to give."""
-        with self._meter.spend("bus"):
-            try:
-                if chain.reader is None:
-                    chain.reader = self._bus.reader({chain.tp: chain.wanted})
-                chain.reader.seek(chain.tp, chain.wanted)
-                records = chain.reader.poll(timeout_s=0.0, records_max=1)
-            except FINAL_ERRORS:
-                raise
-            except BusError:
-                return None
-        return records[0] if records else None
-
-
-def _let_go(chain: _Chain) -> None:
-    if chain.reader is not None:
-        chain.reader.close()
-
-
-def _broken(chain: _Chain, why: str) -> ProgressFetched:
-    return ProgressFetched(request=chain.request, chunks=(), why=why)
-
-
-def _lost(chain: _Chain, error: Exception) -> list[ProgressFetched]:
-    """Raises a BusError: those of one chain were taken before, others are the role's."""
-    if isinstance(error, BusError):
-        raise error
-    return [_broken(chain, reason(error))]

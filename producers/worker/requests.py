@@ -68,6 +68,7 @@ from dora_pipe.producers.worker.request import (
     Hosted,
     Phase,
     RequestState,
+    TokenSequence,
     WorkerSetup,
     engine_request_of,
     key_of,
@@ -78,7 +79,7 @@ from dora_pipe.producers.worker.request import (
     trajectory_of,
 )
 from dora_pipe.producers.worker.request_table import RequestTable
-from dora_pipe.producers.worker.sequence import TokenSequence, chain_error
+from dora_pipe.producers.worker.resume import chain_error
 from dora_pipe.schemas.control import (
     FinishReason,
     LoggedEntry,

@@ -42,19 +42,14 @@ from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
-from dora_pipe.producers.tasks.calls import Facts
+from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    ProgressPort,
-    TaskPort,
-)
+from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
@@ -249,7 +244,7 @@ def _setup(
     here: _Worker,
     engine: Engine,
     tokenizer: Tokenizer,
-    facts: Facts,
+    facts: TaskFacts,
     epoch: int,
     decisions_from: int,
 ) -> WorkerSetup:
@@ -312,7 +307,7 @@ def _checked_assets(here: _Worker) -> Path:
     return path
 
 
-def _checked_facts(here: _Worker, pool: TaskPool) -> Facts | None:
+def _checked_facts(here: _Worker, pool: TaskPool) -> TaskFacts | None:
     """What the task brings here; None when asked to stop. Raises TaskError for other data."""
     while pool.facts is None:
         if here.stop():
@@ -325,7 +320,7 @@ def _checked_facts(here: _Worker, pool: TaskPool) -> Facts | None:
 # Joining
 
 
-def _joined(here: _Worker, engine: Engine, facts: Facts) -> WorkerJoined:
+def _joined(here: _Worker, engine: Engine, facts: TaskFacts) -> WorkerJoined:
     return WorkerJoined(
         at_ns=here.clock.wall_ns(),
         worker=here.name,

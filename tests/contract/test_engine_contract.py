@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dora_pipe.producers.engines.port import (
-    BATCH_INVARIANT,
-    COUNTER_SAMPLING,
-    PREFILL_EXACT,
-    Engine,
-)
+from dora_pipe.producers.engines.port import BATCH_INVARIANT, PREFILL_EXACT, Engine, Kv
 from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
-from tests.support import engine_contract as contract
+from dora_pipe.producers.worker.kv_handover import KvHandover, KvLabel
+from dora_pipe.schemas.policy import Blob
+from dora_pipe.store.transfers.files import MappedFiles
+from tests.support import engine_moves as moves
 from tests.support.engine_contract import Decode, Subject
-from tests.support.engine_temperature import check_logprobs_are_at_the_temperature_asked_for
+from tests.support.engine_moves import CHECKS
+from tests.support.worker import VirtualClock
 
 SUBJECTS = ("simulated", "qwen2", "llama_gqa", "vllm", "vllm-server")
 
@@ -64,71 +62,30 @@ def _simulated(folder: Path) -> Subject:
     )
 
 
-def test_requests_run_to_their_end(subject: Subject) -> None:
-    contract.check_requests_run_to_their_end(subject)
+@pytest.mark.parametrize("check", CHECKS)
+def test_engine_keeps_what_it_declares(subject: Subject, check: str) -> None:
+    CHECKS[check](subject)
 
 
-def test_an_engine_says_what_it_is(subject: Subject) -> None:
-    contract.check_declarations_are_known(subject)
+def test_cache_that_goes_through_a_file_is_the_cache(subject: Subject, tmp_path: Path) -> None:
+    handover = KvHandover(MappedFiles(tmp_path, clock=VirtualClock()))
+    label = KvLabel(trajectory="t", prefix="p")
+
+    def carry(kv: Kv) -> Kv | None:
+        blob = handover.put(label, kv)
+        assert isinstance(blob, Blob)
+        found = handover.fetch(label, blob)
+        handover.drop(blob)  # it is mapped, and read when its request has a slot
+        assert isinstance(found, Kv)
+        return found
+
+    moves.check_a_request_moves_again_and_again(subject, carry)
+    if BATCH_INVARIANT in subject.open(slots=1).declares:
+        moves.check_moved_requests_end_as_if_they_had_stayed(subject, carry, cuts=(7,))
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_tokens_are_emitted_as_asked(subject: Subject) -> None:
-    contract.check_tokens_are_emitted_as_asked(subject)
-
-
-def test_logprobs_are_at_the_temperature_asked_for(subject: Subject) -> None:
-    check_logprobs_are_at_the_temperature_asked_for(subject)
-
-
-def test_what_cannot_be_taken_is_refused_and_changes_nothing(subject: Subject) -> None:
-    contract.check_refusals(subject)
-
-
-def test_a_cancelled_request_leaves_without_an_event(subject: Subject) -> None:
-    contract.check_cancel(subject)
-
-
-def test_a_stop_token_ends_a_request_and_is_part_of_it(subject: Subject) -> None:
-    contract.check_stop_ids(subject)
-
-
-def test_a_stop_string_ends_a_request_with_the_token_that_completes_it(subject: Subject) -> None:
-    contract.check_stop_strings(subject, _decode)
-
-
-def test_a_sequence_ends_with_the_context(subject: Subject) -> None:
-    contract.check_context_end(subject)
-
-
-def test_seed_and_position_decide_the_token(subject: Subject) -> None:
-    _ask(subject, COUNTER_SAMPLING)
-    contract.check_counter_sampling(subject)
-
-
-def test_every_bit_is_the_same_alone_and_in_company(subject: Subject) -> None:
-    _ask(subject, BATCH_INVARIANT)
-    contract.check_batch_invariance(subject)
-
-
-def test_going_on_from_a_prefix_gives_the_same_bits(subject: Subject) -> None:
-    _ask(subject, PREFILL_EXACT)
-    contract.check_exact_prefill(subject)
-
-
-def test_weights_change_between_requests_only(subject: Subject) -> None:
-    contract.check_load(subject)
-
-
-def test_active_rows_and_their_keys_are_counted(subject: Subject) -> None:
-    contract.check_accounting(subject)
-
-
-def _decode(tokens: Sequence[int]) -> str:
-    """Text as the byte tokenizer's: three ids for special tokens, then one per byte."""
-    return bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
-
-
-def _ask(subject: Subject, what: str) -> None:
-    engine: Any = subject.open(slots=1)
-    if what not in engine.declares:
-        pytest.skip(f"{subject.name} does not declare {what}")
+def test_request_whose_cache_is_lost_on_its_way_is_prefilled(subject: Subject) -> None:
+    if PREFILL_EXACT not in subject.open(slots=1).declares:
+        pytest.skip(f"{subject.name} does not declare {PREFILL_EXACT}")
+    moves.check_moved_requests_end_as_if_they_had_stayed(subject, lambda kv: None, cuts=(7,))

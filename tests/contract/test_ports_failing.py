@@ -55,13 +55,8 @@ from dora_pipe.producers.worker.effects import (
     RewardCall,
 )
 from dora_pipe.producers.worker.kv_handover import KvLabel
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    ProgressPort,
-    TaskPort,
-)
+from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
 from tests.support.tidy import ROOT

@@ -22,11 +22,11 @@ from dora_pipe.core.errors import InvariantBroken, ReplayDiverged
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
-    Facts,
     PromptCall,
     PromptReady,
     RewardCall,
     TaskEvent,
+    TaskFacts,
     TaskFailed,
 )
 from dora_pipe.producers.tasks.registry import check_data
@@ -136,7 +136,7 @@ def test_texts_are_encoded_as_the_workers_of_the_run_encoded_them(
 def test_data_say_how_many_rows_their_digest_has(recorded: RecordedRun, field: str) -> None:
     with Tamper(recorded) as log:
         ((_, started),) = log.facts(RunStarted)
-    facts = Facts(
+    facts = TaskFacts(
         train_digest=started.dataset_digest,
         train_rows=started.dataset_rows,
         eval_digest=started.eval_digest,

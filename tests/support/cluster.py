@@ -49,10 +49,10 @@ from dora_pipe.producers.worker.ports import (
     CodecPort,
     EnginePort,
     HandoverPort,
-    ProgressPort,
     TaskPort,
-    Texts,
+    TextCodec,
 )
+from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
@@ -166,7 +166,7 @@ class Parts(Protocol):
         """A worker's engine."""
         ...
 
-    def texts(self, assets: Path) -> Texts:
+    def texts(self, assets: Path) -> TextCodec:
         """A worker's tokenizer."""
         ...
 
@@ -201,7 +201,7 @@ class SimulatedParts:
             clock=clock,
         )
 
-    def texts(self, assets: Path) -> Texts:
+    def texts(self, assets: Path) -> TextCodec:
         return Numbers()
 
     def stop_ids(self, assets: Path) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class TorchParts:
             versions_resident=versions_resident(config),
         )
 
-    def texts(self, assets: Path) -> Texts:
+    def texts(self, assets: Path) -> TextCodec:
         return Tokenizer(assets)
 
     def stop_ids(self, assets: Path) -> tuple[int, ...]:

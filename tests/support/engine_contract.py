@@ -1,11 +1,13 @@
 """What every engine must do, as check functions; an engine is asked only for what it declares.
 
-A check takes a `Subject`: how to open an engine, and two policies it can load. `run` drives an
-engine like a worker does, refilling slots as they become free.
+A check takes a `Subject`: how to open an engine, and two policies it can load. `CHECKS` are all of
+them, those of `engine_moves` too where that is imported. `run` drives an engine like a worker does,
+refilling slots as they become free.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +63,32 @@ class Subject:
     """That may change which token is drawn, and all that follow."""
     samples: bool = True
     """Its log-probs are of a distribution."""
+
+
+CHECKS: dict[str, Callable[[Subject], None]] = {}
+"""By name; each skips where the engine does not declare what it is about."""
+
+
+def check(*needs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function one of the checks, for engines that declare all this."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def ask(subject: Subject, *given: Any, **named: Any) -> None:
+            missing = set(needs) - subject.open(slots=1).declares if needs else set()
+            if missing:
+                pytest.skip(f"{subject.name} does not declare {', '.join(sorted(missing))}")
+            function(subject, *given, **named)
+
+        CHECKS[function.__name__.removeprefix("check_")] = ask
+        return ask
+
+    return add
+
+
+def byte_decode(tokens: Sequence[int]) -> str:
+    """Text as the byte tokenizer's: three ids for special tokens, then one per byte."""
+    return bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -178,6 +206,7 @@ def assert_all_alike(
         assert_alike(subject, found[name], one)
 
 
+@check()
 def check_requests_run_to_their_end(subject: Subject) -> None:
     """Every request gets its tokens, finite log-probs and one reason; slots come back."""
     engine = subject.open(slots=6)
@@ -194,6 +223,7 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
     assert engine.step() == []
 
 
+@check()
 def check_declarations_are_known(subject: Subject) -> None:
     """An engine says what it is."""
     engine = subject.open(slots=3, context_tokens=64)
@@ -203,6 +233,7 @@ def check_declarations_are_known(subject: Subject) -> None:
     assert engine.name and engine.version and engine.device and engine.dtype
 
 
+@check()
 def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
     """`emit_every` splits the events, and only them."""
     engine = subject.open(slots=4)
@@ -221,6 +252,7 @@ def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
     assert len(firsts) == 1
 
 
+@check()
 def check_refusals(subject: Subject) -> None:
     """What cannot be taken is refused with a ValueError, and nothing changes."""
     engine = subject.open(slots=2, context_tokens=64)
@@ -250,6 +282,7 @@ def check_refusals(subject: Subject) -> None:
     assert engine.active == 2
 
 
+@check()
 def check_cancel(subject: Subject) -> None:
     """A cancelled request leaves without an event, and the others do not notice."""
     wanted = requests(subject, 6)
@@ -274,6 +307,7 @@ def check_cancel(subject: Subject) -> None:
     assert_all_alike(subject, run(engine, wanted), alone)
 
 
+@check()
 def check_stop_ids(subject: Subject) -> None:
     """A stop token ends a request and is part of the output."""
     engine = subject.open(slots=2)
@@ -287,7 +321,8 @@ def check_stop_ids(subject: Subject) -> None:
     assert run(engine, [request("r", [5, 6], max_tokens=50, stop_ids=(other,))])["r"] == free
 
 
-def check_stop_strings(subject: Subject, decode: Decode) -> None:
+@check()
+def check_stop_strings(subject: Subject, decode: Decode = byte_decode) -> None:
     """A stop string ends a request with the token that completes it, also after a restart."""
     engine = subject.open(slots=2, decode=decode)
     free = run(engine, [request("r", [5, 6], max_tokens=50)])["r"]
@@ -303,6 +338,7 @@ def check_stop_strings(subject: Subject, decode: Decode) -> None:
         assert rest.reason == "stop" and rest.tokens == free.tokens[cut:first]
 
 
+@check()
 def check_context_end(subject: Subject) -> None:
     """A sequence ends with the context, whatever `max_tokens` says."""
     engine = subject.open(slots=2, context_tokens=48)
@@ -311,6 +347,7 @@ def check_context_end(subject: Subject) -> None:
     assert len(results["b"].tokens) == 1 and results["b"].reason == "length"
 
 
+@check(COUNTER_SAMPLING)
 def check_counter_sampling(subject: Subject) -> None:
     """Seed and position decide; plain sampling has one log-prob, greedy has none of its own."""
     engine = subject.open(slots=8)
@@ -328,6 +365,7 @@ def check_counter_sampling(subject: Subject) -> None:
     assert set(one.sampler_logprobs) == {0.0}
 
 
+@check(BATCH_INVARIANT)
 def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int = 60) -> None:
     """Every bit of a request's result is the same alone and in any company."""
     assert BATCH_INVARIANT in subject.open(slots=1).declares
@@ -340,6 +378,7 @@ def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int
         assert results == {name: reference[name] for name in results}, f"{together} together"
 
 
+@check(PREFILL_EXACT)
 def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 60) -> None:
     """A request that goes on from any prefix gives the same bits as never having stopped."""
     engine = subject.open(slots=16)
@@ -361,6 +400,7 @@ def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 
     assert results == {name: rest for name, (_, rest) in cuts.items()}
 
 
+@check()
 def check_load(subject: Subject) -> None:
     """Weights change between requests only, and then decide what is sampled."""
     (first, first_digest), (second, second_digest) = subject.policies
@@ -378,6 +418,7 @@ def check_load(subject: Subject) -> None:
     assert_all_alike(subject, run(engine, wanted), before)
 
 
+@check()
 def check_accounting(subject: Subject) -> None:
     """`active` and `kv_used_tokens` follow the rows."""
     engine = subject.open(slots=4)
@@ -393,3 +434,29 @@ def check_accounting(subject: Subject) -> None:
     for _ in range(9):
         engine.step()
     assert (engine.active, engine.kv_used_tokens) == (0, 0)
+
+
+@check()
+def check_logprobs_are_at_the_temperature_asked_for(subject: Subject) -> None:
+    """Without truncation they are those of what was drawn from, in company of others that are not.
+
+    The tokens do not depend on it.
+    """
+    hot: dict[str, Any] = {"temperature": 0.7, "max_tokens": 20}
+    wanted = [
+        request("raw", [5, 6, 7], seed=3, **hot),
+        request("tempered", [5, 6, 7], seed=3, logprob_temperature=0.7, **hot),
+        request("cut", [5, 6, 7], seed=3, logprob_temperature=0.7, top_k=4, **hot),
+        request("plain", [5, 6, 7], seed=3, max_tokens=20),
+    ]
+    found = run(subject.open(slots=4), wanted)
+    raw, tempered, cut, plain = (found[one.request] for one in wanted)
+    assert plain.logprobs == plain.sampler_logprobs
+    near = 1e-5 + subject.rounding
+    assert np.allclose(tempered.logprobs, tempered.sampler_logprobs, atol=near)
+    if not subject.coarse:
+        assert tempered.tokens == raw.tokens
+        assert np.allclose(tempered.logprobs, raw.sampler_logprobs, atol=near)
+    if subject.samples:
+        assert not np.allclose(raw.logprobs, raw.sampler_logprobs, atol=0.05)
+        assert all(a < b for a, b in zip(cut.logprobs, cut.sampler_logprobs, strict=True))

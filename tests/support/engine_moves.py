@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.producers.engines.port import (
+    BATCH_INVARIANT,
     INTERRUPTIBLE,
     KV_EXPORT,
     Engine,
@@ -21,15 +22,19 @@ from dora_pipe.producers.engines.port import (
     WeightsLoaded,
 )
 from tests.support.engine_contract import (
+    CHECKS,
     Result,
     Subject,
     assert_alike,
     assert_all_alike,
+    check,
     request,
     requests,
     run,
     take,
 )
+
+__all__ = ["CHECKS"]
 
 Carrier = Callable[[Kv], Kv | None]
 """None: the cache is lost on its way, the request is prefilled."""
@@ -79,6 +84,7 @@ def move(
     return kv is not None
 
 
+@check(KV_EXPORT, BATCH_INVARIANT)
 def check_moved_requests_end_as_if_they_had_stayed(
     subject: Subject, carry: Carrier = plain, *, count: int = 16, cuts: Sequence[int] = (1, 7, 40)
 ) -> None:
@@ -109,6 +115,7 @@ def check_moved_requests_end_as_if_they_had_stayed(
         assert (source.kv_used_tokens, target.kv_used_tokens) == (0, 0)
 
 
+@check(KV_EXPORT)
 def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = plain) -> None:
     """To and fro between two engines, also before its first step in the new one."""
     engines = [subject.open(slots=3), subject.open(slots=5)]
@@ -123,6 +130,7 @@ def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = pla
     assert result["r"] == whole and engines[1].active == 0
 
 
+@check(KV_EXPORT)
 def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
     """A request that was not prefilled, or has one token, comes without a cache; then slots are
     free again."""
@@ -138,6 +146,7 @@ def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
     assert run(engine, wanted) == run(subject.open(slots=2), wanted)
 
 
+@check(KV_EXPORT, BATCH_INVARIANT)
 def check_export_leaves_the_others_alone(subject: Subject) -> None:
     """Taking rows out of a batch, in any order, changes no bit of those that stay."""
     wanted = requests(subject, 10, seed=6, max_tokens=60)
@@ -157,6 +166,7 @@ def check_export_leaves_the_others_alone(subject: Subject) -> None:
         assert name in gone or result == alone[name]
 
 
+@check(KV_EXPORT)
 def check_unfit_caches_are_refused(subject: Subject) -> None:
     """A cache of another policy, request or model is named and refused; nothing changes."""
     engine, other = subject.open(slots=2), subject.open(slots=2)
@@ -192,6 +202,7 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
     assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(4)
 
 
+@check(INTERRUPTIBLE)
 def check_weights_change_under_running_requests(subject: Subject) -> None:
     """Tokens before stay; what follows is what a fresh request with that prefix gets from the new
     weights. Emitted or not: before `WeightsLoaded` come the old weights' tokens, all of them."""
@@ -238,6 +249,7 @@ def replace_reason(whole: Result, part: Result) -> Result:
     )
 
 
+@check(INTERRUPTIBLE)
 def check_weights_change_again_and_again(subject: Subject) -> None:
     """Also before the first step, twice in a row, and back: then the tokens between differ only."""
     first, second = subject.policies
@@ -258,6 +270,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
     assert_alike(subject, result["r"].after(cut), run(other, [again])["r"])
 
 
+@check(INTERRUPTIBLE)
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
     """A digest that is not that of the file: the requests go on under the old weights."""
     from dora_pipe.core.errors import PolicyError

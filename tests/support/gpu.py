@@ -24,7 +24,6 @@ from tests.support.device import NO_GPU, has_gpu
 
 ENGINE_TESTS: Final = (
     "tests/contract/test_engine_contract.py",
-    "tests/contract/test_engine_moves.py",
     "tests/contract/test_engine_vllm.py",
     "tests/contract/test_trainer_engine.py",
 )

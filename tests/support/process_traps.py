@@ -22,9 +22,9 @@ from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bench.faults.rounds import RoundResult, Session
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.launch.examples import EOS, SPECIAL
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import Supervisor
-from dora_pipe.producers.tasks.vocabulary import EOS, SPECIAL
 from dora_pipe.schemas.topics import Topics
 from tests.support.tidy import ROOT
 

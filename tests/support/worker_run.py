@@ -11,12 +11,12 @@ import msgspec
 
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config import model
+from dora_pipe.launch.examples import write_word_tokenizer
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic
 from dora_pipe.producers.tasks.registry import dataset_digest
-from dora_pipe.producers.tasks.vocabulary import write_word_tokenizer
 from dora_pipe.producers.worker.role import run_worker
 from dora_pipe.schemas.control import (
     AnyControl,

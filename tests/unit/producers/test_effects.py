@@ -6,13 +6,8 @@ from typing import get_args
 from dora_pipe.producers.worker import effects
 from dora_pipe.producers.worker.effects import Effect, LoadFailed, RequestEvent
 from dora_pipe.producers.worker.kv_handover import NoHandover
-from dora_pipe.producers.worker.ports import (
-    CodecPort,
-    EnginePort,
-    HandoverPort,
-    ProgressPort,
-    TaskPort,
-)
+from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.resume import ProgressPort
 
 ROW = re.compile(r"^    (\w+) +(\w+) +(-|[\w, ]+?)  +\w+ .+$", re.MULTILINE)
 ROWS = ROW.findall((effects.__doc__ or "").partition("done by\n")[2])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.tidy import ROOT, module_imports
 
-PURE = ("effects", "machine", "request", "request_table", "requests", "sequence", "status")
+PURE = ("effects", "machine", "request", "request_table", "requests", "status")
 FORBIDDEN = {"asyncio", "random", "secrets", "socket", "threading", "time", "uuid", "os"}
 
 

@@ -19,7 +19,8 @@ from dora_pipe.producers.worker.effects import (
     ProgressFetched,
     TrajectoryEncoded,
 )
-from dora_pipe.producers.worker.ports import CodecPort, ProgressPort
+from dora_pipe.producers.worker.ports import CodecPort
+from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.trajectory import Progress
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_progress

@@ -10,41 +10,41 @@ from dora_pipe.config import model
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import (
     MESSAGE_CHARS_MAX,
-    Answer,
     Call,
-    End,
+    CallAnswer,
+    EndEpisode,
     EnvObserved,
     EnvStep,
-    Facts,
-    Frame,
     Hello,
+    PipeFrame,
     PromptCall,
     PromptReady,
     Refused,
     RewardCall,
     Rewarded,
     Setup,
+    TaskFacts,
     TaskFailed,
     one_line,
     pack,
     unpack,
 )
 
-DOWN: list[Frame] = [
+DOWN: list[PipeFrame] = [
     Call(1, None, PromptCall(request="a", split="train", index=5)),
     Call(2, 1, EnvStep(request="a", text='text with "quotes" and ünïcode\n')),
     Call(3, None, RewardCall(request="b", split="eval", index=0, text="", turns=("a", ""))),
-    End(1),
+    EndEpisode(1),
     Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
 ]
-FACTS = Facts(train_digest="a", train_rows=1, eval_digest="b", eval_rows=0, reward_digest="")
-UP: list[Frame] = [
+FACTS = TaskFacts(train_digest="a", train_rows=1, eval_digest="b", eval_rows=0, reward_digest="")
+UP: list[PipeFrame] = [
     Hello(FACTS),
     Refused("why", None, True),
-    Answer(1, PromptReady(request="a", text="text", episode=False)),
-    Answer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
-    Answer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
-    Answer(4, TaskFailed(request="a", error="ValueError", message="why")),
+    CallAnswer(1, PromptReady(request="a", text="text", episode=False)),
+    CallAnswer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
+    CallAnswer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
+    CallAnswer(4, TaskFailed(request="a", error="ValueError", message="why")),
 ]
 
 
@@ -52,7 +52,7 @@ def test_every_kind_of_frame_comes_back_equal() -> None:
     assert {type(frame) for frame in DOWN} == set(get_args(calls.Down))
     assert {type(frame) for frame in UP} == set(get_args(calls.Up))
     asked = {type(frame.call) for frame in DOWN if isinstance(frame, Call)}
-    answered = {type(frame.event) for frame in UP if isinstance(frame, Answer)}
+    answered = {type(frame.event) for frame in UP if isinstance(frame, CallAnswer)}
     assert asked == set(get_args(calls.TaskCall))
     assert answered == set(get_args(calls.Answered))
     for frames, decoder in ((DOWN, calls.DOWN), (UP, calls.UP)):

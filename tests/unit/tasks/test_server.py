@@ -12,8 +12,8 @@ from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks import server
 from dora_pipe.producers.tasks.calls import (
     UP,
-    Answer,
     Call,
+    CallAnswer,
     EnvStep,
     PromptCall,
     RewardCall,
@@ -73,11 +73,11 @@ class Scripted(Task):
 
 def answer(task: Task, *calls: Call) -> TaskEvent:
     """What the last of these calls gives."""
-    served = server.Server(task)
+    served = server.TaskServer(task)
     packed = [served.answer(call) for call in calls][-1]
     (body,) = unpack(bytearray(packed))
     decoded = UP.decode(body)
-    assert isinstance(decoded, Answer)
+    assert isinstance(decoded, CallAnswer)
     assert decoded.number == calls[-1].number
     return decoded.event
 
@@ -157,7 +157,7 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     World.closed = 0
-    served = server.Server(Scripted(world=True))
+    served = server.TaskServer(Scripted(world=True))
     served.answer(PROMPT)
     assert b"RuntimeError" in served.answer(of_episode(2, EnvStep(request="a", text="raise")))
     assert b"Observed" in served.answer(of_episode(3, EnvStep(request="a", text="go")))
@@ -179,7 +179,7 @@ def test_score_closes_the_episode_even_when_the_reward_is_none(
 
 
 def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> None:
-    served = server.Server(Scripted(reward=None))
+    served = server.TaskServer(Scripted(reward=None))
     for _ in range(2 * server.TRACEBACKS_MAX):
         served.answer(SCORE)
     said = capsys.readouterr().err
@@ -193,4 +193,4 @@ def test_task_without_training_rows_is_refused() -> None:
             return []
 
     with pytest.raises(TaskError, match="no rows"):
-        server.Server(Empty())
+        server.TaskServer(Empty())

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.producers.tasks import arithmetic, calculator
-from dora_pipe.producers.tasks.arithmetic import Arithmetic
-from dora_pipe.producers.tasks.calculator import CalculatorTask
-from dora_pipe.producers.tasks.vocabulary import (
+from dora_pipe.launch.examples import (
     EOS,
     SPECIAL,
     vocabulary_size,
     write_word_tokenizer,
 )
+from dora_pipe.producers.tasks import arithmetic, calculator
+from dora_pipe.producers.tasks.arithmetic import Arithmetic
+from dora_pipe.producers.tasks.calculator import CalculatorTask
 
 
 @pytest.mark.parametrize("words", [arithmetic.WORDS, calculator.WORDS])

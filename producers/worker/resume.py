@@ -1,0 +1,175 @@
+"""What a request goes on from that another worker has begun: the chain of its progress records,
+read back to its beginning, and whether it is one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.effect_runner import attempt
+from dora_pipe.core.errors import BusError, SchemaError, reason
+from dora_pipe.core.retry import FINAL_ERRORS
+from dora_pipe.core.runtime import Meter
+from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import decode_progress
+
+CHAIN_MAX: Final = 4096
+"""Progress records of one request; a longer chain is not followed."""
+
+CHAIN_TIMEOUT_NS: Final = 10_000_000_000
+"""A chain that could not be read in this time is given up: its request starts from the prompt."""
+
+
+def chain_error(
+    chunks: Sequence[Progress],
+    *,
+    trajectory: str,
+    version: int,
+    digest: str,
+    tokens: int,
+    newest: int | None = None,
+) -> str | None:
+    """Why these chunks, oldest first, are not the first `tokens` tokens of this request; None if
+    they are. A chain that is not leaves the request to start from its prompt.
+
+    With `newest` (a run that may mix versions) later versions up to that may have made them, never
+    an older one after a newer one."""
+    if not chunks:
+        return "no progress record was found"
+    at = 0
+    for chunk in chunks:
+        if chunk.trajectory != trajectory:
+            return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
+        later = newest is not None and version < chunk.version <= newest
+        if not later and (chunk.version, chunk.digest) != (version, digest):
+            return f"a progress record was made by version {chunk.version}, not {version}"
+        version, digest = chunk.version, chunk.digest
+        if chunk.start != at:
+            return f"a progress record starts at token {chunk.start}, not {at}"
+        at += len(chunk.token_ids)
+    if at != tokens:
+        return f"the progress records reach {at} tokens, not {tokens}"
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chain:
+    """A chain while it is read, newest record first."""
+
+    request: str
+    tp: TopicPartition
+    wanted: int
+    """Offset of the record that is read next."""
+    until_ns: int
+    reader: Reader | None = None
+    found: list[Progress] = field(default_factory=list)
+
+
+class ProgressPort:
+    """Follows chains of progress records back to their beginning.
+
+    A chain that breaks (a record that is not there, cannot be read, or names a later one as the
+    one before it) comes back empty, with the reason.
+    """
+
+    effects: tuple[type, ...] = (FetchProgress,)
+
+    def __init__(self, bus: Bus, topic: str, meter: Meter, *, clock: Clock) -> None:
+        self._bus = bus
+        self._topic = topic
+        self._meter = meter
+        self._clock = clock
+        self._chains: deque[_Chain] = deque()
+
+    def start(self, effect: FetchProgress) -> None:
+        """Begin at the newest record."""
+        chain = _Chain(
+            request=effect.request,
+            tp=TopicPartition(self._topic, effect.resume.partition),
+            wanted=effect.resume.offset,
+            until_ns=self._clock.now_ns() + CHAIN_TIMEOUT_NS,
+        )
+        self._chains.append(chain)
+
+    def poll(self) -> list[Any]:
+        """The next record of the chain whose turn it is."""
+        if not self._chains:
+            return []
+        chain = self._chains.popleft()
+        events = list(attempt("FetchProgress", partial(self._next, chain), partial(_lost, chain)))
+        if events:
+            _let_go(chain)
+        else:
+            self._chains.append(chain)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Whether a chain is being read."""
+        return bool(self._chains)
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        while self._chains:
+            _let_go(self._chains.popleft())
+
+    def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
+        """What has become of the chain; nothing as long as it is being read."""
+        record = self._read(chain)
+        if record is None:
+            if self._clock.now_ns() >= chain.until_ns:
+                yield _broken(chain, "it could not be read in time")
+        elif record.offset != chain.wanted:
+            yield _broken(chain, f"there is no record at offset {chain.wanted}")
+        else:
+            yield from self._take(chain, record)
+
+    def _take(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
+        try:
+            with self._meter.spend("codec"):
+                chunk = decode_progress(record.value)
+        except SchemaError as error:
+            yield _broken(chain, f"the record at offset {record.offset}: {error.message}")
+            return
+        chain.found.append(chunk)
+        if chunk.previous < 0:
+            yield ProgressFetched(request=chain.request, chunks=chain.found[::-1])
+        elif chunk.previous >= chain.wanted or len(chain.found) >= CHAIN_MAX:
+            yield _broken(chain, f"the record at offset {record.offset} names no earlier one")
+        chain.wanted = chunk.previous
+
+    def _read(self, chain: _Chain) -> Record | None:
+        """The first record from the wanted offset on; None as long as the bus has none to give."""
+        with self._meter.spend("bus"):
+            try:
+                if chain.reader is None:
+                    chain.reader = self._bus.reader({chain.tp: chain.wanted})
+                chain.reader.seek(chain.tp, chain.wanted)
+                records = chain.reader.poll(timeout_s=0.0, records_max=1)
+            except FINAL_ERRORS:
+                raise
+            except BusError:
+                return None
+        return records[0] if records else None
+
+
+def _let_go(chain: _Chain) -> None:
+    if chain.reader is not None:
+        chain.reader.close()
+
+
+def _broken(chain: _Chain, why: str) -> ProgressFetched:
+    return ProgressFetched(request=chain.request, chunks=(), why=why)
+
+
+def _lost(chain: _Chain, error: Exception) -> list[ProgressFetched]:
+    """Raises a BusError: those of one chain were taken before, others are the role's."""
+    if isinstance(error, BusError):
+        raise error
+    return [_broken(chain, reason(error))]

@@ -176,7 +176,6 @@ class Engine(Protocol):
     @property
     def kv_tokens(self) -> int:
         """Tokens that its KV cache has room for."""
-        ...
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         """Replace the weights by those in a safetensors file; only while no row is active.
@@ -186,11 +185,9 @@ class Engine(Protocol):
         Raises PolicyError when the bytes do not have this weights digest or do not fit the model;
         then the old weights stay.
         """
-        ...
 
     def drop(self, version: int) -> None:
         """Forget a resident version; no row runs under it. An engine with one version keeps it."""
-        ...
 
     def add(self, request: EngineRequest) -> None:
         """Take a request into a free slot. Raises ValueError when none is free or it cannot fit.
@@ -198,11 +195,9 @@ class Engine(Protocol):
         A request with a KV cache goes on from that; one that cannot be taken is a ValueError too,
         ask `kv_error` before.
         """
-        ...
 
     def kv_error(self, request: EngineRequest) -> str | None:
         """Why the KV cache of a request cannot be taken; None if it can, or there is none."""
-        ...
 
     def export(self, request: str) -> Exported | None:
         """Take a request out, between two steps; None for an unknown one.
@@ -211,7 +206,6 @@ class Engine(Protocol):
         the same weights that gets the sequence and `kv` goes on from it: in the same company with
         the very same bits, and with `batch_invariant` in any.
         """
-        ...
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         """Replace the weights under running requests; only with `interruptible`.
@@ -221,11 +215,9 @@ class Engine(Protocol):
         step prefills its whole sequence again and goes on as a fresh request with that prefix would
         under the new weights. Raises as `load` does; then nothing has changed.
         """
-        ...
 
     def cancel(self, request: str) -> None:
         """Drop a request without an event; unknown ones are ignored."""
-        ...
 
     def step(self) -> list[EngineEvent]:
         """Advance every active row by one token (prefilling new rows first); [] when idle.
@@ -233,18 +225,14 @@ class Engine(Protocol):
         A bounded amount of work: a row whose prompt is longer than an engine prefills in one step
         gets its first token in a later one. Events come in the order in which requests were added.
         """
-        ...
 
     @property
     def active(self) -> int:
         """Rows in use."""
-        ...
 
     @property
     def kv_used_tokens(self) -> int:
         """Tokens held in the KV cache by active rows."""
-        ...
 
     def close(self) -> None:
         """Let go of memory and device."""
-        ...

@@ -71,19 +71,15 @@ class Handover(Protocol):
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
         """Keep a cache under the digest of its bytes."""
-        ...
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
         """The cache with this digest and label."""
-        ...
 
     def drop(self, blob: Blob) -> None:
         """Forget a cache; unknown ones are ignored."""
-        ...
 
     def clear(self) -> None:
         """Forget all of them, whoever put them: the run is over."""
-        ...
 
 
 def label_of(trajectory: str, token_ids: Sequence[int]) -> KvLabel:

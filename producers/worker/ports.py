@@ -247,19 +247,15 @@ class Tasks(Protocol):
     @property
     def busy(self) -> bool:
         """Whether it has work for the next poll."""
-        ...
 
     def start(self, effect: TaskCall | Forget) -> None:
         """Begin a call."""
-        ...
 
     def poll(self) -> Sequence[TaskEvent]:
         """Events since the last call."""
-        ...
 
     def close(self) -> None:
         """Stop."""
-        ...
 
 
 class TextCodec(Protocol):
@@ -267,15 +263,12 @@ class TextCodec(Protocol):
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a prompt."""
-        ...
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that is appended."""
-        ...
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens."""
-        ...
 
 
 class TaskPort:
@@ -325,7 +318,17 @@ class TaskPort:
         yield from ()
 
     def _score(self, effect: RewardCall) -> Iterator[Any]:
-        self._tasks.start(self._reward_call(effect))
+        answer = self._texts.text(effect.answer)
+        single = len(effect.turns) == 1
+        turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
+        call = calls.RewardCall(
+            request=effect.request,
+            split=effect.split,
+            index=effect.index,
+            text=answer,
+            turns=turns,
+        )
+        self._tasks.start(call)
         yield from ()
 
     def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
@@ -334,18 +337,6 @@ class TaskPort:
         message = calls.one_line(reason(error))
         failed = TaskFailed(request=effect.request, error=type(error).__name__, message=message)
         return [*forgotten, failed]
-
-    def _reward_call(self, effect: RewardCall) -> calls.RewardCall:
-        answer = self._texts.text(effect.answer)
-        single = len(effect.turns) == 1
-        turns = (answer,) if single else tuple(map(self._texts.text, effect.turns))
-        return calls.RewardCall(
-            request=effect.request,
-            split=effect.split,
-            index=effect.index,
-            text=answer,
-            turns=turns,
-        )
 
     def _translated(self, event: TaskEvent) -> Iterator[Any]:
         if isinstance(event, calls.PromptReady):
@@ -383,19 +374,15 @@ class HandoverPort(EffectRunner):
 
 
 def _put_kv(handover: Handover, effect: PutKv) -> Iterator[KvPut]:
-    blob = handover.put(effect.label, effect.kv)
-    if isinstance(blob, Lost):
-        yield KvPut(request=effect.request, blob=None, why=blob.why)
-    else:
-        yield KvPut(request=effect.request, blob=blob)
+    found = handover.put(effect.label, effect.kv)
+    blob, why = (None, found.why) if isinstance(found, Lost) else (found, "")
+    yield KvPut(request=effect.request, blob=blob, why=why)
 
 
 def _fetch_kv(handover: Handover, effect: FetchKv) -> Iterator[KvFetched]:
-    kv = handover.fetch(effect.label, effect.blob)
-    if isinstance(kv, Lost):
-        yield KvFetched(request=effect.request, kv=None, why=kv.why)
-    else:
-        yield KvFetched(request=effect.request, kv=kv)
+    found = handover.fetch(effect.label, effect.blob)
+    kv, why = (None, found.why) if isinstance(found, Lost) else (found, "")
+    yield KvFetched(request=effect.request, kv=kv, why=why)
 
 
 def _drop_kv(handover: Handover, effect: DropKv) -> Iterator[KvPut]:

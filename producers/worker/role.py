@@ -73,7 +73,6 @@ class EngineFactory(Protocol):
 
     def __call__(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
         """Raises PolicyError for a model that the engine cannot run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,20 @@ def _until(done: Callable[[], bool]) -> Iterator[bool]:
         yield False
 
 
+def _joined(
+    run: Run, then: Callable[[int, WorkerJoined], None] = lambda epoch, joined: None, *, stop: bool
+) -> Iterator[bool]:
+    """Does something as soon as the worker has joined; then it is asked to stop, or left alone."""
+    yield from _until(lambda: len(run.joins()) >= 1)
+    then(*run.joins()[0])
+    while True:
+        yield stop
+
+
+def _left(run: Run) -> list[WorkerLeft]:
+    return [one for _, one in run.control() if isinstance(one, WorkerLeft)]
+
+
 def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     def script() -> Iterator[bool]:
         yield False
@@ -138,24 +152,19 @@ def test_fenced_worker_joins_again_under_a_new_epoch_and_serves(run: Run) -> Non
     logged = run.logged()[0]
     assert logged.epoch == second != first
     assert len(run.engines) == 2
-    left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
-    assert [one.epoch for one in left] == [second]
+    assert [one.epoch for one in _left(run)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
     run.begin()
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) == 1)
-        epoch, joined = run.joins()[0]
+    def take_the_name(epoch: int, joined: WorkerJoined) -> None:
         other = msgspec.structs.replace(joined, instance="other", host="elsewhere", pid=7)
         run.append(TOPICS.control, other)
         run.decide(Fence(reason="lease", worker="w0", epoch=epoch))
-        while True:
-            yield False
 
     with pytest.raises(Fenced, match=r"another process \(elsewhere, pid 7\) joined as worker w0"):
-        run.work(script())
+        run.work(_joined(run, take_the_name, stop=False))
     assert len(run.joins()) == 2
 
 
@@ -173,23 +182,21 @@ def test_worker_that_is_fenced_again_and_again_gives_up(run: Run) -> None:
         run.work(script())
 
 
-def test_worker_with_other_data_does_not_join(run: Run) -> None:
-    run.begin(dataset_digest="0" * 64)
-    with pytest.raises(TaskError, match="data set here is another one"):
+@pytest.mark.parametrize(
+    ("digest", "error", "why"),
+    [
+        ("dataset_digest", TaskError, "data set here is another one"),
+        ("eval_digest", TaskError, "evaluation data here is another one"),
+        ("assets_digest", PolicyError, "no config and tokenizer files"),
+    ],
+)
+def test_worker_with_other_data_or_without_the_runs_tokenizer_does_not_join(
+    run: Run, digest: str, error: type[Exception], why: str
+) -> None:
+    run.begin(**{digest: "0" * 64})
+    with pytest.raises(error, match=why):
         run.work(_until(lambda: False))
     assert run.joins() == []
-
-
-def test_worker_with_other_evaluation_data_does_not_join(run: Run) -> None:
-    run.begin(eval_digest="0" * 64)
-    with pytest.raises(TaskError, match="evaluation data here is another one"):
-        run.work(_until(lambda: False))
-
-
-def test_worker_without_the_runs_tokenizer_does_not_join(run: Run) -> None:
-    run.begin(assets_digest="0" * 64)
-    with pytest.raises(PolicyError, match="no config and tokenizer files"):
-        run.work(_until(lambda: False))
 
 
 def test_worker_with_a_name_that_is_none_ends_before_it_joins(run: Run) -> None:
@@ -204,15 +211,15 @@ def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_mor
     """By an orchestrator whose rule this worker does not know."""
     run.begin()
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) == 1)
-        why = "not a worker's name: 'w0'"
-        run.decide(Fence(reason=why, worker="w0", epoch=run.joins()[0][0]))
-        while True:
-            yield False
-
+    fence = Fence(reason="not a worker's name: 'w0'", worker="w0", epoch=0)
     with pytest.raises(ConfigError, match="not a worker's name: 'w0'"):
-        run.work(script())
+        run.work(
+            _joined(
+                run,
+                lambda epoch, _: run.decide(msgspec.structs.replace(fence, epoch=epoch)),
+                stop=False,
+            )
+        )
     assert len(run.joins()) == 1
 
 
@@ -227,16 +234,12 @@ def test_worker_with_a_changed_tokenizer_does_not_join(run: Run) -> None:
 def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) -> None:
     run.begin()
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) == 1)
-        assign = msgspec.structs.replace(run.assign(run.joins()[0][0]), digest="")
-        run.decide(assign)
-        while True:
-            yield False
+    def assign(epoch: int, _: WorkerJoined) -> None:
+        run.decide(msgspec.structs.replace(run.assign(epoch), digest=""))
 
     with pytest.raises(PolicyError, match="cannot host version 0"):
-        run.work(script())
-    left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
+        run.work(_joined(run, assign, stop=False))
+    left = _left(run)
     assert len(left) == 1 and "cannot host version 0" in left[0].reason
 
 
@@ -260,15 +263,9 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
 
     monkeypatch.setattr(SimulatedEngine, "load", ended)
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) == 1)
-        run.decide(run.assign(run.joins()[0][0]))
-        while True:
-            yield False
-
     with pytest.raises(ResourceError, match=f"cannot host version 0: .*{said}"):
-        run.work(script())
-    left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
+        run.work(_joined(run, lambda epoch, _: run.decide(run.assign(epoch)), stop=False))
+    left = _left(run)
     assert len(left) == 1 and said in left[0].reason
 
 
@@ -280,12 +277,7 @@ def test_free_keys_come_from_this_machine_and_the_others_from_the_log(run: Run) 
         task=model.Task(kind="no-such-task", processes=1),
     )
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) == 1)
-        while True:
-            yield True
-
-    run.work(script(), config=mine)
+    run.work(_joined(run, stop=True), config=mine)
     _, joined = run.joins()[0]
     assert (joined.slots, joined.kv_tokens) == (7, 7 * 128)
 
@@ -312,13 +304,7 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=lands)})
     witness, run.bus = run.bus, MemoryBus(log, faults=faults)
 
-    def script() -> Iterator[bool]:
-        yield from _until(lambda: len(run.joins()) >= 1)
-        while True:
-            yield True
-
-    run.work(script())
+    run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    left = [one for _, one in run.control() if isinstance(one, WorkerLeft)]
-    assert [one.epoch for one in left] == [run.joins()[0][0]]
+    assert [one.epoch for one in _left(run)] == [run.joins()[0][0]]

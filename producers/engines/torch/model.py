@@ -71,7 +71,6 @@ class Added(Protocol):
     def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add to the outputs `y` that layer `number` made of `x` by one of its fused matrices:
         ``qkv``, ``out``, ``gate_up`` or ``down``."""
-        ...
 
 
 class Attention(Protocol):
@@ -79,7 +78,6 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Attend with `qkv` [rows, (heads + 2 kv_heads) * head_dim], rotated; fill `out`."""
-        ...
 
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:

@@ -45,7 +45,7 @@ R = TypeVar("R")
 class ResidentVersions(Generic[V]):
     """Which policy versions an engine has: one, or with `adapters` several on one base.
 
-    Example: ``versions.take(path, version=7, digest=digest)`` after `settle`.
+    Example: ``versions.add(path, version=7, digest=digest)`` after `settle`.
     """
 
     def __init__(self, kind: type[V], *, most: int, adapters: bool, base: str = "") -> None:
@@ -73,9 +73,9 @@ class ResidentVersions(Generic[V]):
             self.drop(held)
         self.base = digest
         if self.adapters:
-            self.take(path, version=version, digest=digest)
+            self.add(path, version=version, digest=digest)
 
-    def take(self, path: Path, *, version: int, digest: str) -> None:
+    def add(self, path: Path, *, version: int, digest: str) -> None:
         """Make an adapter resident, or the base itself as a version.
 
         Raises PolicyError for one that does not belong here, ValueError when there is no room.
@@ -163,7 +163,7 @@ class EngineBase(Generic[R]):
         if whole:
             held = self._read(weights, version, digest)
             return self._replaced(held, weights, version, digest, started_ns)
-        self._versions.take(weights, version=version, digest=digest)
+        self._versions.add(weights, version=version, digest=digest)
         return self._loaded(version, digest, started_ns)
 
     def drop(self, version: int) -> None:

@@ -182,7 +182,7 @@ class RunningRequest:
         """Tokens of the sequence."""
         return len(self.request.token_ids) + len(self.tokens)
 
-    def take(
+    def extend(
         self, tokens: list[int], logprobs: list[float], sampler_logprobs: list[float]
     ) -> StopReason | None:
         """New tokens; why the request ends by them, as far as that is decided here.

@@ -237,7 +237,7 @@ class SimulatedEngine(EngineBase[_Row]):
             row.first_ns = self._clock.wall_ns()
         token, logprob = self._sample(row)
         row.computed = True
-        reason = row.take([token], [logprob], [logprob if params.temperature else 0.0])
+        reason = row.extend([token], [logprob], [logprob if params.temperature else 0.0])
         if row.sampled == row.turn_ends:
             row.turn_ends = self._turn_end(row.seed, row.sampled)
         if token in params.stop_ids:

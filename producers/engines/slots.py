@@ -116,7 +116,7 @@ class SlotTable:
         self.prompts[slot] = np.concatenate([given, self._tokens[slot, :count]])
         self.cached[slot] = 0
 
-    def take(
+    def record(
         self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
     ) -> tuple[list[EngineEvent], list[int]]:
         """Give the slots of `order` their drawn tokens: events by arrival, slots that ended.
@@ -149,9 +149,11 @@ class SlotTable:
                 reasons[slot] = "stop"
             if broken[row]:
                 reasons[slot] = "error"
-        return self._taken(reasons)
+        return self._events_of(reasons)
 
-    def _taken(self, reasons: dict[int, StopReason | None]) -> tuple[list[EngineEvent], list[int]]:
+    def _events_of(
+        self, reasons: dict[int, StopReason | None]
+    ) -> tuple[list[EngineEvent], list[int]]:
         """Events of the slots that emit or end, and those that end."""
         events: list[EngineEvent] = []
         for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):

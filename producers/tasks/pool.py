@@ -301,7 +301,7 @@ class TaskPool:
         if call.request in self._lost and not isinstance(call, PromptCall):
             self._events.append(EpisodeLost(request=call.request, message=self._lost[call.request]))
             return
-        self._take(call)
+        self._enqueue(call)
 
     def forget(self, request: str) -> None:
         """Drop a request's call and episode without an event; also events not yet polled."""
@@ -355,7 +355,7 @@ class TaskPool:
 
     # Calls on their way down.
 
-    def _take(self, call: TaskCall) -> None:
+    def _enqueue(self, call: TaskCall) -> None:
         self._number += 1
         held = self._episodes.get(call.request)
         try:
@@ -405,26 +405,26 @@ class TaskPool:
         now_ns = self._clock.now_ns()
         for key, mask in ready:
             if mask & selectors.EVENT_READ:
-                self._hear(key.data, now_ns)
+                self._receive(key.data, now_ns)
         for child in list(self._children):
             self._limit(child, now_ns)
         self._hand_out(now_ns)
 
-    def _hear(self, child: Child, now_ns: int) -> None:
+    def _receive(self, child: Child, now_ns: int) -> None:
         try:
             frames, ended = child.read()
             for frame in frames:
                 self._answered(child, frame, now_ns)
         except ValueError as error:
-            self._bury(child, now_ns, "ProcessDied", f"its process wrote no answer: {error}")
+            self._end_process(child, now_ns, "ProcessDied", f"its process wrote no answer: {error}")
             return
         if ended:
-            self._bury(child, now_ns, "ProcessDied", "")
+            self._end_process(child, now_ns, "ProcessDied", "")
 
     def _answered(self, child: Child, frame: Up, now_ns: int) -> None:
         match frame:
             case Hello():
-                self._greet(child, frame.facts)
+                self._opened(child, frame.facts)
                 return
             case Refused():
                 kind = ConfigError if frame.config else TaskError
@@ -452,7 +452,7 @@ class TaskPool:
             self._end_episode(call.request)
         self._events.append(event)
 
-    def _greet(self, child: Child, facts: TaskFacts) -> None:
+    def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
             raise TaskError(
                 "the task's data or code is not what it was when the run started here",
@@ -472,9 +472,9 @@ class TaskPool:
                 )
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
             seconds = child.sent[0].limit_ns / _NS
-            self._bury(child, now_ns, "TimedOut", f"timed out after {seconds:g} s")
+            self._end_process(child, now_ns, "TimedOut", f"timed out after {seconds:g} s")
 
-    def _bury(self, child: Child, now_ns: int, error: str, message: str) -> None:
+    def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
         """Kill a process, take the answers it still gave, and settle what it leaves behind."""
         self._children.remove(child)
         status = child.kill()

@@ -161,7 +161,7 @@ class WorkerMachine:
         self.requests.now_ns = now.mono_ns
         for one in inputs:
             if not self.finished:
-                self._take(one, now)
+                self._handle(one, now)
         if not self.finished:
             self._go_on(now)
         if self.outcome in ("fenced", "replaced"):
@@ -183,7 +183,7 @@ class WorkerMachine:
 
     # Inputs
 
-    def _take(self, one: Any, now: Now) -> None:
+    def _handle(self, one: Any, now: Now) -> None:
         match one:
             case Record():
                 self._on_record(one, now)

@@ -114,7 +114,7 @@ class RequestTable:
         self._dequeue(request)
         self._handed[request.key] = None
 
-    def seated(self, request: RequestState) -> None:
+    def slot_taken(self, request: RequestState) -> None:
         """A request that was handed has its slot."""
         self._handed.pop(request.key, None)
 

@@ -243,7 +243,7 @@ class Requests(RequestTable):
 
     def _started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
         """It has its slot; whatever it came with is used up."""
-        self.seated(request)
+        self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
         request.under(self.hosted)
         request.sequence.start_stay(event.at_ns, imported=event.imported)

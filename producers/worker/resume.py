@@ -128,9 +128,9 @@ class ProgressPort:
         elif record.offset != chain.wanted:
             yield _broken(chain, f"there is no record at offset {chain.wanted}")
         else:
-            yield from self._take(chain, record)
+            yield from self._add(chain, record)
 
-    def _take(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
+    def _add(self, chain: _Chain, record: Record) -> Iterator[ProgressFetched]:
         try:
             with self._meter.spend("codec"):
                 chunk = decode_progress(record.value)

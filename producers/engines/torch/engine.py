@@ -183,7 +183,7 @@ class TorchEngine(EngineBase[int]):
             if not len(order):
                 return []
             drawn = self._sampler.draw(logits[: len(order)], order, positions + 1)
-        events, ended = self._table.take(order, drawn, self._clock.wall_ns)
+        events, ended = self._table.record(order, drawn, self._clock.wall_ns)
         for slot in ended:
             self._let_go(slot)
         return events

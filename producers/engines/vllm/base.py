@@ -96,7 +96,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         is ahead of the steps does not count."""
         return sum(row.cached for row in self._rows.values())
 
-    def _take(
+    def _extend(
         self,
         row: VllmRequest,
         tokens: list[int],
@@ -106,7 +106,7 @@ class VllmEngineBase(EngineBase[VllmRequest]):
         """What vLLM sampled for a row; why it ends by that, as far as that is decided here."""
         if not row.tokens:
             row.first_ns = self._clock.wall_ns()
-        reason = row.take(tokens, logprobs, sampler_logprobs)
+        reason = row.extend(tokens, logprobs, sampler_logprobs)
         row.cached = row.length - 1
         return reason
 

@@ -213,7 +213,7 @@ class RemoteHost:
         """See Host."""
         for stay, (number, stream) in list(self._unheard.items()):
             if number == version.number:
-                self._hear(stay, stream)
+                self._wait_heard(stay, stream)
         said = self._server.unload_adapter(version.name)
         if said:
             raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
@@ -239,7 +239,7 @@ class RemoteHost:
             stream.close()
         self._unheard.clear()
 
-    def _hear(self, stay: str, stream: HttpStream) -> None:
+    def _wait_heard(self, stay: str, stream: HttpStream) -> None:
         try:
             stream.wait_heard(FIRST_WORD_S)
         except ResourceError as error:

@@ -143,7 +143,7 @@ class VllmEngine(VllmEngineBase):
         reason: StopReason | None = None
         if tokens:
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            reason = self._take(row, tokens, logprobs, self._sampler_logprobs(row, logprobs))
+            reason = self._extend(row, tokens, logprobs, self._sampler_logprobs(row, logprobs))
         if reason is None and finished is not None:
             reason = REASONS.get(str(finished), "error")
         if reason is not None:
@@ -221,7 +221,7 @@ class VllmEngine(VllmEngineBase):
         del self._rows[row.request.request]
 
     def _kv_of(self, row: VllmRequest) -> Kv | None:
-        return self._caches.taken(row.stay, row.length - 1, row.weights)
+        return self._caches.copied(row.stay, row.length - 1, row.weights)
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
         return self._caches.array_of(tokens)

@@ -111,7 +111,7 @@ class HttpStream:
                 raise self._failed(error) from None
             try:
                 self._protocol.receive_data(received)
-                self._take()
+                self._parse()
             except h11.RemoteProtocolError as error:
                 raise self._failed(error) from None
 
@@ -165,7 +165,7 @@ class HttpStream:
         parts.append(self._protocol.send(h11.EndOfMessage()))
         return b"".join(part for part in parts if part)
 
-    def _take(self) -> None:
+    def _parse(self) -> None:
         while True:
             event = self._protocol.next_event()
             if event is h11.NEED_DATA or event is h11.PAUSED:

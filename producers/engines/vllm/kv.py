@@ -45,7 +45,7 @@ def arguments() -> dict[str, Any]:
 class Caches:
     """The KV cache of an engine, by stay.
 
-    `layout` is empty where no cache can leave or arrive. Example: ``caches.taken("r/1", 41)``
+    `layout` is empty where no cache can leave or arrive. Example: ``caches.copied("r/1", 41)``
     between two steps.
     """
 
@@ -74,7 +74,7 @@ class Caches:
         """A stay that vLLM gets next begins with this cache."""
         self._connector.offer(stay, kv.arrays[KV_ARRAY])
 
-    def taken(self, stay: str, tokens: int, weights: str) -> Kv | None:
+    def copied(self, stay: str, tokens: int, weights: str) -> Kv | None:
         """A copy of the first so many positions of a stay, made by these weights; None where vLLM
         does not have just these."""
         array = self._connector.offered.get(stay)

@@ -244,7 +244,7 @@ class VllmServerEngine(VllmEngineBase):
         reason = None
         if stream.tokens:
             one = stream.tokens.popleft()
-            reason = self._take(stream.row, [one.token], [one.logprob], [one.sampler_logprob])
+            reason = self._extend(stream.row, [one.token], [one.logprob], [one.sampler_logprob])
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
         return reason

@@ -106,7 +106,7 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
     sent: list[int] = []
     for size in sizes:
         tokens = list(range(count, count + size))
-        assert row.take(tokens, [-1.0] * size, [-0.5] * size) is None
+        assert row.extend(tokens, [-1.0] * size, [-0.5] * size) is None
         count += size
         due = every > 0 and count - len(sent) >= every
         out = row.events(None)
@@ -125,14 +125,14 @@ def test_every_token_goes_out_once_and_in_order(sizes: list[int], every: int) ->
 def test_stop_string_ends_a_row_and_drops_what_follows() -> None:
     stops = StopText(lambda ids: "".join(chr(64 + one) for one in ids), ("BC",), [])
     row = _row(stops=stops)
-    assert row.take([1, 2, 3, 4], [-1.0] * 4, [-1.0] * 4) == "stop"
+    assert row.extend([1, 2, 3, 4], [-1.0] * 4, [-1.0] * 4) == "stop"
     assert row.tokens == [1, 2, 3]
 
 
 @pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
 def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float) -> None:
     row = _row()
-    assert row.take([4, 5, 6], [-1.0, logprob, -1.0], [-1.0] * 3) == "error"
+    assert row.extend([4, 5, 6], [-1.0, logprob, -1.0], [-1.0] * 3) == "error"
     tokens, finished = row.events("error")
     assert tokens == row_tokens(row, [4])
     assert isinstance(finished, RequestFinished)
@@ -142,7 +142,7 @@ def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float)
 def row_tokens(row: RunningRequest, tokens: list[int]) -> object:
     """The event that a fresh copy of the row would make of these tokens."""
     copy = RunningRequest(request=row.request, stops=None, first_ns=row.first_ns)
-    copy.take(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
+    copy.extend(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
     return copy.emit()
 
 

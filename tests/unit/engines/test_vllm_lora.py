@@ -115,8 +115,8 @@ def test_every_version_has_an_id_of_its_own_and_the_base_one_of_zeros(files: Fil
     core = Core()
     held = residents(core, files)
     path, digest = files.adapter(1)
-    held.take(path, version=1, digest=digest)
-    held.take(files.base[0], version=2, digest=files.base[1])
+    held.add(path, version=1, digest=digest)
+    held.add(files.base[0], version=2, digest=files.base[1])
     assert [held.of(request(version)).number for version in (0, 1, 2, -1)] == [1, 2, 3, 3]
     assert [one.lora_name for one in core.seen] == [
         f"{version}:{of[:16]}" for version, of in enumerate((files.base[1], digest, files.base[1]))
@@ -127,7 +127,7 @@ def test_every_version_has_an_id_of_its_own_and_the_base_one_of_zeros(files: Fil
     assert len(core.held[1]["tensors"]) == 2
     held.drop(1)
     assert core.held.keys() == {1, 3}
-    held.take(path, version=1, digest=digest)
+    held.add(path, version=1, digest=digest)
     assert held.of(request(1)).number == 4
 
 
@@ -136,7 +136,7 @@ def test_what_is_resident_is_not_loaded_twice(files: Files) -> None:
     held = residents(core, files)
     for _ in range(2):
         path, digest = files.adapter(1)
-        held.take(path, version=1, digest=digest)
+        held.add(path, version=1, digest=digest)
     assert len(core.seen) == 2
     assert not held.replaces(1, digest)
     assert held.replaces(1, "other")
@@ -149,12 +149,12 @@ def test_refused_adapter_leaves_what_was_there(files: Files, most: int) -> None:
     core.refuses = True
     path, digest = files.adapter(1)
     with pytest.raises(PolicyError, match="vLLM cannot load this adapter: no such adapter"):
-        held.take(path, version=1, digest=digest)
+        held.add(path, version=1, digest=digest)
     assert held.of(request(0)).number == 1
     with pytest.raises(ValueError, match="version 1 is not resident"):
         held.of(request(1))
     core.refuses = False
-    held.take(path, version=1, digest=digest)
+    held.add(path, version=1, digest=digest)
     assert held.of(request(1)).number == 3
     assert len(core.held) == min(most, 2)
 
@@ -174,7 +174,7 @@ def test_adapter_that_vllm_would_leave_out_or_misread_is_not_shown_to_it(
     held = residents(core, files)
     path, digest = files.adapter(1, **changes)
     with pytest.raises(PolicyError, match=match):
-        held.take(path, version=1, digest=digest)
+        held.add(path, version=1, digest=digest)
     assert len(core.seen) == 1
 
 
@@ -183,11 +183,11 @@ def test_other_model_or_digest_is_refused(files: Files) -> None:
     held = residents(core, files)
     path, digest = files.adapter(1)
     with pytest.raises(PolicyError, match="weights digest"):
-        held.take(path, version=1, digest="ab" * 32)
+        held.add(path, version=1, digest="ab" * 32)
     other = LoraVersions(LocalHost(core, {f"{LAYER}.weight": (9, 6)}, rank=RANK), most=3)
     other.base = files.base[1]
     with pytest.raises(PolicyError, match="of another model"):
-        other.take(path, version=1, digest=digest)
+        other.add(path, version=1, digest=digest)
 
 
 def test_there_is_room_for_so_many_and_a_new_base_takes_them_away(files: Files) -> None:
@@ -195,10 +195,10 @@ def test_there_is_room_for_so_many_and_a_new_base_takes_them_away(files: Files) 
     held = residents(core, files)
     for version in (1, 2):
         path, digest = files.adapter(version)
-        held.take(path, version=version, digest=digest)
+        held.add(path, version=version, digest=digest)
     path, digest = files.adapter(3)
     with pytest.raises(ValueError, match="3 versions are resident; drop one first"):
-        held.take(path, version=3, digest=digest)
+        held.add(path, version=3, digest=digest)
     assert not held.is_whole(path, digest)
     assert not held.is_whole(*files.base)
     assert held.is_whole(files.base[0], "ab" * 32)

@@ -21,7 +21,7 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.load import PATH_KEYS, changed_keys, leaves
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import LOGGED, Config, in_flight_batches
-from dora_pipe.config.objectives import refused_kind
+from dora_pipe.config.objectives import refused_kind, settled
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
@@ -60,14 +60,14 @@ class EffectiveConfig:
 
     def _set(self, changes: dict[str, Any], step: int) -> None:
         plain = msgspec.to_builtins(self.config)
-        before = self.config.objective.kind
-        if not changes.keys() <= LOGGED or refused_kind(
-            before, changes.get("objective.kind", before)
-        ):
+        kind = self.config.objective.kind
+        if not changes.keys() <= LOGGED or refused_kind(kind, changes.get("objective.kind", kind)):
             return
+        objective: dict[str, Any] = {}
         for key, value in changes.items():
             section, _, name = key.partition(".")
-            plain[section][name] = value
+            (objective if section == "objective" else plain[section])[name] = value
+        plain["objective"] = settled(plain["objective"], objective)
         try:
             changed = msgspec.convert(plain, Config)
         except msgspec.ValidationError:

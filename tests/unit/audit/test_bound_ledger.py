@@ -12,6 +12,7 @@ from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of, why_infeasible
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Logged, Moment, RequestEntry
 from dora_pipe.orchestrator import staleness
+from dora_pipe.orchestrator.apply_command import with_settings
 from dora_pipe.schemas.control import Command, TrajectoryLogged
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import GroupSpec
@@ -165,6 +166,16 @@ def test_set_changes_logged_keys_and_nothing_else() -> None:
         before = in_force.config
         in_force.command(_command("set", **wrong), step=2, waiting=0)
         assert in_force.config == before
+
+
+def test_set_of_another_objective_starts_from_its_defaults_as_in_the_run() -> None:
+    in_force = EffectiveConfig(make_config(objective__kl=0.1))
+    changes = {"objective.kind": "topr", "staleness.max_staleness": 3}
+    in_force.command(_command("set", **changes), step=0, waiting=0)
+    assert in_force.config == with_settings(make_config(objective__kl=0.1), changes)
+    for refused in ("none", "mine:OBJECTIVE"):
+        in_force.command(_command("set", **{"objective.kind": refused}), step=0, waiting=0)
+        assert in_force.config.objective.kind == "topr"
 
 
 def test_stop_leaves_the_steps_that_the_groups_in_flight_fill() -> None:

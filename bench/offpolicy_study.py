@@ -60,8 +60,9 @@ QUICK_WARM_STEPS: Final = 20
 COMPARED: Final = ("objective.", "trainer.", "sampling.", "groups.", "evaluation.")
 COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
 """What must be equal in cells that are compared; of other keys no cell depends."""
-WHERE: Final = "trainer.gpus"
-"""Which of a machine's GPUs computes; a study that was begun without the key goes on."""
+NOT_COMPARED: Final = ("trainer.gpus", "objective.options")
+"""Which of a machine's GPUs computes, and what a user's own objective takes, of which there is none
+here; a study that was begun without these keys goes on."""
 
 
 def measure_cells(study: Study, done: CellFile, cells: Sequence[Cell]) -> None:
@@ -113,7 +114,7 @@ class Study:
             **{
                 key: value
                 for key, value in leaves(self.config(0)).items()
-                if key in COMPARED_KEYS or (key.startswith(COMPARED) and key != WHERE)
+                if key in COMPARED_KEYS or (key.startswith(COMPARED) and key not in NOT_COMPARED)
             },
             "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
             "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},

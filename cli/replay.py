@@ -100,13 +100,18 @@ def replay_steps(
 def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
     """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
     store, config = run.policies, config or logged_config(started.config)
-    task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
     return make_learner(
         assets=store.assets(started.assets_digest),
         reference=store.held_weights(started.policy.digest),
-        config=msgspec.structs.replace(config, task=task),
+        config=with_modules(config, run),
         log=run.log,
     )
+
+
+def with_modules(config: Config, run: OpenRun) -> Config:
+    """The configuration, with the folder of the user's modules that this machine has."""
+    task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
+    return msgspec.structs.replace(config, task=task)
 
 
 def _here(config: Config, local: Config) -> Config:
@@ -136,7 +141,7 @@ def replay_trajectories(
     from dora_pipe.producers.worker.tokenizer import Tokenizer
 
     started, _ = policy_after(run.bus, run.topics, 0)
-    config = logged_config(started.config)
+    config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
     params: dict[Purpose, SamplingParams] = {

@@ -6,7 +6,6 @@ What cannot be had is left out, and one line says so: no command fails for it.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 from dora_pipe.audit.export import Rows, TextColumns
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import DoraError, PolicyError
+from dora_pipe.core.own_code import importable
 from dora_pipe.launch.plan import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
@@ -70,19 +70,17 @@ def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
     task = run.config.task
     wanted = {started.dataset_digest, started.eval_digest} - {""}
     found: dict[str, Rows] = {}
-    sys.path.insert(0, task.directory)
     try:
-        opened = open_task(task)
-        for split in ("train", "eval"):
-            rows = opened.rows(split)
-            digest, _ = rows_digest(rows, split)
-            if digest in wanted:
-                found[digest] = rows
+        with importable(task.directory):
+            opened = open_task(task)
+            for split in ("train", "eval"):
+                rows = opened.rows(split)
+                digest, _ = rows_digest(rows, split)
+                if digest in wanted:
+                    found[digest] = rows
     except Exception as error:  # A task is anybody's code.
         _without(f"{type(error).__name__}: {error}")
         return {}
-    finally:
-        sys.path.remove(task.directory)
     if found.keys() != wanted:
         _without("it is not the data that the run had")
     return found

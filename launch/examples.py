@@ -5,7 +5,6 @@ built-in task, and a warm start on demonstrations.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,6 +12,7 @@ from typing import Any, Final, Literal
 from dora_pipe.config.model import Config
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import TaskError
+from dora_pipe.core.own_code import importable
 from dora_pipe.producers.tasks.registry import open_task
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -119,15 +119,13 @@ def warm_up(
 
 def demonstrations(config: Config, *, seed: int, count: int) -> Sequence[tuple[str, str]]:
     """(prompt, answer) pairs of the configuration's task. Raises TaskError if it makes none."""
-    sys.path.insert(0, config.task.directory)
     try:
-        return open_task(config.task).demonstrations(seed, count)
+        with importable(config.task.directory):
+            return open_task(config.task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
             f"task {config.task.kind} makes no demonstrations", hint="give them with --data"
         ) from None
-    finally:
-        sys.path.remove(config.task.directory)
 
 
 def vocabulary_size(words: Sequence[str]) -> int:

@@ -83,7 +83,9 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
     if name == TRAINER:
         return "trainer.gpus", config.trainer.gpus
     gpus, names = config.workers.gpus, worker_names(config)
-    if not gpus or name not in names or not engine_kind(worker_engine(config, name)).gpus:
+    if not gpus or name not in names:
+        return "workers.gpus", ()
+    if not engine_kind(worker_engine(config, name), config.task.directory).gpus:
         return "workers.gpus", ()
     return "workers.gpus", (gpus[names.index(name) % len(gpus)],)
 

@@ -25,6 +25,7 @@ from dora_pipe.core.errors import (
     RunHalted,
     TaskError,
 )
+from dora_pipe.core.own_code import importable
 from dora_pipe.launch import local_roles, roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.fork_server import ForkServer
@@ -81,8 +82,10 @@ def _supervise(
 
     slim = forking()
     serving = {} if torch is None else {"torch": torch}
-    for engine in sorted(set(engines.values()) - serving.keys()):
-        serving[engine] = forking(engine_kind(engine).preload)
+    modules = config.task.directory
+    with importable(modules):
+        for engine in sorted(set(engines.values()) - serving.keys()):
+            serving[engine] = forking(engine_kind(engine, modules).preload)
     fork_servers = {
         local_roles.ORCHESTRATOR: slim,
         local_roles.TRAINER: torch or forking(roles.TRAINER_PRELOAD),
@@ -152,7 +155,7 @@ def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
 def need_parts(config: Config) -> None:
     """Raise, before anything starts, for what the roles need and this machine lacks."""
     engines = local_roles.worker_engines(config).values()
-    need_engines(["torch", *engines])
+    need_engines(["torch", *engines], config.task.directory)
     check_engines(config, engines)
     need_learner(config)
     need_gpus(config)

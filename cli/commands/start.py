@@ -209,7 +209,7 @@ def worker(
     roles.talk(name)
     wanted = load_wanted(config, override or ())
     engine = engine or local_roles.worker_engine(wanted, name)
-    need_engines([engine])
+    need_engines([engine], wanted.task.directory)
     check_engines(wanted, [engine, *local_roles.worker_engines(wanted).values()])
     wanted = local_roles.with_engine(
         wanted, engine, address=local_roles.worker_address(wanted, name)

@@ -17,7 +17,7 @@ import msgspec
 
 from dora_pipe.config.model import Config, versions_resident
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.core.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
     INTERRUPTIBLE,
@@ -59,9 +59,11 @@ class EngineKind:
     """Of an adapter that it hosts; None: as large as one likes."""
 
 
-def engine_kind(name: str) -> EngineKind:
-    """The row of an engine. Raises ConfigError for an unknown one, and for a module of a user's
-    that cannot be used."""
+def engine_kind(name: str, directory: str = "") -> EngineKind:
+    """The row of an engine; `directory` is where a user's module lies, unless it is imported.
+
+    Raises ConfigError for an unknown one, and for a module of a user's that cannot be used.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -69,7 +71,8 @@ def engine_kind(name: str) -> EngineKind:
         raise ConfigError(
             f"workers.engine: no engine `{name}`", hint=nearest(name, BUILT_IN) or own
         )
-    found = load_attribute("workers.engine", name)
+    with importable(directory):
+        found = load_attribute("workers.engine", name)
     if not isinstance(found, EngineKind):
         raise ConfigError(
             f"workers.engine: `{name}` is a {type(found).__name__}, not an EngineKind",
@@ -78,10 +81,10 @@ def engine_kind(name: str) -> EngineKind:
     return found
 
 
-def need_engines(names: Iterable[str]) -> None:
+def need_engines(names: Iterable[str], directory: str = "") -> None:
     """Raise ConfigError, before anything starts, where these engines cannot run."""
     for name in sorted(set(names)):
-        kind = engine_kind(name)
+        kind = engine_kind(name, directory)
         for package in kind.packages:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
@@ -92,7 +95,7 @@ def need_engines(names: Iterable[str]) -> None:
 
 def check_engines(config: Config, names: Iterable[str]) -> None:
     """Raise ConfigError where these engines and the run's keys do not go together."""
-    kinds = {name: engine_kind(name) for name in sorted(set(names))}
+    kinds = {name: engine_kind(name, config.task.directory) for name in sorted(set(names))}
     if config.workers.gpus and not any(kind.gpus for kind in kinds.values()):
         raise ConfigError(
             f"workers.gpus: {' and '.join(kinds)} compute on the CPU",
@@ -109,7 +112,7 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
 def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
     """Raise PolicyError for a model directory that one of these engines does not take."""
     for name in sorted(set(names)):
-        check = engine_kind(name).check_model
+        check = engine_kind(name, config.task.directory).check_model
         if check is not None:
             check(directory, config)
 
@@ -138,8 +141,10 @@ def check_capabilities(engine: Engine, config: Config) -> None:
 
 def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
     """The engine that a worker's configuration means. Raises ConfigError where it cannot run."""
-    need_engines([config.workers.engine])
-    return engine_kind(config.workers.engine).open(assets, config, decode)
+    name, modules = config.workers.engine, config.task.directory
+    need_engines([name], modules)
+    with importable(modules):
+        return engine_kind(name).open(assets, config, decode)
 
 
 def _sizes(config: Config, decode: Decode) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,26 @@ def test_engine_of_a_users_own_is_opened_by_its_row(tmp_path: Path) -> None:
     config = _config(engine=own, slots=3)
     need_engines([own])
     assert open_engine(assets=tmp_path, config=config, decode=lambda tokens: "").slots == 3
+
+
+def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> None:
+    """Its heavy imports too, which `open` makes in the worker."""
+    (tmp_path / "own_engine.py").write_text(
+        "from dora_pipe.producers.engines.registry import EngineKind\n"
+        "def opened(assets, config, decode):\n"
+        "    from own_slots import Slots\n"
+        "    return Slots(config.workers.slots)\n"
+        "ENGINE = EngineKind(open=opened, packages=())\n"
+    )
+    (tmp_path / "own_slots.py").write_text(
+        "class Slots:\n    def __init__(self, slots):\n        self.slots = slots\n"
+    )
+    config = _config(engine="own_engine:ENGINE", slots=3)
+    task = msgspec.structs.replace(config.task, directory=str(tmp_path))
+    config = msgspec.structs.replace(config, task=task)
+    check_engines(config, ["own_engine:ENGINE"])
+    assert open_engine(assets=tmp_path, config=config, decode=lambda tokens: "").slots == 3
+    assert str(tmp_path) not in sys.path
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,9 @@ def _supervise(
 
     slim = forking()
     serving = {} if torch is None else {"torch": torch}
-    modules = config.task.directory
-    with importable(modules):
+    with importable(config.task.directory):
         for engine in sorted(set(engines.values()) - serving.keys()):
-            serving[engine] = forking(engine_kind(engine, modules).preload)
+            serving[engine] = forking(engine_kind(engine).preload)
     fork_servers = {
         local_roles.ORCHESTRATOR: slim,
         local_roles.TRAINER: torch or forking(roles.TRAINER_PRELOAD),

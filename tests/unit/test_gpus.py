@@ -114,7 +114,7 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
 ) -> None:
     seen: list[str] = []
     monkeypatch.setattr(roles, "talk", lambda _: None)
-    monkeypatch.setattr(registry, "need_engines", lambda _: None)
+    monkeypatch.setattr(registry, "need_engines", lambda *_: None)
     monkeypatch.setattr(roles, "worker", lambda *_: seen.append(os.environ.get(VISIBLE, "-")))
     path = tmp_path / "run.toml"
     path.write_text(

@@ -12,7 +12,7 @@ from typing import Final
 
 from dora_pipe.audit.export import Rows, TextColumns
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import DoraError, PolicyError
+from dora_pipe.core.errors import BusError, DoraError, PolicyError
 from dora_pipe.core.own_code import importable
 from dora_pipe.launch.plan import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
@@ -60,6 +60,8 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
         if not has_tokenizer(directory):
             raise PolicyError("the model directory has no tokenizer")
         return Tokenizer(directory)
+    except BusError:  # Not of the tokenizer: the log cannot be read, which is the command's to say.
+        raise
     except (DoraError, OSError, ImportError) as error:  # Old forms are read by transformers.
         say(f"{consequence}: {error}")
         return None

@@ -304,7 +304,7 @@ class TestAdapters:
         if several.rounds:
             for one in base:
                 result = found[one.request]
-                assert logprob_distance(several.directory, one.token_ids, result) < TOLERANCE
+                assert logprob_distance(several.directory, one, result) < TOLERANCE
             return
         plain = TorchEngine.open(several.directory, slots=16, context_tokens=256, threads=1)
         assert {one.request: found[one.request] for one in base} == run(plain, base)

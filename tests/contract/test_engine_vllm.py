@@ -41,7 +41,7 @@ def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
     wanted = requests(vllm, 12, seed=5)
     results = run(vllm.open(slots=8), wanted)
     for one in wanted:
-        distance = logprob_distance(_model(vllm), one.token_ids, results[one.request])
+        distance = logprob_distance(_model(vllm), one, results[one.request])
         assert distance < LOGPROB_DISTANCE_MAX, one
 
 
@@ -65,7 +65,7 @@ def test_head_that_is_tied_to_the_embedding_follows_the_weights(
             engine = open_vllm(store.assets_path(assets), slots=2, context_tokens=128)
         engine.load(store.weights_path(manifest.digest), version=seed, digest=manifest.digest)
         one = request("r", [5, 6, 7], max_tokens=40)
-        distance = logprob_distance(model, one.token_ids, run(engine, [one])["r"])
+        distance = logprob_distance(model, one, run(engine, [one])["r"])
         assert distance < LOGPROB_DISTANCE_MAX
     engine.close()
 
@@ -213,7 +213,7 @@ def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Su
     results = run(vllm.open(slots=count), wanted)
     for one in wanted:
         assert len(results[one.request].tokens) == 6
-        distance = logprob_distance(_model(vllm), one.token_ids, results[one.request])
+        distance = logprob_distance(_model(vllm), one, results[one.request])
         assert distance < LOGPROB_DISTANCE_MAX, one
     alone = run(vllm.open(slots=1), wanted)
     assert [one.tokens for one in alone.values()] == [one.tokens for one in results.values()]

@@ -42,7 +42,7 @@ def model_of(subject: Subject, number: int = 0) -> Path:
 def distance(subject: Subject, one: EngineRequest, result: Result, *, policy: int = 0) -> float:
     from tests.support.torch_engines import logprob_distance
 
-    return logprob_distance(model_of(subject, policy), one.token_ids, result)
+    return logprob_distance(model_of(subject, policy), one, result)
 
 
 def taken(engine: Any, one: EngineRequest, *, after: int) -> tuple[Kv, EngineRequest]:

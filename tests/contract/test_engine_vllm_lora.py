@@ -51,7 +51,7 @@ class Lora:
 
     def assert_is(self, policy: int, one: EngineRequest, result: Result) -> None:
         """The result is of this policy, and of no other."""
-        distances = [logprob_distance(each, one.token_ids, result) for each in self.merged]
+        distances = [logprob_distance(each, one, result) for each in self.merged]
         if LORA_DTYPE == "bfloat16":  # errors grow with the prompt: the others are further by far
             own = distances.pop(policy)
             assert 2 * own < min(distances), (own, distances)
@@ -185,7 +185,7 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
     with pytest.raises(PolicyError, match="stands on weights"):
         lora.load(engine, 1)
     one = under(0)
-    assert logprob_distance(tmp_path / "m", one.token_ids, run(engine, [one])["r0"]) < DISTANCE_MAX
+    assert logprob_distance(tmp_path / "m", one, run(engine, [one])["r0"]) < DISTANCE_MAX
     engine.drop(0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.producers.engines.vllm.core import VllmSettings
-from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.process import PROGRAM, ServerProcess
 from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import WorkerJoined, WorkerReady
 from tests.support.user_run import assert_clean, facts, start, steps, until
@@ -39,7 +39,7 @@ def _server_of(worker: int) -> int:
     """The process of the server that a worker has started."""
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
     for child in map(int, children):
-        if b"vllm_serve" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if PROGRAM.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
             return child
     raise AssertionError(f"{worker} has no server among {children}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.port import Engine, EngineRequest
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
@@ -55,10 +55,17 @@ def reference_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
     return logits.double()
 
 
-def logprob_distance(directory: Path, prompt: Sequence[int], result: Result) -> float:
-    """The largest distance of the result's log-probs from those of transformers."""
+def logprob_distance(
+    directory: Path, asked: EngineRequest | Sequence[int], result: Result
+) -> float:
+    """The largest distance of the result's log-probs from those of transformers, at the request's
+    `logprob_temperature`; a prompt alone is of temperature 1."""
+    prompt, temperature = asked, 1.0
+    if isinstance(asked, EngineRequest):
+        prompt, temperature = asked.token_ids, asked.params.logprob_temperature
+    assert not isinstance(prompt, EngineRequest)
     tokens = [*prompt, *result.tokens]
-    logprobs = torch.log_softmax(reference_logits(directory, tokens), -1)
+    logprobs = torch.log_softmax(reference_logits(directory, tokens) / temperature, -1)
     chosen = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(result.tokens)[:, None])[:, 0]
     return float((chosen - torch.tensor(result.logprobs).double()).abs().max())
 

@@ -54,7 +54,7 @@ def _ranks(place: Path) -> Iterator[int]:
             here = (entry / "cwd").resolve() == place.resolve()
         except OSError:
             continue
-        if "deepspeed_follow" in words and here:
+        if "trainer rank" in words and here:
             yield int(entry.name)
 
 

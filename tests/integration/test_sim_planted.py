@@ -18,6 +18,7 @@ RARE = frozenset(
         "lease-in-outage",
         "leaving-counts",
         "orphan-forgotten",
+        "too-many",
         "unknown-is-done",
     }
 )

@@ -98,7 +98,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vllm_serve", description="vLLM for a vllm-server worker")
+    parser = argparse.ArgumentParser(
+        prog="python -m dora_pipe.producers.engines.vllm.serve",
+        description="vLLM for a vllm-server worker",
+    )
     parser.add_argument("model", type=Path, help="a model directory; its weights are not read")
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--context-tokens", type=int, required=True)

@@ -165,7 +165,8 @@ BROKEN: list[tuple[MemoryHarness, Check]] = [
 def test_a_bus_that_breaks_a_promise_fails_the_contract(
     broken: MemoryHarness, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_steps, "PATIENCE_S", 0.5)
+    for module in (bus_steps, reading):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     with pytest.raises((AssertionError, pytest.fail.Exception, BusError)):
         check(broken)
 

@@ -30,22 +30,21 @@ def check_seeds(seeds: Iterable[int]) -> None:
         assert played.steps >= STEPS_MIN, seed
 
 
-@pytest.mark.parametrize("chunk", range(3))
-def test_seeds_hold(chunk: int) -> None:
-    check_seeds(range(chunk * CHUNK, (chunk + 1) * CHUNK))
+def test_seeds_hold() -> None:
+    check_seeds(range(CHUNK))
 
 
 @pytest.mark.pure
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(3, 10))
+@pytest.mark.parametrize("chunk", range(1, 10))
 def test_more_seeds_hold(chunk: int) -> None:
     check_seeds(range(chunk * CHUNK, (chunk + 1) * CHUNK))
 
 
-# Each of these has found a mistake once, in a machine, the audit or a checker; so have 0 and 20,
-# which are above.
+# Each of these has found a mistake once, in a machine, the audit or a checker; so has 0, which is
+# above.
 @pytest.mark.parametrize(
-    "seed", [93, 94, 118, 164, 183, 194, 207, 272, 337, 420, 896, 5963, 7024, 8593]
+    "seed", [20, 93, 94, 118, 164, 183, 194, 207, 272, 337, 420, 896, 5963, 7024, 8593]
 )
 def test_seed_that_has_found_something_holds(seed: int) -> None:
     played = run_seed(seed)

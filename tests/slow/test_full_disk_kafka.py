@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -58,7 +59,10 @@ def running(place: Path, broker: KafkaBroker, disk: SmallDisk) -> Iterator[subpr
         disk.fill()
         until(lambda: not broker.running)
         until(lambda: "roles wait, dispatch is paused: make room within 120 s" in said(place))
-        assert "the log is away, and when it answered last: the disk under" in said(place)
+        (paused,) = (line for line in said(place).splitlines() if "dispatch is paused" in line)
+        # It depends on the moment whether the broker says so itself before it ends for that.
+        away = "the log is away, and when it answered last: the disk under" in paused
+        assert away or re.search("of broker 1 (is full|has failed)", paused), paused
         yield running
     finally:
         running.kill()
@@ -89,7 +93,7 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     assert running.wait(2 * DELIVERY_TIMEOUT_S) == 7, said(place)
     lines = said(place).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1 and "of broker 1 has only" in errors[0], lines
+    assert len(errors) == 1 and "of broker 1 " in errors[0], lines
     assert lines[-1].startswith("hint: make room"), lines
     (goes_on,) = [line for line in lines if "go on with: " in line]
     disk.make_room()

@@ -75,9 +75,9 @@ def attempt(
     try:
         yield from do()
     except SystemExit as error:
-        yield from failed(_told(what, ResourceError(f"it asked to exit with {error.code!r}")))
+        yield from failed(_logged(what, ResourceError(f"it asked to exit with {error.code!r}")))
     except Exception as error:
-        yield from failed(_told(what, error))
+        yield from failed(_logged(what, error))
 
 
 def run_effect(handlers: Handlers, effect: Any) -> Iterator[Any]:
@@ -161,7 +161,7 @@ class EffectRunner:
         if full:
             what, failed = type(effect).__name__, self._handlers[type(effect)].failed
             error = ResourceError(f"{self._asked_max} effects wait already")
-            self._events.extend(failed(effect, _told(what, error)))
+            self._events.extend(failed(effect, _logged(what, error)))
         elif self._thread is None:
             self._begin()
 
@@ -233,7 +233,7 @@ class EffectRunner:
                     self._events.append(event)
 
 
-def _told(what: str, error: Exception) -> Exception:
+def _logged(what: str, error: Exception) -> Exception:
     """The error, after the log has it: a fault of our own with the places that it came through."""
     places = "" if isinstance(error, DoraError) else _places(error)
     LOG.warning("%s failed: %s%s", what, reason(error), places)

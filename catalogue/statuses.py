@@ -59,7 +59,7 @@ def epoch_of(status: AnyMetrics) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class Heard:
+class LastStatus:
     """What the newest incarnation of a role has said."""
 
     status: AnyMetrics
@@ -97,20 +97,22 @@ class Heard:
 
 
 class Statuses:
-    """Every role as it was heard last. Example: ``statuses.hear(status)``, then
+    """Every role as it was heard last. Example: ``statuses.receive(status)``, then
     ``statuses.heard["w0"].status``."""
 
     def __init__(self) -> None:
-        self.heard: dict[str, Heard] = {}
+        self.heard: dict[str, LastStatus] = {}
         """By role."""
 
-    def hear(self, status: AnyMetrics) -> Heard | None:
+    def receive(self, status: AnyMetrics) -> LastStatus | None:
         """A status, in the order of its partition; None for one of an earlier incarnation."""
         role, epoch = role_of(status), epoch_of(status)
         known = self.heard.get(role)
         if known is None or known.epoch < epoch:
             sampled = 0 if known is None else known.sampled
-            known = self.heard[role] = Heard(status=_whole(None, status), sampled_before=sampled)
+            known = self.heard[role] = LastStatus(
+                status=_whole(None, status), sampled_before=sampled
+            )
         elif known.epoch == epoch:
             known.before, known.status = known.status, _whole(known.status, status)
         else:

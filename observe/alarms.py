@@ -94,7 +94,7 @@ class Alarms:
 
     def _heard(self, status: AnyMetrics) -> list[str]:
         name, epoch = role_of(status), epoch_of(status)
-        if epoch <= self._left.get(name, -1) or self._statuses.hear(status) is None:
+        if epoch <= self._left.get(name, -1) or self._statuses.receive(status) is None:
             return []  # of an incarnation that is over
         self._roles[name] = _Watched(heard_ns=self._clock.now_ns())
         out = []

@@ -28,7 +28,7 @@ from dora_pipe.catalogue.account import (
     rewards_of,
 )
 from dora_pipe.catalogue.follower import LogFollower, LogMeter
-from dora_pipe.catalogue.statuses import Heard, Statuses, epoch_of, role_of
+from dora_pipe.catalogue.statuses import LastStatus, Statuses, epoch_of, role_of
 from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.schemas.control import (
     AnyControl,
@@ -122,7 +122,7 @@ class WorkerView:
     """The newest incarnation of a worker, and what was heard of it."""
 
     history: WorkerHistory
-    heard: Heard | None
+    heard: LastStatus | None
     """What any incarnation said last; None before it was heard."""
 
     @property
@@ -337,7 +337,7 @@ class RunStats:
         self.last_ns = max(self.last_ns, status.at_ns)
         worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
         if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
-            self.statuses.hear(status)
+            self.statuses.receive(status)
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         """A control record, which a round folds."""

@@ -47,7 +47,7 @@ class Leases:
         """The log has been read: from now on silence counts."""
         self._heard_ns = dict.fromkeys(living, now_ns - self._gaps_ns)
 
-    def hear(self, one: Incarnation, now_ns: int) -> None:
+    def renew(self, one: Incarnation, now_ns: int) -> None:
         """Something came from this incarnation; before the start it does not matter."""
         if self._heard_ns is not None:
             self._heard_ns.pop(one, None)

@@ -210,11 +210,11 @@ class OrchestratorMachine:
         if isinstance(found, SchemaError):
             self._bury(record, found, now)
         elif isinstance(found, WorkerJoined):
-            self._leases.hear((found.worker, record.offset), now.mono_ns)
+            self._leases.renew((found.worker, record.offset), now.mono_ns)
             self._note_lost(self.state.workers.get(found.worker))
             self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
         elif isinstance(found, TrajectoriesLogged | RequestFailed | WorkerReady):
-            self._leases.hear((found.worker, found.epoch), now.mono_ns)
+            self._leases.renew((found.worker, found.epoch), now.mono_ns)
         elif isinstance(found, StepCommitted):
             self._pace.committing(self.state, found)
         rejected = self.state.counters.rejected
@@ -236,7 +236,7 @@ class OrchestratorMachine:
             self._statuses[at] = merged(self._statuses.get(at), found)
             if self._caught_up:
                 self._note_pressure(self._statuses[at], now)
-            self._leases.hear((found.worker, found.epoch), now.mono_ns)
+            self._leases.renew((found.worker, found.epoch), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
         """A cache that has become too full, or is still after a while, or is not any more."""

@@ -261,7 +261,7 @@ def _lease_in_outage(patches: Patches) -> None:
 
 
 def _lease_from_birth(patches: Patches) -> None:
-    patches.put(Leases, "hear", lambda self, one, now_ns: None)
+    patches.put(Leases, "renew", lambda self, one, now_ns: None)
 
 
 def _too_many(patches: Patches) -> None:

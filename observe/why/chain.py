@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, Heard
+from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, LastStatus
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.text import counted, duration
 from dora_pipe.observe.why.log import Picture
@@ -104,7 +104,7 @@ class Chain:
             because=(*first.because, *nodes[1:]),
         )
 
-    def _heard(self, name: str) -> Heard | None:
+    def _heard(self, name: str) -> LastStatus | None:
         """What the present incarnation said; an earlier one is not believed."""
         heard = self._picture.heard.get(name)
         worker = self._state.workers.get(name)
@@ -130,7 +130,7 @@ class Chain:
         text = f"{name}: has joined, and said nothing since"
         return Node(kind=kind, id=name, text=text, since_s=self._ago_s(joined_ns))
 
-    def _silent(self, kind: str, name: str, heard: Heard, age_s: float) -> Node:
+    def _silent(self, kind: str, name: str, heard: LastStatus, age_s: float) -> Node:
         last = heard.status.waits_for
         said = f"waits for {last}" if last else self._work(name, heard)
         text = f"{name}: is silent since {duration(age_s)}; dead, stopped or cut off from the log"
@@ -140,7 +140,7 @@ class Chain:
         alarm = age_s > self._lease_s
         return Node(kind=kind, id=name, text=text, since_s=age_s, alarm=alarm, wait="silent")
 
-    def _work(self, name: str, heard: Heard) -> str:
+    def _work(self, name: str, heard: LastStatus) -> str:
         """What a role does that does not wait."""
         status = heard.status
         if isinstance(status, TrainerStatus):
@@ -154,7 +154,7 @@ class Chain:
 
     # Waits
 
-    def _decided(self, heard: Heard) -> tuple[Wait, ...]:
+    def _decided(self, heard: LastStatus) -> tuple[Wait, ...]:
         """What the orchestrator waits for by the state, which is newer than what it said."""
         said = {one.name: one for one in heard.status.waits}
         return tuple(
@@ -364,7 +364,7 @@ def _loading(workers: dict[str, Worker]) -> list[Worker]:
     return [workers[name] for name in sorted(workers) if workers[name].loading]
 
 
-def _rate(heard: Heard) -> float | None:
+def _rate(heard: LastStatus) -> float | None:
     """Tokens per second between a worker's last two statuses."""
     now, before = heard.status, heard.before
     if not isinstance(now, WorkerStatus) or not isinstance(before, WorkerStatus):

@@ -13,7 +13,7 @@ from typing import Final
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import Event, RunAccount
-from dora_pipe.catalogue.statuses import Heard, Statuses, read_statuses
+from dora_pipe.catalogue.statuses import LastStatus, Statuses, read_statuses
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.observe.run_stats import GroupsSinceStep
 from dora_pipe.orchestrator.fold import fold_round
@@ -40,7 +40,7 @@ class Picture:
     account: RunAccount = field(default_factory=RunAccount)
     """When things happened, and who has come and gone."""
     since_step: GroupsSinceStep = field(default_factory=GroupsSinceStep)
-    heard: dict[str, Heard] = field(default_factory=dict)
+    heard: dict[str, LastStatus] = field(default_factory=dict)
     """By role: `orchestrator`, `trainer`, a worker's name."""
 
     @property
@@ -120,9 +120,9 @@ def _note(picture: Picture, at: ReadRound) -> None:
         picture.since_step.happened(event)
 
 
-def _heard(bus: Bus, topics: Topics, until_ns: int | None = None) -> dict[str, Heard]:
+def _heard(bus: Bus, topics: Topics, until_ns: int | None = None) -> dict[str, LastStatus]:
     """What every role had said last at a moment, at present without one."""
     statuses = Statuses()
     for status in read_statuses(bus, topics, tail=TAIL_RECORDS, until_ns=until_ns):
-        statuses.hear(status)
+        statuses.receive(status)
     return statuses.heard

@@ -20,7 +20,7 @@ def listen(found: Leases, start: int, end: int) -> None:
 
 def test_nobody_is_silent_before_the_log_was_read() -> None:
     found = leases()
-    found.hear(A, 0)
+    found.renew(A, 0)
     listen(found, 0, 50)
     assert found.expired([A], 50) == []
     assert found.due_ns() is None
@@ -31,7 +31,7 @@ def test_lease_starts_when_the_log_was_read_and_ends_after_its_length() -> None:
     listen(found, 0, 50)
     found.start([A, B], 50)
     listen(found, 51, 59)
-    found.hear(B, 55)
+    found.renew(B, 55)
     assert found.expired([A, B], 59) == []
     assert found.due_ns() == 60
     assert found.expired([A, B], 60) == [A]
@@ -55,7 +55,7 @@ def test_time_in_which_the_log_was_held_back_counts_against_nobody() -> None:
     found.turn(0)
     found.start([A, B], 0)
     listen(found, 1, 5)
-    found.hear(B, 5)
+    found.renew(B, 5)
     found.hold(True)
     for now in range(6, 106):
         found.turn(now)
@@ -85,7 +85,7 @@ def test_incarnation_that_joins_later_has_a_whole_lease() -> None:
     found = leases()
     listen(found, 0, 5)
     found.start([], 5)
-    found.hear(A, 20)
+    found.renew(A, 20)
     assert found.expired([A], 20) == []
     assert found.due_ns() == 30
 
@@ -95,6 +95,6 @@ def test_those_who_are_gone_are_forgotten() -> None:
     found.start([A, B], 0)
     assert found.expired([B], 1) == []
     assert found.expired([B], 10) == [B]
-    found.hear(A, 5)
+    found.renew(A, 5)
     assert found.expired([B], 10) == [B]
     assert found.due_ns() == 10

@@ -213,7 +213,9 @@ class Bench:
     def _sample(self, asked: Sequence[_Asked], version: int, digest: str) -> list[Trajectory]:
         """Trajectories in the order in which they were asked for."""
         sequences = {
-            one.name: TokenSequence(self._tokenizer.prompt_ids(self._task.prompt(one.row)), at_ns=0)
+            one.name: TokenSequence(
+                self._tokenizer.prompt_ids(str(self._task.prompt(one.row))), at_ns=0
+            )
             for one in asked
         }
         waiting = [
@@ -283,6 +285,7 @@ class Bench:
     def _reward(self, row: Row, sequence: TokenSequence) -> float:
         text = self._tokenizer.text(sequence.answer())
         found = self._task.reward(row, text, [text])
+        assert isinstance(found, float | Reward)
         return found.value if isinstance(found, Reward) else found
 
 

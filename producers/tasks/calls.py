@@ -20,12 +20,12 @@ pipe: `Setup`, then `Call`s. Up: `Hello` or `Refused`, then exactly one `Answer`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.tasks.port import Split, Turn
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -54,7 +54,7 @@ class PromptCall(Message, frozen=True, kw_only=True):
 class EnvStep(Message, frozen=True, kw_only=True):
     """Hand a model turn to the request's episode."""
 
-    text: str
+    turn: Turn
 
 
 class RewardCall(Message, frozen=True, kw_only=True):
@@ -65,6 +65,7 @@ class RewardCall(Message, frozen=True, kw_only=True):
     index: int
     text: str
     turns: tuple[str, ...]
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -72,10 +73,14 @@ class Forget(Message, frozen=True, kw_only=True):
 
 
 class PromptReady(Message, frozen=True, kw_only=True):
-    """The prompt, as text. With `episode`, finished turns go to `EnvStep`."""
+    """The prompt, as text or as messages. With `episode`, finished turns go to `EnvStep`."""
 
     text: str
     episode: bool
+    messages: tuple[dict[str, Any], ...] = ()
+    """In normal form (`messages.normal`); empty: the prompt is `text`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of the functions that the model may call."""
 
 
 class EnvObserved(Message, frozen=True, kw_only=True):
@@ -85,6 +90,8 @@ class EnvObserved(Message, frozen=True, kw_only=True):
     done: bool
     tool: str
     ok: bool
+    messages: tuple[dict[str, Any], ...] = ()
+    """In normal form, in place of `text`."""
 
 
 class Rewarded(Message, frozen=True, kw_only=True):

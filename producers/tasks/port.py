@@ -16,12 +16,25 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 Row = Mapping[str, Any]
 """One row of a data set: plain JSON values."""
+
+Message = Mapping[str, Any]
+"""One chat message as plain JSON: `role`, `content` (text, or parts of text), and where they belong
+`reasoning_content`, `tool_calls`, `tool_call_id`, `name`; as chat templates and OpenAI's API have
+them, but arguments of tool calls are objects, not JSON in a string."""
+
+Prompt = str | Sequence[Message]
+"""Text for the tokenizer, or messages for the model's chat template."""
+
+Tool = Callable[..., Any]
+"""A Python function that the model may call; its schema is made of signature and docstring."""
 
 Split = Literal["train", "eval"]
 
@@ -40,30 +53,102 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What an environment answers to a model's turn: text for the context, and whether it is done.
+class Retry(Exception):
+    """Raised by users' code where something outside failed: a judge that does not answer, a sandbox
+    that is full. The call is made again, later; see `task.retries_max`."""
 
-    Example: ``Observation(text="result 42", done=False, tool="calculator")``.
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call that the model wrote.
+
+    Example: ``ToolCall(name="add", arguments={"a": 1, "b": 2}, id="call-0")``.
+    """
+
+    name: str
+    arguments: dict[str, Any] = {}
+    id: str = ""
+    error: str = ""
+    """Why it is no call that can be made (no JSON, no name); then `raw` says what was written."""
+    raw: str = ""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the model said in one turn, as its chat template's parser reads it.
+
+    Example: ``Turn(text="It is 3.", reasoning="1 and 2 make 3.")``. Of a prompt that was text it is
+    the text alone.
     """
 
     text: str
+    """Without special tokens, reasoning and calls."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """As an assistant's message. Calls that cannot be made stand in the text as written."""
+        content = "\n".join([self.text, *(one.raw for one in self.tool_calls if one.error)]).strip(
+            "\n"
+        )
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.reasoning:
+            said["reasoning_content"] = self.reasoning
+        calls = [one for one in self.tool_calls if not one.error]
+        if calls:
+            said["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": one.id,
+                    "function": {"name": one.name, "arguments": one.arguments},
+                }
+                for one in calls
+            ]
+        return said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment answers to a model's turn: text or messages, and whether it is done.
+
+    Example: ``Observation(text="result 42", done=False, tool="calculator")``. Messages (of tools,
+    of a user) are for prompts of messages: the chat template says what stands around them.
+    """
+
+    text: str = ""
     done: bool
+    messages: Sequence[Message] = ()
     tool: str = ""
     """Name of the tool that answered; empty for the environment itself."""
     ok: bool = True
 
 
-class Environment:
-    """One episode: `reset` once, then `step` after every turn of the model, then `close`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished trajectory, for who scores it."""
 
-    def reset(self, row: Row) -> str:
+    text: str
+    """The last turn of the model, without special tokens; of messages also without reasoning."""
+    turns: Sequence[str] = ()
+    """Texts of all segments but the prompt: model turn, observation, model turn, ... in order."""
+    messages: Sequence[Message] = ()
+    """The whole conversation, the prompt and the last turn included, where prompts are messages."""
+
+
+class Environment:
+    """One episode: `reset` once, then `step` or `respond` after every turn of the model, then
+    `close`. Methods that the task's process calls may be `async`."""
+
+    def reset(self, row: Row) -> Prompt:
         """The first prompt of the episode."""
         raise NotImplementedError
 
     def step(self, text: str) -> Observation:
         """Answer the model's turn `text`."""
         raise NotImplementedError
+
+    def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """Answer the model's turn with its reasoning and tool calls; by default `step` of its
+        text."""
+        return self.step(turn.text)
 
     def reward(self, text: str, turns: Sequence[str]) -> float | Reward | None:
         """Score the finished episode from its state; None (the default) leaves it to the task."""
@@ -80,20 +165,32 @@ class Task:
         """All rows of a split; the same ones in every process (their digest is checked)."""
         raise NotImplementedError
 
-    def prompt(self, row: Row) -> str:
-        """The prompt of a single-turn row, as text for the tokenizer."""
+    def prompt(self, row: Row) -> Prompt:
+        """The prompt of a row: text for the tokenizer, or messages for the chat template."""
         raise NotImplementedError
+
+    def tools(self, row: Row) -> Sequence[Tool]:
+        """Functions that the model may call, where prompts are messages. A row that has some and no
+        environment of its own is an episode: they are called, and their results told, until the
+        model calls none."""
+        return ()
 
     def environment(self, row: Row) -> Environment | None:
         """An environment for several turns; None (the default) for a single turn."""
         return None
 
-    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float | Reward:
+    def reward(
+        self, row: Row, text: str, turns: Sequence[str]
+    ) -> float | Reward | Awaitable[float | Reward]:
         """Score a finished trajectory: `text` is the last model turn, `turns` every segment's text.
 
         `turns` has no prompt in it: model turn, observation, model turn, ... in order.
         """
         raise NotImplementedError
+
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
+        """As `reward`, with all that is known of it; by default it asks `reward`."""
+        return self.reward(row, completion.text, completion.turns)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
         """(prompt, answer) pairs for a supervised warm start; only where the task can make them.

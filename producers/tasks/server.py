@@ -124,9 +124,9 @@ class TaskServer:
         match call.call:
             case PromptCall() as asked:
                 return self._prompt(call.number, asked)
-            case EnvStep(request=request, text=text):
+            case EnvStep(request=request, turn=turn):
                 assert call.episode is not None
-                return observed(request, self._episodes[call.episode].step(text))
+                return observed(request, self._episodes[call.episode].respond(turn))
             case RewardCall() as asked:
                 return self._score(call.episode, asked)
 
@@ -177,7 +177,7 @@ def traceback_of(error: BaseException) -> str:
     return "".join(f"{cut(line, MESSAGE_CHARACTERS_MAX)}\n" for line in lines)
 
 
-def observed(request: str, seen: Observation) -> EnvObserved:
+def observed(request: str, seen: object) -> EnvObserved:
     """An observation as an answer. Raises NoAnswer where it is none."""
     if not isinstance(seen, Observation):
         raise NoAnswer(f"the environment gave {type(seen).__name__}, not an Observation")

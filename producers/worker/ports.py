@@ -32,6 +32,7 @@ from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.engines.port import Engine, EngineRequest, RequestFinished
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
+from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.producers.worker.effects import (
     DropKv,
     DropWeights,
@@ -314,7 +315,7 @@ class TaskPort:
 
     def _step(self, effect: EnvStep) -> Iterator[Any]:
         text = self._texts.text(effect.token_ids)
-        self._tasks.start(calls.EnvStep(request=effect.request, text=text))
+        self._tasks.start(calls.EnvStep(request=effect.request, turn=Turn(text=text)))
         yield from ()
 
     def _score(self, effect: RewardCall) -> Iterator[Any]:

@@ -77,7 +77,9 @@ def task(case: Case) -> Task:
 
 def prompt_of(task: Task, row: Row) -> str:
     world = task.environment(row)
-    return task.prompt(row) if world is None else world.reset(row)
+    found = task.prompt(row) if world is None else world.reset(row)
+    assert isinstance(found, str)
+    return found
 
 
 def test_rows_are_the_same_every_time_they_are_asked_for(case: Case, task: Task) -> None:

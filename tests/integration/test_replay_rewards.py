@@ -246,7 +246,7 @@ def test_environment_is_told_every_turn_and_answers_as_it_did(turns: list[Trajec
     tasks = episode_tasks(3)
     found = _again(turns, tasks)
     assert [one for one in found if not one.equal] == []
-    told = [one.text for one in tasks.seen if isinstance(one, EnvStep)]
+    told = [one.turn.text for one in tasks.seen if isinstance(one, EnvStep)]
     said = [
         ids
         for one in turns

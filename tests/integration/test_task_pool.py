@@ -23,6 +23,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool, survey
+from dora_pipe.producers.tasks.port import Turn
 from tests.support.task_pool import (
     LIMIT_S,
     USER_MODULE,
@@ -255,16 +256,16 @@ def test_episode_lives_through_its_turns_and_is_scored_by_its_environment(
         assert ask(episodes, prompt("a", 4)) == PromptReady(
             request="a", text="episode of 4", episode=True
         )
-        assert ask(episodes, EnvStep(request="a", text="go")) == EnvObserved(
+        assert ask(episodes, EnvStep(request="a", turn=Turn(text="go"))) == EnvObserved(
             request="a", text="go 1", done=False, tool="echo", ok=True
         )
-        assert ask(episodes, EnvStep(request="a", text="stop")) == EnvObserved(
+        assert ask(episodes, EnvStep(request="a", turn=Turn(text="stop"))) == EnvObserved(
             request="a", text="stop 2", done=True, tool="echo", ok=True
         )
         event = ask(episodes, score("a", "ask the episode"))
         assert event == Rewarded(request="a", reward=2.5, raw=None, parts={})
         assert "closed after 2" in capfd.readouterr().err
-        assert isinstance(ask(episodes, EnvStep(request="a", text="go")), TaskFailed)
+        assert isinstance(ask(episodes, EnvStep(request="a", turn=Turn(text="go"))), TaskFailed)
 
 
 def test_environment_without_a_score_leaves_it_to_the_task(episodes: TaskPool) -> None:
@@ -281,9 +282,9 @@ def test_siblings_have_episodes_of_their_own_on_any_process(folder: Path) -> Non
         gather(pool, 6)
         for number in range(6):
             for _ in range(number):
-                ask(pool, EnvStep(request=f"r{number}", text="go"))
+                ask(pool, EnvStep(request=f"r{number}", turn=Turn(text="go")))
         for number in range(6):
-            event = ask(pool, EnvStep(request=f"r{number}", text="go"))
+            event = ask(pool, EnvStep(request=f"r{number}", turn=Turn(text="go")))
             assert isinstance(event, EnvObserved)
             assert event.text == f"go {number + 1}"
 
@@ -294,13 +295,13 @@ def test_environment_that_raises_or_talks_nonsense_fails_its_request_only(
 ) -> None:
     for name in "ab":
         ask(episodes, prompt(name))
-    event = ask(episodes, EnvStep(request="a", text=text))
+    event = ask(episodes, EnvStep(request="a", turn=Turn(text=text)))
     assert isinstance(event, TaskFailed)
     assert event.message in (
         "no such move",
         "the environment gave str, not an Observation",
     )
-    assert isinstance(ask(episodes, EnvStep(request="b", text="go")), EnvObserved)
+    assert isinstance(ask(episodes, EnvStep(request="b", turn=Turn(text="go"))), EnvObserved)
 
 
 @pytest.mark.parametrize(("text", "error"), [("die", "ProcessDied"), ("hang", "TimedOut")])
@@ -309,8 +310,8 @@ def test_episodes_of_a_process_that_died_for_another_are_lost_and_may_start_agai
 ) -> None:
     for name in ("bad", "idle", "waiting"):
         ask(impatient, prompt(name))
-    impatient.submit(EnvStep(request="bad", text=text))
-    impatient.submit(EnvStep(request="waiting", text="go"))
+    impatient.submit(EnvStep(request="bad", turn=Turn(text=text)))
+    impatient.submit(EnvStep(request="waiting", turn=Turn(text="go")))
     impatient.submit(prompt("other", 1))
     events = {event.request: event for event in gather(impatient, 4)}
     failed = events["bad"]
@@ -319,10 +320,10 @@ def test_episodes_of_a_process_that_died_for_another_are_lost_and_may_start_agai
     assert isinstance(events["idle"], EpisodeLost)
     assert isinstance(events["waiting"], EpisodeLost)
     assert isinstance(events["other"], PromptReady)
-    assert isinstance(ask(impatient, EnvStep(request="idle", text="go")), EpisodeLost)
+    assert isinstance(ask(impatient, EnvStep(request="idle", turn=Turn(text="go"))), EpisodeLost)
     assert isinstance(ask(impatient, score("waiting", "")), EpisodeLost)
     assert isinstance(ask(impatient, prompt("idle", 2)), PromptReady)
-    assert isinstance(ask(impatient, EnvStep(request="idle", text="go")), EnvObserved)
+    assert isinstance(ask(impatient, EnvStep(request="idle", turn=Turn(text="go"))), EnvObserved)
 
 
 def test_forgotten_call_and_episode_give_no_event(
@@ -331,7 +332,7 @@ def test_forgotten_call_and_episode_give_no_event(
     # Opened here: what capfd catches in fixtures is not what it catches in the test.
     with TaskPool(task(folder, episodes=True)) as episodes:
         ask(episodes, prompt("a"))
-        episodes.submit(EnvStep(request="a", text="go"))
+        episodes.submit(EnvStep(request="a", turn=Turn(text="go")))
         episodes.start(Forget(request="a"))
         episodes.start(Forget(request="never heard of"))
         episodes.submit(prompt("b"))
@@ -341,7 +342,7 @@ def test_forgotten_call_and_episode_give_no_event(
         assert ask(episodes, prompt("c")) == PromptReady(
             request="c", text="episode of 0", episode=True
         )
-        ask(episodes, EnvStep(request="c", text="go"))  # behind everything sent before
+        ask(episodes, EnvStep(request="c", turn=Turn(text="go")))  # behind everything sent before
         assert capfd.readouterr().err.count("closed after") == 2
 
 
@@ -355,11 +356,11 @@ def test_forgotten_request_that_hangs_is_still_killed_silently(impatient: TaskPo
 
 def test_second_prompt_of_a_request_replaces_its_episode(episodes: TaskPool) -> None:
     ask(episodes, prompt("a"))
-    ask(episodes, EnvStep(request="a", text="go"))
+    ask(episodes, EnvStep(request="a", turn=Turn(text="go")))
     episodes.submit(prompt("a"))
     episodes.submit(prompt("a"))
     assert len(gather(episodes, 1)) == 1
-    event = ask(episodes, EnvStep(request="a", text="go"))
+    event = ask(episodes, EnvStep(request="a", turn=Turn(text="go")))
     assert isinstance(event, EnvObserved)
     assert event.text == "go 1"
 

@@ -21,6 +21,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, Rewarded
+from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,
@@ -218,7 +219,7 @@ def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None
     assert port.poll() == [PromptReady(request="a", token_ids=[5, 6, 7], episode=True)]
     port.start(EnvStep(request="a", token_ids=[8, 9]))
     assert port.poll() == [EnvObserved(request="a", token_ids=[9, 9], done=True, tool="", ok=True)]
-    assert tasks.seen[-1] == calls.EnvStep(request="a", text="8 9")
+    assert tasks.seen[-1] == calls.EnvStep(request="a", turn=Turn(text="8 9"))
     score = RewardCall(request="a", split="eval", index=3, answer=[8], turns=[[8], [9]])
     port.start(score)
     (event,) = port.poll()

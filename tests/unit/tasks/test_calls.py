@@ -29,10 +29,11 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
+from dora_pipe.producers.tasks.port import Turn
 
 DOWN: list[PipeFrame] = [
     Call(1, None, PromptCall(request="a", split="train", index=5)),
-    Call(2, 1, EnvStep(request="a", text='text with "quotes" and ünïcode\n')),
+    Call(2, 1, EnvStep(request="a", turn=Turn(text='text with "quotes" and ünïcode\n'))),
     Call(3, None, RewardCall(request="b", split="eval", index=0, text="", turns=("a", ""))),
     EndEpisode(1),
     Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
@@ -79,7 +80,7 @@ def test_length_that_no_frame_has_is_refused_in_both_directions(
         list(unpack(bytearray(b"\xff" * 8)))
     monkeypatch.setattr(calls, "FRAME_BYTES_MAX", 50)
     with pytest.raises(ValueError, match="above the limit of 50"):
-        pack(Call(1, 1, EnvStep(request="a", text="x" * 60)))
+        pack(Call(1, 1, EnvStep(request="a", turn=Turn(text="x" * 60))))
 
 
 @given(text=st.text())

@@ -30,6 +30,7 @@ from dora_pipe.producers.tasks.port import (
     Row,
     Split,
     Task,
+    Turn,
 )
 from dora_pipe.schemas.wire import REWARD_MAX
 
@@ -159,8 +160,10 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
     World.closed = 0
     served = server.TaskServer(Scripted(world=True))
     served.answer(PROMPT)
-    assert b"RuntimeError" in served.answer(of_episode(2, EnvStep(request="a", text="raise")))
-    assert b"Observed" in served.answer(of_episode(3, EnvStep(request="a", text="go")))
+    assert b"RuntimeError" in served.answer(
+        of_episode(2, EnvStep(request="a", turn=Turn(text="raise")))
+    )
+    assert b"Observed" in served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
     served.end(1)
     served.end(1)
     assert World.closed == 1

@@ -54,6 +54,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
+from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Row, Split, Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
 from dora_pipe.schemas.wire import REWARD_MAX
@@ -63,10 +64,6 @@ TRACEBACKS_MAX = 20
 """So many tracebacks of users' code are shown per process; errors after them only travel."""
 TRACEBACK_LINES_MAX = 60
 _PR_SET_PDEATHSIG = 1
-
-
-class NoAnswer(Exception):
-    """What the user's code gave is no answer to the call."""
 
 
 class TaskServer:

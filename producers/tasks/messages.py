@@ -1,0 +1,217 @@
+"""Chat messages in the one form that everything behind users' code knows, and the schema of a
+Python function that the model may call; decides nothing.
+
+    {"role": "assistant", "content": "", "reasoning_content": "...", "tool_calls": [
+        {"type": "function", "id": "call-0", "function": {"name": "add", "arguments": {"a": 1}}}]}
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.tasks.port import Tool
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class NoAnswer(Exception):
+    """What the user's code gave is no answer to the call."""
+
+
+def normal(messages: Any, where: str = "messages") -> tuple[dict[str, Any], ...]:
+    """Messages as users, data sets and APIs write them, as plain objects of one form.
+
+    `content` is text: parts of text are joined. Arguments of tool calls are objects, also where
+    they came as JSON in a string. Keys whose value is None are left out (columns of a table have
+    them), keys that are not known are kept. Raises NoAnswer, with the place: `messages[3].role`.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise NoAnswer(f"{where} is {type(messages).__name__}, not a list of messages")
+    if not messages:
+        raise NoAnswer(f"{where} is empty")
+    return tuple(_message(one, f"{where}[{at}]") for at, one in enumerate(messages))
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise NoAnswer(f"{where} is {type(message).__name__}, not a message")
+    plain: dict[str, Any] = {str(k): value for k, value in message.items() if value is not None}
+    role = plain.get("role")
+    if role not in ROLES:
+        hint = nearest(str(role), ROLES) or f"one of {', '.join(ROLES)}"
+        raise NoAnswer(f"{where}.role is {role!r} ({hint})")
+    calls = plain.pop("tool_calls", ())
+    if calls and role != "assistant":
+        raise NoAnswer(f"{where}.tool_calls: only an assistant calls tools, not `{role}`")
+    if "content" not in plain and not calls and "reasoning_content" not in plain:
+        raise NoAnswer(f"{where}.content is missing")
+    plain["content"] = _text(plain.get("content", ""), f"{where}.content")
+    if not isinstance(plain.get("reasoning_content", ""), str):
+        raise NoAnswer(f"{where}.reasoning_content is not text")
+    if calls:
+        if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
+            raise NoAnswer(f"{where}.tool_calls is {type(calls).__name__}, not a list")
+        plain["tool_calls"] = [
+            _call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(calls)
+        ]
+    return plain
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise NoAnswer(f"{where} is {type(content).__name__}, neither text nor parts of text")
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise NoAnswer(f"{where}[{at}] is a part of type `{kind}`; only text can be rendered")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call, given as OpenAI's API writes it or as the function's name and arguments alone."""
+    if not isinstance(call, Mapping):
+        raise NoAnswer(f"{where} is {type(call).__name__}, not a call")
+    plain = {str(key): value for key, value in call.items() if value is not None}
+    function = plain.pop("function", None)
+    if function is None:
+        function = {key: plain.pop(key) for key in ("name", "arguments") if key in plain}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise NoAnswer(f"{where}.function.name is not text")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except msgspec.DecodeError as error:
+            raise NoAnswer(f"{where}.function.arguments: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise NoAnswer(f"{where}.function.arguments is {type(arguments).__name__}, not an object")
+    function = {**function, "arguments": dict(arguments or {})}
+    return {**plain, "type": plain.get("type", "function"), "function": function}
+
+
+def tool_name(function: Tool) -> str:
+    """What the model calls it. Raises NoAnswer for what has no name of its own (a partial)."""
+    name = getattr(function, "__name__", None)
+    if not callable(function) or not isinstance(name, str) or not name.isidentifier():
+        raise NoAnswer(f"a tool is a function with a name, not {type(function).__name__}")
+    return name
+
+
+def tool_schema(function: Tool) -> dict[str, Any]:
+    """A function as chat templates and OpenAI's API describe a tool: from its signature, and from
+    its docstring in Google's, numpy's or Sphinx's form.
+
+    Raises NoAnswer for a parameter that has no annotation, or one that JSON has no values for.
+    """
+    about, of_parameters = described(inspect.getdoc(function) or "")
+    form = arguments_of(function)
+    schemas, components = msgspec.json.schema_components([form])
+    whole = _inlined(schemas[0], components, ())
+    properties = whole.get("properties", {})
+    for name, schema in properties.items():
+        schema.pop("default", None)
+        if name in of_parameters:
+            schema["description"] = of_parameters[name]
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": whole.get("required", []),
+    }
+    function_schema = {"name": tool_name(function), "description": about, "parameters": parameters}
+    return {"type": "function", "function": function_schema}
+
+
+def arguments_of(function: Tool) -> type[msgspec.Struct]:
+    """The arguments of a function as a type that `msgspec.convert` can make of JSON's values.
+
+    Fields with a default are None there where nothing is given. Raises NoAnswer as `tool_schema`.
+    """
+    name = tool_name(function)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError, NameError) as error:
+        raise NoAnswer(f"tool `{name}`: {error}") from error
+    fields: list[Any] = []
+    for parameter in parameters:
+        what = f"parameter `{parameter.name}` of tool `{name}`"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise NoAnswer(f"{what} cannot be given by name: {parameter}")
+        if parameter.name not in hints:
+            raise NoAnswer(f"{what} has no annotation")
+        kind = hints[parameter.name]
+        try:
+            msgspec.json.schema(kind)
+        except (TypeError, ValueError) as error:
+            raise NoAnswer(f"{what}: {kind} is no type of JSON's values") from error
+        given = () if parameter.default is parameter.empty else (None,)
+        fields.append((parameter.name, kind, *given))
+    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """A schema with what it refers to in its place: models read it, not programs."""
+    if isinstance(schema, list):
+        return [_inlined(one, components, within) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name in within:
+            raise NoAnswer(f"`{name}` holds itself: no type for a tool's parameter")
+        return _inlined(components[name], components, (*within, name))
+    plain = {
+        key: _inlined(one, components, within)
+        for key, one in schema.items()
+        if key != "title" or not isinstance(one, str)
+    }
+    match plain:
+        case {"enum": [*values]} if all(isinstance(value, str) for value in values):
+            return {"type": "string", **plain}
+        case {"anyOf": [dict(one), {"type": "null"}]}:
+            return {**one, "nullable": True}  # as transformers says it to templates
+        case _:
+            return plain
+
+
+_SECTION = re.compile(
+    r"^(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?)"
+    r"(:\s*|\n-{3,}\s*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SPHINX = re.compile(r"^:(\w+)\s*([^:\n]*):[ \t]*(.*(?:\n[ \t]+.*)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^\*{0,2}(\w+)[ \t]*(?:\([^)\n]*\))?[ \t]*:[ \t]*(.*(?:\n[ \t]+.*)*)", re.M)
+
+
+def described(doc: str) -> tuple[str, dict[str, str]]:
+    """What a docstring (without its indentation) says of the function, and of each parameter.
+
+    Example: ``described("Add.\\n\\nArgs:\\n    a: One.") == ("Add.", {"a": "One."})``.
+    """
+    of_parameters: dict[str, str] = {}
+    for found in _SPHINX.finditer(doc):
+        if found[1] in ("param", "parameter", "arg") and found[2]:
+            of_parameters[found[2].split()[-1]] = " ".join(found[3].split())
+    doc = _SPHINX.sub("", doc)
+    sections = list(_SECTION.finditer(doc))
+    for at, section in enumerate(sections):
+        if not section[1].lower().startswith(("arg", "param")):
+            continue
+        body = doc[section.end() : sections[at + 1].start() if sections[at + 1 :] else None]
+        numpys = section[2].startswith("\n")
+        for found in _ENTRY.finditer(inspect.cleandoc("\n" + body)):
+            said = found[2].partition("\n")[2] if numpys else found[2]
+            of_parameters[found[1]] = " ".join(said.split())
+    about = doc[: sections[0].start() if sections else None]
+    return "\n".join(line.rstrip() for line in about.strip().splitlines()), of_parameters

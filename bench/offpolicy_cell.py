@@ -105,10 +105,10 @@ class Bench:
         self._rows = self._task.rows("train")
         self._eval_rows = self._task.rows("eval")
 
-    def settings(self, objective: str) -> Settings:
+    def settings(self, objective: str, step: int) -> Settings:
         """What a step obeys: the configuration's, with this objective in it."""
         return changed_settings(
-            settings_in_force(self._config),
+            settings_in_force(self._config, step),
             OBJECTIVES[objective],
             max_tokens=self._config.sampling.max_tokens,
         )
@@ -117,7 +117,6 @@ class Bench:
         """Train a cell from its start, and evaluate it as a run is evaluated."""
         assert cell.seed == self._config.run.seed
         began_s, steps = time.process_time(), self._config.run.steps
-        settings = self.settings(cell.objective)
         evaluated = evaluated_versions(steps, self._config.evaluation.every)
         queue: StaleQueue[TrainBatch] = StaleQueue(eta=cell.eta, steps=steps)
         rewards: list[tuple[int, float]] = []
@@ -133,6 +132,7 @@ class Bench:
                 break
             queue.fill(version, lambda step: self._batch(step, version, digest))  # noqa: B023
             try:
+                settings = self.settings(cell.objective, version)
                 figures.append(self.trainer.train(queue.take(version), settings).figures)
             except NonFinite:
                 diverged_at = version

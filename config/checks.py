@@ -204,6 +204,30 @@ def _check_numbers(config: Config) -> Iterator[str]:
         yield f"trainer.learning_rate: {trainer.learning_rate:g} is more than {LEARNING_RATE_MAX:g}"
 
 
+def _check_schedule(config: Config) -> Iterator[Problem]:
+    trainer, steps = config.trainer, config.run.steps
+    end = trainer.schedule_steps or steps
+    if trainer.warmup_steps > end:
+        yield Problem(
+            text=f"trainer.warmup_steps: {trainer.warmup_steps} is more than the {end} steps of"
+            " the schedule: the rate would not reach its peak",
+            hint="fewer, or more run.steps (trainer.schedule_steps, where it is given)",
+        )
+    if trainer.schedule == "constant":
+        for name in ("learning_rate_min", "schedule_steps"):
+            if getattr(trainer, name):
+                yield Problem(
+                    text=f"trainer.{name}: a constant rate does not fall",
+                    hint='trainer.schedule = "linear" or "cosine"',
+                )
+    elif end < steps and not trainer.learning_rate_min:
+        yield Problem(
+            text=f"trainer.schedule_steps: {end} of {steps} run.steps: the others would learn"
+            " nothing, at a rate of 0",
+            hint="trainer.learning_rate_min = 0.1, say, or as many steps as the run has",
+        )
+
+
 def _check_timing(config: Config) -> Iterator[str]:
     timing = config.timing
     if timing.lease_s <= 2 * timing.heartbeat_s:
@@ -305,6 +329,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_groups,
     _check_lengths,
     _check_numbers,
+    _check_schedule,
     _check_timing,
     _check_advantages,
     _check_trainer,

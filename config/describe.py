@@ -219,6 +219,8 @@ def _type(written: str) -> str:
     plain = written.removesuffix(" | None")
     if plain.startswith("objectives."):
         return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
+    if typing.get_origin(named := getattr(model, plain, None)) is typing.Literal:
+        return _choice(typing.get_args(named))
     return _TYPES.get(plain) or _literal(plain)
 
 

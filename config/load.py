@@ -57,6 +57,36 @@ _MISSING = re.compile(r"^Object missing required field `(?P<key>[^`]*)`$")
 
 Table = dict[str, Any]
 
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "adam_beta1": "trainer.betas",
+    "beta": "objective.kl",
+    "clip_ratio_high": "objective.clip_high",
+    "clip_ratio_low": "objective.clip_low",
+    "epsilon": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "gradient_accumulation_steps": "trainer.gradient_accumulation",
+    "kl_coef": "objective.kl",
+    "kl_loss_coef": "objective.kl",
+    "lr": "trainer.learning_rate",
+    "lr_scheduler": "trainer.schedule",
+    "lr_scheduler_type": "trainer.schedule",
+    "lr_warmup_steps": "trainer.warmup_steps",
+    "max_completion_length": "sampling.max_tokens",
+    "max_grad_norm": "trainer.grad_norm_max",
+    "grad_clip": "trainer.grad_norm_max",
+    "max_steps": "run.steps",
+    "min_lr_ratio": "trainer.learning_rate_min",
+    "num_generations": "groups.size",
+    "num_iterations": "trainer.minibatches",
+    "per_device_train_batch_size": "trainer.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
+    "warmup_ratio": "trainer.warmup_steps",
+}
+"""What trl and verl call keys, with ours; `per_device_train_batch_size` counts rows, ours tokens.
+verl's `ppo_mini_batch_size` is not among them: `trainer.minibatches` is their number, not their
+size, and a hint of one name would mislead."""
+
 
 def load_config(
     path: Path, overrides: Sequence[str], *, paradigm: str = "", stored: bool = False
@@ -239,6 +269,8 @@ def _check_objective(given: Any) -> None:
 
 
 def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
+    if elsewhere_called := ELSEWHERE.get(key):
+        return f"it is `{elsewhere_called}` here"
     elsewhere = [name for name in _ALL_KEYS if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"did you mean `{elsewhere[0]}`?"

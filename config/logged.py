@@ -16,11 +16,13 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.model import LOGGED, Config
+from dora_pipe.config.schedule import rate_of
 
 OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "groups": {"failed_share_max": None},
     "sampling": {"logprobs": "raw"},
     "task": {"special_tokens": "parse"},
+    "trainer": {"weight_decay_exclude": "none"},
 }
 """By section, keys that are younger than the first logs and whose default is not the older way."""
 
@@ -73,12 +75,29 @@ def logged_keys(config: Config) -> dict[str, Any]:
     return found
 
 
-def settings_in_force(config: Config) -> dict[str, float | int | str | bool]:
-    """What a training step obeys, as `take batch` carries it: logged keys, own options."""
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of a step under this configuration."""
+    trainer = config.trainer
+    return rate_of(
+        step,
+        peak=trainer.learning_rate,
+        schedule=trainer.schedule,
+        warmup=trainer.warmup_steps,
+        end=trainer.schedule_steps or config.run.steps,
+        least=trainer.learning_rate_min,
+    )
+
+
+def settings_in_force(config: Config, step: int) -> dict[str, float | int | str | bool]:
+    """What a training step obeys, as `take batch` carries it: logged keys, own options.
+
+    `trainer.learning_rate` is that of the step: what the schedule makes of the peak.
+    """
     found = {
         key: value
         for key, value in logged_keys(config).items()
         if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
     }
+    found["trainer.learning_rate"] = learning_rate(config, step)
     own = config.objective.options.items()
     return found | {f"objective.options.{key}": value for key, value in own}

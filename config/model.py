@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
+from dora_pipe.config.schedule import Schedule
 from dora_pipe.schemas.topics import PATTERN
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -25,6 +26,7 @@ Siblings = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+WeightDecayExclude = Literal["vectors", "none"]
 RecordBytes = Annotated[int, Meta(ge=64 * 1024, le=31 * 1024 * 1024)]
 
 
@@ -409,11 +411,21 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Which engine: torch, deepspeed (which has the keys from `ranks` to `dtype`; docs/training.md)
     or `module:attribute` of your own (docs/extending.md)."""
     learning_rate: PositiveFloat = 1e-5
-    """Constant; it may be changed between steps."""
+    """Its peak, where there is a schedule; it may be changed between steps."""
+    schedule: Schedule = "constant"
+    """How the rate goes on from its peak: it stays, or falls on a line or half a cosine."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the rate grows to its peak."""
+    learning_rate_min: Share = 0.0
+    """What a schedule falls to, as a share of the peak."""
+    schedule_steps: NonNegative = 0
+    """Steps after which it has fallen, warm-up among them; 0: `run.steps`, as it is in force."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW; below 1."""
     weight_decay: NonNegativeFloat = 0.0
     """Of AdamW."""
+    weight_decay_exclude: WeightDecayExclude = "vectors"
+    """What weight decay leaves alone: tensors of one dimension (norms and biases), or none."""
     grad_norm_max: PositiveFloat = 1.0
     """Longer gradients are scaled down to this norm."""
     minibatches: Positive = 1
@@ -492,7 +504,8 @@ run.name run.seed model.path model.dtype task.kind task.data task.eval_data task
 task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 evaluation objective.options lora trainer.kind trainer.betas trainer.weight_decay
-trainer.micro_batch_tokens bus.partitions
+trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps trainer.learning_rate_min
+trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
 trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
 """
 FROZEN = frozenset(_FROZEN.split())

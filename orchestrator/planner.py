@@ -267,7 +267,7 @@ def _take_batch(draft: Draft) -> None:
             step=at.step,
             attempt=state.attempt,
             groups=groups,
-            settings=settings_in_force(state.config),
+            settings=settings_in_force(state.config, at.step),
             pins=pinned(state),
             reason=f"{len(state.finished)} groups finished; the earliest deadlines go first",
         )

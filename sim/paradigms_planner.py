@@ -170,7 +170,7 @@ def _take_batch(state: State, found: list[AnyDecision]) -> None:
         return
     assert state.config is not None
     groups = tuple(state.groups[one.group].taken() for one in batch)
-    settings = settings_in_force(state.config)
+    settings = settings_in_force(state.config, at.step)
     reason = "the earliest deadlines"
     decision = TakeBatch(
         step=at.step,

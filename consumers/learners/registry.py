@@ -159,6 +159,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
     options = TorchOptions(
         betas=section.betas,
         weight_decay=section.weight_decay,
+        weight_decay_exclude=section.weight_decay_exclude,
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
@@ -189,6 +190,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         dtype=section.dtype,
         betas=section.betas,
         weight_decay=section.weight_decay,
+        weight_decay_exclude=section.weight_decay_exclude,
         lora=_adapter(config.lora),
         temperature=config.sampling.logprob_temperature,
     )

@@ -38,7 +38,8 @@ class StepSettings(
     Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
     """
 
-    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=LEARNING_RATE_MAX)]
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=LEARNING_RATE_MAX)]
+    """Of this step; 0 where a schedule has come to its end."""
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]

@@ -16,7 +16,7 @@ from typing import Final
 from dora_pipe.catalogue.account import EvaluationEnded, StepEnded, rewards_of
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.trackers.port import Figure, Spread
-from dora_pipe.schemas.control import RunStarted
+from dora_pipe.schemas.control import RunStarted, StepCommitted
 
 FIGURES: Final = {
     "reward/valid": "Mean of the batch's valid rewards.",
@@ -29,6 +29,7 @@ FIGURES: Final = {
     "staleness/bound": "`max_staleness` as it stood at the newest dispatch.",
     "train/*": "Every figure of the commit: `loss`, `grad_norm`, `ratio_mean`, `clipped_share`, "
     "`kl`, `tokens` and so on.",
+    "train/learning_rate": "Of the step, as its batch decision has it.",
     "ratio/effective_sample_ratio": "Effective sample size over the number of trajectories.",
     "ratio/mismatch_staleness_*": "Mean |ln(mean ratio)| of the trajectories of this staleness, "
     "trained policy to sampler.",
@@ -113,6 +114,7 @@ class FigureStats(RunStats):
                     **_rewards(step, ended),
                     **_staleness(step, self.bound),
                     **{f"train/{name}": value for name, value in ended.fact.figures.items()},
+                    **_rate(ended.fact),
                     **_ratios(self._contributed(ended)),
                     **_times(step, ended, now.sampled - before.sampled),
                     **self._worker_figures(),
@@ -193,6 +195,12 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, Figur
         "throughput/trained_trajectories_per_s": trajectories / step.seconds,
         "throughput/sampled_tokens_per_s": sampled / step.seconds,
     }
+
+
+def _rate(fact: StepCommitted) -> dict[str, Figure]:
+    """The step's learning rate; a user's own trainer may have none."""
+    rate = fact.settings.get("trainer.learning_rate")
+    return {"train/learning_rate": rate} if isinstance(rate, float) else {}
 
 
 def _counts(group: str, before: Counter[str], now: Counter[str]) -> dict[str, Figure]:

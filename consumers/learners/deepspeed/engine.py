@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dora_pipe.config.model import WeightDecayExclude
 from dora_pipe.consumers.learners.deepspeed import import_deepspeed
 from dora_pipe.consumers.learners.torch.lora import LoraOptions, Pairs
 from dora_pipe.consumers.learners.torch.model import Passage, build, head_is_all, score, untied
-from dora_pipe.consumers.learners.torch.optimizer import MOMENTS
+from dora_pipe.consumers.learners.torch.optimizer import MOMENTS, decay_groups
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
 
@@ -38,6 +39,7 @@ class EngineOptions:
     dtype: Literal["float32", "bfloat16"] = "float32"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    weight_decay_exclude: WeightDecayExclude = "none"
     device: str = "cpu"
     """`cpu` or `cuda:N`."""
     lora: LoraOptions | None = None
@@ -98,9 +100,8 @@ class Engine:
         self.names: tuple[str, ...] = tuple(stored)
         """Of what is stored, sorted: parameters and persistent buffers, or the adapter's."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
-        self._adamw = torch.optim.AdamW(
-            parameters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay
-        )
+        groups = decay_groups(parameters, options.weight_decay, options.weight_decay_exclude)
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
         self._engine: Any = import_deepspeed(options.device).initialize(
             model=module, optimizer=self._adamw, config=_config(options), dist_init_required=False
         )[0]

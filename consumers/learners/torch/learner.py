@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from dora_pipe.config.model import WeightDecayExclude
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (
@@ -59,6 +60,7 @@ class TorchOptions:
 
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    weight_decay_exclude: WeightDecayExclude = "none"
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
@@ -182,6 +184,7 @@ class TorchLearner:
             list(self._model.parameters()),
             betas=self._options.betas,
             weight_decay=self._options.weight_decay,
+            exclude=self._options.weight_decay_exclude,
         )
 
     def _score_later(self, updates: Sequence[Sequence[Pass]]) -> None:

@@ -8,17 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from dora_pipe.config.model import WeightDecayExclude
 from dora_pipe.consumers.learners.torch.model import read_tensor, tensor_source
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.safetensors_file import TensorSource, mapped, read_entries, write_tensors
 
 STEPS: Final = "steps"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+def decay_groups(
+    parameters: Sequence[Tensor], weight_decay: float, exclude: WeightDecayExclude
+) -> list[dict[str, Any]]:
+    """AdamW's groups of parameters: those that decay, and vectors apart where they do not.
+
+    One group wherever one will do: that is how older optimizers were made, to their bits.
+    """
+    apart = weight_decay > 0 and exclude == "vectors"
+    kept = [one for one in parameters if apart and one.ndim <= 1]
+    decaying = [one for one in parameters if not apart or one.ndim > 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [one for one in groups if one["params"]]
 
 
 class Optimizer:
@@ -30,12 +48,12 @@ class Optimizer:
         *,
         betas: tuple[float, float],
         weight_decay: float,
+        exclude: WeightDecayExclude = "none",
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._adamw = torch.optim.AdamW(
-            self._parameters, lr=0.0, betas=betas, weight_decay=weight_decay
-        )
+        groups = decay_groups(self._parameters, weight_decay, exclude)
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas)
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -121,7 +121,7 @@ def test_what_is_shown_is_read_back_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_settings_of_a_step_hold_the_keys_of_the_kind_and_no_empty_ones() -> None:
-    found = settings_in_force(config(kind="topr"))
+    found = settings_in_force(config(kind="topr"), 0)
     named = {key for key in found if key.startswith("objective.")}
     assert named == {"objective.kind", *(f"objective.{key}" for key in uses({"kind": "topr"}))}
     assert None not in found.values()
@@ -169,7 +169,7 @@ def test_key_that_was_changed_is_not_forgotten() -> None:
 def test_own_kind_has_the_keys_of_all_and_its_options_reach_the_step(tmp_path: Path) -> None:
     own = config(kind="mine:MINE", mask="token", options={"beta": 2.0, "how": "soft"})
     assert own.objective.proximal == "behaviour" and own.objective.clip_low is None
-    found = settings_in_force(own)
+    found = settings_in_force(own, 0)
     assert found["objective.options.beta"] == 2.0 and found["objective.options.how"] == "soft"
     assert step_settings({**OF_TRAINER, **found}).objective == own.objective
     file = tmp_path / "run.toml"

@@ -136,6 +136,41 @@ def test_step_is_that_of_a_plain_implementation(
         assert close.float().mean() > 0.995, name
 
 
+@pytest.mark.parametrize("exclude", ["none", "vectors"])
+def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone_where_told(
+    qwen2: Policy, exclude: Any, tmp_path: Path
+) -> None:
+    batch, rate, decay = make_batch(seed=3, groups=2, siblings=2), 1e-2, 0.5
+    after: dict[float, dict[str, Tensor]] = {}
+    for used in (0.0, decay):
+        trainer = qwen2.trainer(weight_decay=used, weight_decay_exclude=exclude)
+        trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1, "trainer.learning_rate": rate})
+        named = trainer._model.parameters()
+        after[used] = {name: one.detach().clone() for name, one in named}
+    before = {name: one.detach() for name, one in qwen2.trainer()._model.parameters()}
+    vectors = {name for name, one in before.items() if one.ndim == 1}
+    assert vectors and vectors != set(before)
+    for name, start in before.items():
+        shrunk = 0.0 if exclude == "vectors" and name in vectors else rate * decay
+        expected = after[0.0][name] - start * shrunk
+        assert torch.allclose(after[decay][name], expected, rtol=0, atol=1e-6), name
+
+
+def test_optimizer_state_goes_from_one_group_to_two_and_back(qwen2: Policy, tmp_path: Path) -> None:
+    batch = make_batch(seed=3, groups=2, siblings=2)
+    files: list[Path] = []
+    for number, exclude in enumerate(["none", "vectors", "none"]):
+        trainer = qwen2.trainer(weight_decay=0.1, weight_decay_exclude=exclude)
+        if files:
+            digest = qwen2.manifest.digest
+            trainer.load(qwen2.weights, digest=digest, optimizer=files[0])
+        else:
+            trainer.train(batch, SETTINGS)
+        files.append(tmp_path / str(number))
+        trainer.save_optimizer(files[-1])
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 class TorchModelState:
     """Weights of a file into a network that transformers made."""
 

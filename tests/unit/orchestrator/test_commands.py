@@ -56,7 +56,26 @@ def test_set_is_in_force_from_the_next_step_and_stands_in_the_batch() -> None:
     assert stage.batch.settings["objective.kl"] == 0.25
     used = {"objective.kind", *(f"objective.{name}" for name in BUILT_IN["grpo"].keys)}
     expected = used | {one for one in LOGGED if one.startswith("trainer.")}
-    assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config))
+    assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config, 0))
+
+
+def test_batch_of_a_step_has_the_rate_of_that_step_and_set_changes_the_peak() -> None:
+    stage = running(
+        run__steps=4,
+        trainer__learning_rate=0.5,
+        trainer__schedule="linear",
+        trainer__warmup_steps=2,
+    )
+    rates = []
+    for step in range(4):
+        stage.finish_all()
+        if step == 2:
+            stage.tell(records.command("set", trainer__learning_rate=4.0))
+        assert stage.batch is not None
+        rates.append(stage.batch.settings["trainer.learning_rate"])
+        stage.commit()
+        stage.settle()
+    assert rates == [0.25, 0.5, 0.5, 2.0]
 
 
 def test_batch_in_training_keeps_its_settings_when_they_change() -> None:

@@ -1,0 +1,119 @@
+"""The learning rate of a step is a function of the step and the configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.config.load import ELSEWHERE, from_plain, leaves
+from dora_pipe.config.logged import learning_rate, logged_config, settings_in_force
+from dora_pipe.config.schedule import rate_of
+from dora_pipe.core.errors import ConfigError
+
+FALLING = st.sampled_from(["linear", "cosine"])
+SHAPES = st.tuples(st.integers(0, 50), st.integers(1, 400)).map(
+    lambda pair: {"warmup": pair[0], "end": pair[0] + pair[1]}
+)
+LEAST = st.floats(0, 1)
+
+
+def config(**trainer: Any) -> Any:
+    return from_plain(
+        {
+            "run": {"name": "r", "steps": 40},
+            "model": {"path": "m"},
+            "task": {"kind": "arithmetic"},
+            "trainer": trainer,
+        }
+    )
+
+
+@given(FALLING, SHAPES, LEAST)
+def test_rate_grows_in_equal_parts_to_its_peak_then_falls_to_the_least_and_stays(
+    schedule: Any, shape: dict[str, int], least: float
+) -> None:
+    warmup, end = shape["warmup"], shape["end"]
+    rates = [
+        rate_of(step, peak=2.0, schedule=schedule, least=least, **shape) for step in range(end + 3)
+    ]
+    assert rates[:warmup] == [2.0 * (step + 1) / warmup for step in range(warmup)]
+    assert rates[warmup] == pytest.approx(2.0, rel=1e-15)
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert rates[end:] == [2.0 * least] * 3
+    assert all(0 <= one <= 2.0 for one in rates)
+
+
+@given(FALLING, SHAPES, LEAST)
+def test_no_step_falls_by_more_than_its_share_of_the_curve(
+    schedule: Any, shape: dict[str, int], least: float
+) -> None:
+    steepest = 1.0 if schedule == "linear" else math.pi / 2
+    length = shape["end"] - shape["warmup"]
+    for step in range(shape["warmup"], shape["end"]):
+        now, after = (
+            rate_of(at, peak=1.0, schedule=schedule, least=least, **shape)
+            for at in (step, step + 1)
+        )
+        assert now - after <= (1 - least) * steepest / length + 1e-12
+
+
+@given(st.integers(0, 400), SHAPES)
+def test_cosine_is_that_of_the_library_to_its_last_digits(step: int, shape: dict[str, int]) -> None:
+    ours = rate_of(step, peak=1.0, schedule="cosine", least=0.0, **shape)
+    if shape["warmup"] <= step <= shape["end"]:
+        gone = (step - shape["warmup"]) / (shape["end"] - shape["warmup"])
+        assert ours == pytest.approx((1 + math.cos(math.pi * gone)) / 2, abs=4e-16)
+
+
+@given(st.integers(0, 1000), st.floats(1e-9, 10))
+def test_constant_rate_without_warm_up_is_the_configured_one_to_its_bits(
+    step: int, peak: float
+) -> None:
+    assert rate_of(step, peak=peak, schedule="constant", warmup=0, end=4, least=0.0) == peak
+
+
+def test_settings_of_a_step_have_its_rate_and_no_other_key_of_the_schedule() -> None:
+    plain = config(learning_rate=0.5)
+    falling = config(learning_rate=0.5, schedule="linear", warmup_steps=10)
+    assert settings_in_force(falling, 4)["trainer.learning_rate"] == 0.25
+    assert settings_in_force(falling, 25)["trainer.learning_rate"] == 0.25
+    assert settings_in_force(falling, 9) == settings_in_force(plain, 9)
+
+
+def test_log_without_these_keys_keeps_one_rate_and_decays_everything() -> None:
+    young = ("schedule", "warmup_steps", "learning_rate_min", "schedule_steps")
+    plain = msgspec.to_builtins(config(learning_rate=0.5, weight_decay=0.1))
+    for name in (*young, "weight_decay_exclude"):
+        del plain["trainer"][name]
+    older = logged_config(plain)
+    assert older.trainer.weight_decay_exclude == "none"
+    assert {learning_rate(older, step) for step in range(100)} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [
+        ({"warmup_steps": 41}, "trainer.warmup_steps"),
+        ({"warmup_steps": 11, "schedule": "linear", "schedule_steps": 10}, "trainer.warmup_steps"),
+        ({"learning_rate_min": 0.1}, "trainer.learning_rate_min"),
+        ({"schedule_steps": 4}, "trainer.schedule_steps"),
+        ({"schedule": "cosine", "schedule_steps": 39}, "trainer.schedule_steps"),
+    ],
+)
+def test_schedule_that_cannot_be_meant_is_refused(trainer: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: ") as found:
+        config(**trainer)
+    assert found.value.hint
+
+
+def test_names_of_other_systems_are_answered_with_ours() -> None:
+    assert set(ELSEWHERE.values()) <= set(leaves(config()))
+    for name, ours in ELSEWHERE.items():
+        with pytest.raises(ConfigError, match=f"unknown key `trainer.{name}`") as found:
+            config(**{name: 1})
+        assert f"`{ours}`" in (found.value.hint or "")

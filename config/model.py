@@ -75,6 +75,10 @@ class Task(Section, frozen=True, kw_only=True):
     """A reward that takes longer is killed; its trajectory is invalid."""
     environment_timeout_s: PositiveFloat = 10.0
     """The same for a prompt and for one step of an environment."""
+    tool_timeout_s: NonNegativeFloat = 0.0
+    """The same for a tool, which the model is told of; 0: as long as a step of an environment."""
+    retries_max: NonNegative = 3
+    """How often a call that raised `Retry` is made again before its trajectory is invalid."""
     turns_max: Positive = 8
     """Turns of the model in one trajectory, where there is an environment."""
     special_tokens: Literal["text", "parse"] = "text"

@@ -13,8 +13,10 @@ fault of that call (it raised, hung or killed its process): the trajectory is in
 repeating would not help. `EpisodeLost` is the fault of another: the request may start again.
 
 Between the pool and its processes go frames: a length (4 bytes, big-endian) and JSON. Down the
-pipe: `Setup`, then `Call`s. Up: `Hello` or `Refused`, then exactly one `Answer` per call, in order.
-`End` has no answer. An episode is known by the number of the call that started it.
+pipe: `Setup`, then `Call`s. Up: `Hello` or `Refused`, then exactly one `CallAnswer` per call: in
+order, but for calls of which `Deferred` stands in their place; those are answered at any time
+later. A deferred call that is abandoned is answered too, and nobody listens. `EndEpisode` has no
+answer. An episode is known by the number of the call that started it.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class TaskFailed(Message, frozen=True, kw_only=True):
     """
 
     error: str
-    """Class of what was raised, or `TimedOut`, `ProcessDied`, `NoAnswer`."""
+    """Class of what was raised, or `TimedOut`, `ProcessDied`, `NoAnswer`, `Retry`."""
     message: str
     """One line of at most `MESSAGE_CHARS_MAX` characters."""
 
@@ -151,6 +153,12 @@ class EndEpisode(PipeFrame, frozen=True):
     episode: int
 
 
+class Abandon(PipeFrame, frozen=True):
+    """Cancel a deferred call: its time is up, or its request forgotten."""
+
+    number: int
+
+
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a task brings; equal in every process of a run. Digests are hex sha256."""
 
@@ -186,8 +194,22 @@ class CallAnswer(PipeFrame, frozen=True):
     event: Answered
 
 
-Down = Setup | Call | EndEpisode
-Up = Hello | Refused | CallAnswer
+class Deferred(PipeFrame, frozen=True):
+    """The call with this number goes on beside the others; said again before every further try."""
+
+    number: int
+    pause_s: float = 0.0
+    """It does so after a pause; its time limit begins then."""
+
+
+class Worn(PipeFrame, frozen=True):
+    """The process holds threads that nobody can end, and is to be replaced when it has no call."""
+
+    why: str
+
+
+Down = Setup | Call | EndEpisode | Abandon
+Up = Hello | Refused | CallAnswer | Deferred | Worn
 
 _ENCODER = msgspec.json.Encoder()
 DOWN: Final = msgspec.json.Decoder(Down)

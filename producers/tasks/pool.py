@@ -1,23 +1,20 @@
 """The processes that run a task, driven without threads from one loop.
 
 It decides which process gets a call, when one has hung, and who is to blame when one dies: the
-call that it was working on. What that process had not begun goes to another; episodes that it
-held are lost, and their requests are told so. `poll` never waits unless asked to.
+call that it was working on in its main thread. What that process had not begun, and what it had
+deferred, goes to another; episodes that it held are lost, and their requests are told so. A
+deferred call that is late is abandoned and fails alone. `poll` never waits unless asked to.
 
-Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, a time limit per
-call, and `DEATHS_MAX` processes in a row that die without answering anything.
+Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, `DEFERRED_MAX` that it
+has in all, a time limit per try at a call, `task.retries_max` more tries, and `DEATHS_MAX`
+processes in a row that die without answering anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
-import signal
-import subprocess
-import sys
 from collections import deque
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
@@ -25,13 +22,11 @@ from msgspec.structs import replace
 
 from dora_pipe.config import model
 from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks.calls import (
-    UP,
     Answered,
     Call,
-    EndEpisode,
+    Deferred,
     EnvStep,
     EpisodeLost,
     Forget,
@@ -41,22 +36,19 @@ from dora_pipe.producers.tasks.calls import (
     Refused,
     RewardCall,
     Rewarded,
-    Setup,
     TaskCall,
     TaskEvent,
     TaskFacts,
     TaskFailed,
     Up,
+    Worn,
     one_line,
     pack,
-    unpack,
 )
+from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX, Child, OpenCall
 
 QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
-
-WINDOW: Final = 32
-"""Calls sent to a process ahead of its answers: enough to keep it busy between two polls."""
 
 START_LIMIT_S: Final = 120.0
 """For importing users' modules and reading the data."""
@@ -71,151 +63,8 @@ BACKOFF_MAX_S: Final = 5.0
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
 
-
-READ_BYTES: Final = 1 << 16
-"""What a pipe holds: a shorter read has emptied it."""
-
-READS_MAX: Final = 64
-"""Reads of one process per poll, so that a chatty one cannot hold the loop."""
-
 CLOSE_S: Final = 1.0
 """How long a process may take to close its episodes before it is killed."""
-
-_COMMAND = (sys.executable, "-P", "-m", "dora_pipe.producers.tasks.server")
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""One thread, and the same order of sets in every process: rewards do not depend on it."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpenCall:
-    """A call that has no event yet."""
-
-    request: str
-    number: int
-    frame: bytes
-    limit_ns: int
-    episode: int | None = None
-    """The episode it is bound to; None for a call that any process can do."""
-    forgotten: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Child:
-    """A task process. `sent` are its unanswered calls in order: it works on the first."""
-
-    process: subprocess.Popen[bytes]
-    selector: selectors.BaseSelector
-    born_ns: int
-    inbox: int
-    outbox: int
-    ready: bool = False
-    head_since_ns: int = 0
-    sent: deque[OpenCall] = field(default_factory=deque)
-    pinned: deque[OpenCall] = field(default_factory=deque)
-    """Calls of its episodes that wait for room in `sent`."""
-    episodes: dict[int, str] = field(default_factory=dict)
-    """Number of the episode to its request."""
-    _up: bytearray = field(default_factory=bytearray)
-    _down: bytearray = field(default_factory=bytearray)
-    _writing: bool = False
-
-    @classmethod
-    def start(cls, task: model.Task, selector: selectors.BaseSelector, now_ns: int) -> Child:
-        """Start a process of its own session, so that it can be killed with all it started."""
-        process = subprocess.Popen(
-            [*_COMMAND, f"task of {own_name()}".strip()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        inbox, outbox = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(inbox, False)
-        os.set_blocking(outbox, False)
-        child = cls(process=process, selector=selector, born_ns=now_ns, inbox=inbox, outbox=outbox)
-        selector.register(outbox, selectors.EVENT_READ, child)
-        child._down += pack(Setup(task, os.getpid()))
-        return child
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Calls that wait here, then episodes: for choosing the least loaded."""
-        return len(self.sent) + len(self.pinned), len(self.episodes)
-
-    def send(self, call: OpenCall, now_ns: int) -> None:
-        """Put a call on its way; it leaves with `flush`."""
-        if not self.sent:
-            self.head_since_ns = now_ns
-        self.sent.append(call)
-        self._down += call.frame
-
-    def end(self, episode: int) -> None:
-        """Ask to close an episode."""
-        if self.episodes.pop(episode, None) is not None:
-            self._down += pack(EndEpisode(episode))
-
-    def flush(self) -> None:
-        """Write what the pipe takes. A process that is gone is found out by `read`."""
-        if self._down:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                del self._down[: os.write(self.inbox, self._down)]
-        if bool(self._down) != self._writing:
-            self._writing = bool(self._down)
-            if self._writing:
-                self.selector.register(self.inbox, selectors.EVENT_WRITE, self)
-            else:
-                self.selector.unregister(self.inbox)
-
-    def read(self, *, to_the_end: bool = False) -> tuple[list[Up], bool]:
-        """Frames that have arrived, and whether the pipe has ended.
-
-        Raises ValueError (msgspec's errors are ValueErrors) for what is no frame.
-        """
-        ended = False
-        for _ in range(READS_MAX):
-            try:
-                data = os.read(self.outbox, READ_BYTES)
-            except BlockingIOError:
-                break
-            self._up += data
-            ended = not data
-            if ended or (len(data) < READ_BYTES and not to_the_end):
-                break
-        return [UP.decode(body) for body in unpack(self._up)], ended
-
-    def kill(self) -> int:
-        """SIGKILL to the process and all it started; its exit status. What it wrote is readable."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
-    def release(self) -> None:
-        """Close the pipes."""
-        if self._writing:
-            self.selector.unregister(self.inbox)
-            self._writing = False
-        self.selector.unregister(self.outbox)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def hang_up(self) -> None:
-        """End the pipe to it, so that it closes its episodes and goes."""
-        if self._writing:
-            self.selector.unregister(self.inbox)
-            self._writing = False
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-
-    def wait(self, seconds: float) -> None:
-        """Give it so long to go by itself; it is not reaped here, so that `kill` stays safe."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.outbox, selectors.EVENT_READ)
-            selector.select(seconds)
 
 
 class TaskPool:
@@ -242,7 +91,8 @@ class TaskPool:
         self._children: list[Child] = []
         self._queue: deque[OpenCall] = deque()
         self._open: dict[str, OpenCall] = {}
-        self._episodes: dict[str, tuple[Child, int]] = {}
+        self._episodes: dict[str, tuple[Child, int, bool]] = {}
+        """Where a request's episode is, its number, and whether it has tools."""
         self._lost: dict[str, str] = {}
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
@@ -265,7 +115,7 @@ class TaskPool:
     @property
     def busy(self) -> bool:
         """Whether calls or events wait for the next `poll`."""
-        roomy = [child for child in self._children if self._roomy(child)]
+        roomy = [child for child in self._children if child.roomy]
         return bool(self._events or (roomy and self._queue) or any(c.pinned for c in roomy))
 
     @property
@@ -310,6 +160,9 @@ class TaskPool:
             call.forgotten = True
             with contextlib.suppress(ValueError):
                 self._queue.remove(call)
+            for child in self._children:
+                if call.number in child.deferred:
+                    child.abandon(call, self._clock.now_ns())
         self._lost.pop(request, None)
         if any(event.request == request for event in self._events):
             self._events = [event for event in self._events if event.request != request]
@@ -368,6 +221,8 @@ class TaskPool:
         seconds = self._task.environment_timeout_s
         if isinstance(call, RewardCall):
             seconds = self._task.reward_timeout_s
+        elif held and held[2]:
+            seconds += self._task.tool_timeout_s or seconds
         opened = OpenCall(
             request=call.request, number=self._number, frame=frame, limit_ns=int(seconds * _NS)
         )
@@ -378,17 +233,14 @@ class TaskPool:
             opened.episode = held[1]
             held[0].pinned.append(opened)
 
-    def _roomy(self, child: Child) -> bool:
-        return child.ready and len(child.sent) < WINDOW
-
     def _hand_out(self, now_ns: int) -> None:
         for child in self._children:
-            while child.pinned and self._roomy(child):
+            while child.pinned and child.roomy:
                 call = child.pinned.popleft()
                 if not call.forgotten:
                     child.send(call, now_ns)
         while self._queue:
-            roomy = [child for child in self._children if self._roomy(child)]
+            roomy = [child for child in self._children if child.roomy]
             if not roomy:
                 break
             min(roomy, key=lambda child: child.load).send(self._queue.popleft(), now_ns)
@@ -429,13 +281,26 @@ class TaskPool:
             case Refused():
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
-        first = child.sent[0] if child.sent else None
-        if first is None or (first.number, first.request) != (frame.number, frame.event.request):
-            raise ValueError(f"an answer to call {frame.number}, which is not its turn")
-        call = child.sent.popleft()
-        child.head_since_ns = now_ns
+            case Worn():
+                child.worn = frame.why
+                return
+        call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
+        if isinstance(frame, Deferred):
+            child.defer(call, frame.pause_s, now_ns)
+            if call.tries > self._task.retries_max + 1:
+                raise ValueError(f"call {call.number} was begun {call.tries} times")
+            return
+        if frame.event.request != call.request:
+            raise ValueError(f"an answer to {frame.event.request} for {call.request}")
         self._deaths_in_a_row = 0
         self._settle(child, call, frame.event)
+
+    def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
+        """Take the call that it works on in its main thread."""
+        if not child.sent or child.sent[0].number != number:
+            raise ValueError(f"an answer to call {number}, which is not its turn")
+        child.head_since_ns = now_ns
+        return child.sent.popleft()
 
     def _settle(self, child: Child, call: OpenCall, event: Answered) -> None:
         """Keep account of episodes, and pass an event on whose request was not forgotten."""
@@ -444,7 +309,7 @@ class TaskPool:
             if call.forgotten:
                 child.end(call.number)
             else:
-                self._episodes[call.request] = child, call.number
+                self._episodes[call.request] = child, call.number, bool(event.tools)
         if call.forgotten:
             return
         del self._open[call.request]
@@ -471,11 +336,26 @@ class TaskPool:
                     hint="importing its modules or reading its data takes too long",
                 )
         elif child.sent and now_ns - child.head_since_ns > child.sent[0].limit_ns:
-            seconds = child.sent[0].limit_ns / _NS
-            self._end_process(child, now_ns, "TimedOut", f"timed out after {seconds:g} s")
+            self._end_process(child, now_ns, "TimedOut", _late(child.sent[0]))
+        elif child.over:
+            self._end_process(child, now_ns, "", child.worn)
+        else:
+            self._limit_deferred(child, now_ns)
+
+    def _limit_deferred(self, child: Child, now_ns: int) -> None:
+        """Each has a limit of its own. A process that does not cancel them cannot be used."""
+        for call in child.late(now_ns):
+            if call.forgotten:
+                self._end_process(child, now_ns, "", "its background calls cannot be cancelled")
+                return
+            self._blame(call, "TimedOut", _late(call))
+            child.abandon(call, now_ns)
 
     def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
-        """Kill a process, take the answers it still gave, and settle what it leaves behind."""
+        """Kill a process, take the answers it still gave, and settle what it leaves behind.
+
+        Without an `error` no call is to blame.
+        """
         self._children.remove(child)
         status = child.kill()
         last = len(child.sent)
@@ -485,7 +365,7 @@ class TaskPool:
         child.release()
         message = message or _how_it_ended(status)
         answered_after_all = error == "TimedOut" and len(child.sent) < last
-        if child.sent and not answered_after_all:
+        if error and child.sent and not answered_after_all:
             self._blame(child.sent.popleft(), error, message)
         self._inherit(child, message)
         self._count_death(now_ns, message)
@@ -499,8 +379,14 @@ class TaskPool:
 
     def _inherit(self, child: Child, message: str) -> None:
         """Calls that any process can do go to the front of the queue, in order; episodes end."""
-        left = [call for call in (*child.sent, *child.pinned) if not call.forgotten]
-        self._queue.extendleft(call for call in reversed(left) if call.episode is None)
+        for call in child.deferred.values():
+            call.tries, call.deaths = 0, call.deaths + 1
+            if call.deaths >= DEFERRED_DEATHS_MAX:
+                self._blame(call, "ProcessDied", message)
+                call.forgotten = True
+        calls = (*child.deferred.values(), *child.sent, *child.pinned)
+        left = [call for call in calls if call.episode is None and not call.forgotten]
+        self._queue.extendleft(reversed(left))
         why = one_line(f"the process of its environment ended: {message}")
         for request in child.episodes.values():
             del self._episodes[request]
@@ -539,6 +425,10 @@ class TaskPool:
 
     def _fail(self, request: str, error: str, message: str) -> None:
         self._events.append(TaskFailed(request=request, error=error, message=one_line(message)))
+
+
+def _late(call: OpenCall) -> str:
+    return f"timed out after {call.limit_ns / _NS:g} s"
 
 
 def _how_it_ended(status: int) -> str:

@@ -1,28 +1,39 @@
-"""The process that runs users' code: opens a task and answers calls, one at a time, in order.
+"""The process that runs users' code: opens a task and answers calls.
+
+Functions that give their results at once are called in the main thread, one after the other, in
+order. Calls that await something, or that wait to be tried again, go on beside them, all at the
+same time (`background`).
 
 It decides what counts as an answer: a reward is a number within `REWARD_MAX`, a prompt and an
-observation are text. Whatever the user's code raises is an answer too. It never imports torch by
-itself, speaks over private copies of its standard streams (what users print goes to stderr), and
-dies with the process that started it.
+observation are text or messages. Whatever the user's code raises is an answer too. It never imports
+torch by itself, speaks over private copies of its standard streams (what users print goes to
+stderr), and dies with the process that started it.
 
     python -m dora_pipe.producers.tasks.server      started by `pool.TaskPool`, of no use by hand
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import io
+import itertools
 import math
 import os
+import random
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import msgspec
 
+from dora_pipe.config import model
 from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import (
     MESSAGE_CHARACTERS_MAX,
@@ -32,11 +43,21 @@ from dora_pipe.core.errors import (
     printable,
 )
 from dora_pipe.core.errors import one_line as cut
+from dora_pipe.producers.tasks.background import (
+    HUNG_MAX,
+    Background,
+    Switch,
+    begin,
+    here_or_there,
+    in_loop,
+)
 from dora_pipe.producers.tasks.calls import (
     DOWN,
+    Abandon,
     Answered,
     Call,
     CallAnswer,
+    Deferred,
     Down,
     EndEpisode,
     EnvObserved,
@@ -50,27 +71,53 @@ from dora_pipe.producers.tasks.calls import (
     Setup,
     TaskFacts,
     TaskFailed,
+    Worn,
     one_line,
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Row, Split, Task
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
+from dora_pipe.producers.tasks.port import (
+    Completion,
+    Environment,
+    Observation,
+    Retry,
+    Reward,
+    Row,
+    Split,
+    Task,
+    Tool,
+)
 from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
+from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S, ToolEnvironment
+from dora_pipe.schemas.identity import derive_seed
 from dora_pipe.schemas.wire import REWARD_MAX
 
 READ_BYTES = 1 << 18
 TRACEBACKS_MAX = 20
 """So many tracebacks of users' code are shown per process; errors after them only travel."""
 TRACEBACK_LINES_MAX = 60
+
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+"""Before the second, third, ... try at a call that raised `Retry`: twice as long each time, less up
+to a half of it by chance."""
+
+CLOSE_S = 1.0
+"""For environments whose `close` awaits something, when the process ends."""
 _PR_SET_PDEATHSIG = 1
 
 
 class TaskServer:
-    """An open task with its rows and running episodes."""
+    """An open task with its rows and running episodes.
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    Frames are taken in the main thread, and so are calls whose functions give their results at
+    once. The others go on in `Background` (see there), and are answered from its thread.
+    """
+
+    def __init__(self, task: Task, config: model.Task, write: Callable[[bytes], None]) -> None:
+        """`write`: puts packed frames into the pipe, from either thread."""
+        self._task, self._config, self._write = task, config, write
         self._rows: dict[Split, Sequence[Row]] = {
             "train": task.rows("train"),
             "eval": task.rows("eval"),
@@ -78,54 +125,116 @@ class TaskServer:
         if not len(self._rows["train"]):
             raise TaskError("the training data has no rows")
         self._episodes: dict[int, Environment] = {}
+        self._background = Background()
+        self._running: dict[int, _Running] = {}
+        self._closing: set[Future[None]] = set()
+        self._worn = False
         self._shown = 0
 
     def facts(self) -> TaskFacts:
         """Digests of data and reward; imports the reward's module."""
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
+        kind = type(self._task)
         return TaskFacts(
             train_digest=train,
             train_rows=train_rows,
             eval_digest=evaluation,
             eval_rows=eval_rows,
             reward_digest=reward_digest(self._task),
-            single_turn=type(self._task).environment is Task.environment,
+            single_turn=kind.environment is Task.environment and kind.tools is Task.tools,
         )
 
-    def answer(self, call: Call) -> bytes:
-        """The packed answer to a call; whatever goes wrong in it is an answer."""
-        try:
-            return pack(CallAnswer(call.number, self._event(call)))
-        except (Exception, SystemExit) as error:
-            self._show(error)
-            name, message = type(error).__name__, one_line(str(error))
-            failed = TaskFailed(request=call.call.request, error=name, message=message)
-            return pack(CallAnswer(call.number, failed))
+    def take(self, frame: Call | EndEpisode | Abandon) -> None:
+        """Do what a frame says; whatever goes wrong in a call is an answer."""
+        match frame:
+            case Call():
+                self._begin(frame)
+            case EndEpisode(episode=episode):
+                self.end(episode)
+            case Abandon(number=number):
+                running = self._running.get(number)
+                if running is not None and running.work is not None:
+                    running.work.cancel()
 
     def end(self, episode: int) -> None:
-        """Close an episode, if there is one."""
+        """Close an episode, if there is one, when its call has ended."""
         world = self._episodes.pop(episode, None)
-        try:
-            if world is not None:
-                world.close()
-        except (Exception, SystemExit) as error:
-            self._show(error)  # nobody waits for an answer
+        if world is None:
+            return
+        under_way = [one.ended for one in self._running.values() if one.episode == episode]
+        closing = self._close(world, under_way)
+        if in_loop() or begin(closing) is not None:
+            work = self._background.run(closing)
+            self._closing.add(work)
+            work.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
-        """Close every episode."""
+        """Close every episode; what takes longer than `CLOSE_S` is left."""
+        for number in list(self._running):
+            self.take(Abandon(number))
         for episode in list(self._episodes):
             self.end(episode)
+        wait(list(self._closing), timeout=CLOSE_S)
+        self._background.close()
 
-    def _event(self, call: Call) -> Answered:
+    def _begin(self, call: Call) -> None:
+        ended: Future[None] = Future()
+        work = self._answer(call, ended)
+        switch = begin(work)
+        if switch is not None:
+            self._write(pack(Deferred(call.number, switch.pause_s)))
+            running = _Running(ended=ended, episode=call.episode)
+            self._running[call.number] = running  # its answer takes it out, maybe at once
+            running.work = self._background.run(work)
+
+    async def _answer(self, call: Call, ended: Future[None]) -> None:
+        """Answer a call, in the thread in which it ends."""
+        try:
+            answer = pack(CallAnswer(call.number, await self._tried(call)))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            self._show(error)
+            name = "Retry" if isinstance(error, Retry) else type(error).__name__
+            message = one_line(str(error))
+            failed = TaskFailed(request=call.call.request, error=name, message=message)
+            answer = pack(CallAnswer(call.number, failed))
+        self._running.pop(call.number, None)
+        ended.set_result(None)
+        if isinstance(call.call, RewardCall) and call.episode is not None:
+            self.end(call.episode)
+        self._write(answer)
+        if not self._worn and self._background.hung > HUNG_MAX:
+            self._worn = True
+            self._write(pack(Worn(f"more than {HUNG_MAX} of its threads hang")))
+
+    async def _tried(self, call: Call) -> Answered:
+        """The event of a call, made again as often as it raises `Retry`, if not for ever."""
+        chance = random.Random(derive_seed("retry", call.call.request, call.number))
+        for tries in itertools.count():
+            try:
+                return await self._event(call)
+            except Retry as error:
+                if tries >= self._config.retries_max:
+                    raise
+                sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
+            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * chance.uniform(0.5, 1.0)
+            if in_loop():
+                self._write(pack(Deferred(call.number, pause_s)))
+            else:
+                await Switch(pause_s)
+            await asyncio.sleep(pause_s)
+        raise AssertionError
+
+    async def _event(self, call: Call) -> Answered:
         match call.call:
             case PromptCall() as asked:
-                return self._prompt(call.number, asked)
+                return await self._prompt(call.number, asked)
             case EnvStep(request=request, turn=turn):
                 assert call.episode is not None
-                return observed(request, self._episodes[call.episode].respond(turn))
+                world = self._episodes[call.episode]
+                return observed(request, await here_or_there(world.respond, turn))
             case RewardCall() as asked:
-                return self._score(call.episode, asked)
+                return await self._score(call.episode, asked)
 
     def _row(self, split: Split, index: int) -> Row:
         rows = self._rows[split]
@@ -133,28 +242,39 @@ class TaskServer:
             raise NoAnswer(f"row {index} of {len(rows)} in `{split}`")
         return dict(rows[index])  # a copy: what users change in it does not stay
 
-    def _prompt(self, number: int, call: PromptCall) -> PromptReady:
+    async def _prompt(self, number: int, call: PromptCall) -> PromptReady:
         row = self._row(call.split, call.index)
-        world = self._task.environment(row)
-        text = self._task.prompt(row) if world is None else world.reset(row)
-        if not isinstance(text, str):
-            raise NoAnswer(f"the prompt is {type(text).__name__}, not text")
-        if world is not None:
-            self._episodes[number] = world
-        return PromptReady(request=call.request, text=text, episode=world is not None)
+        tools = tuple(await here_or_there(self._task.tools, row))
+        world = await here_or_there(self._task.environment, row)
+        if world is None and tools:
+            world = ToolEnvironment(self._task, tools)
+        asked = self._task.prompt if world is None else world.reset
+        ready = prompted(call.request, await here_or_there(asked, row), tools)
+        if world is None:
+            return ready
+        self._episodes[number] = world
+        return msgspec.structs.replace(ready, episode=True)
 
-    def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
+    async def _score(self, episode: int | None, call: RewardCall) -> Rewarded:
         found: Any = None
         if episode is not None:
             world = self._episodes[episode]
-            try:
-                found = world.reward(call.text, call.turns)
-            finally:
-                self.end(episode)
+            found = await here_or_there(world.reward, call.text, call.turns)
         if found is None:
             row = self._row(call.split, call.index)
-            found = self._task.reward(row, call.text, call.turns)
+            said = Completion(text=call.text, turns=call.turns, messages=call.messages)
+            found = await here_or_there(self._task.score, row, said)
         return scored(call.request, found)
+
+    async def _close(self, world: Environment, under_way: Sequence[Future[None]]) -> None:
+        try:
+            if under_way:
+                if not in_loop():
+                    await Switch()
+                await asyncio.gather(*map(asyncio.wrap_future, under_way))
+            await here_or_there(world.close)
+        except (Exception, SystemExit) as error:
+            self._show(error)  # nobody waits for an answer
 
     def _show(self, error: BaseException) -> None:
         self._shown += 1
@@ -162,6 +282,15 @@ class TaskServer:
             sys.stderr.write(traceback_of(error))
         if self._shown == TRACEBACKS_MAX:
             sys.stderr.write("task: further tracebacks of this process are not shown\n")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A deferred call: what says that it has ended, its episode, and what cancels it."""
+
+    ended: Future[None]
+    episode: int | None
+    work: Future[None] | None = None
 
 
 def traceback_of(error: BaseException) -> str:
@@ -172,6 +301,23 @@ def traceback_of(error: BaseException) -> str:
         half = TRACEBACK_LINES_MAX // 2
         lines = [*lines[:half], f"... {len(lines) - 2 * half} lines ...", *lines[-half:]]
     return "".join(f"{cut(line, MESSAGE_CHARACTERS_MAX)}\n" for line in lines)
+
+
+def prompted(request: str, said: object, tools: Sequence[Tool]) -> PromptReady:
+    """A prompt as an answer. Raises NoAnswer where it is neither text nor messages."""
+    if isinstance(said, str):
+        if tools:
+            raise NoAnswer("the prompt of a row with tools is text, not messages")
+        return PromptReady(request=request, text=said, episode=False)
+    if not isinstance(said, Sequence):
+        raise NoAnswer(f"the prompt is {type(said).__name__}, neither text nor messages")
+    return PromptReady(
+        request=request,
+        text="",
+        episode=False,
+        messages=normal(said, "prompt"),
+        tools=tuple(map(tool_schema, tools)),
+    )
 
 
 def observed(request: str, seen: object) -> EnvObserved:
@@ -186,6 +332,7 @@ def observed(request: str, seen: object) -> EnvObserved:
         done=bool(seen.done),
         tool=str(seen.tool),
         ok=bool(seen.ok),
+        messages=normal(seen.messages, "messages") if seen.messages else (),
     )
 
 
@@ -244,23 +391,22 @@ def main() -> None:
     _die_with(setup.parent_pid)
     if setup.task.directory:
         sys.path.insert(0, setup.task.directory)
-    opened = _open(setup)
+    TOOL_LIMIT_S.set(setup.task.tool_timeout_s or setup.task.environment_timeout_s)
+    opened = _open(setup, _writer(outbox))
     if isinstance(opened, Refused):
         _write(outbox, pack(opened))
         return
     server, hello = opened
     _write(outbox, pack(hello))
     for frame in frames:
-        if isinstance(frame, EndEpisode):
-            server.end(frame.episode)
-        elif isinstance(frame, Call):
-            _write(outbox, server.answer(frame))
+        if not isinstance(frame, Setup):
+            server.take(frame)
     server.close()
 
 
-def _open(setup: Setup) -> tuple[TaskServer, Hello] | Refused:
+def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
-        server = TaskServer(open_task(setup.task))
+        server = TaskServer(open_task(setup.task), setup.task, write)
         return server, Hello(server.facts())
     except DoraError as error:
         return Refused(error.message, error.hint, isinstance(error, ConfigError))
@@ -295,6 +441,17 @@ def _frames(inbox: int) -> Iterator[Down]:
         buffer += data
         for body in unpack(buffer):
             yield DOWN.decode(body)
+
+
+def _writer(outbox: int) -> Callable[[bytes], None]:
+    """Writes whole frames, from whichever thread."""
+    whole = threading.Lock()
+
+    def write(data: bytes) -> None:
+        with whole:
+            _write(outbox, data)
+
+    return write
 
 
 def _write(outbox: int, data: bytes) -> None:

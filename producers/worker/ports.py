@@ -26,6 +26,7 @@ from dora_pipe.core.errors import (
     DoraError,
     InvariantBroken,
     ResourceError,
+    TaskError,
     reason,
 )
 from dora_pipe.core.runtime import Meter
@@ -340,6 +341,8 @@ class TaskPort:
         return [*forgotten, failed]
 
     def _translated(self, event: TaskEvent) -> Iterator[Any]:
+        if isinstance(event, calls.PromptReady | calls.EnvObserved) and event.messages:
+            raise TaskError("messages need a chat template", hint="give texts")
         if isinstance(event, calls.PromptReady):
             ids = self._texts.prompt_ids(event.text)
             yield PromptReady(request=event.request, token_ids=ids, episode=event.episode)

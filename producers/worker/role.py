@@ -172,6 +172,8 @@ def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
         processes=local.task.processes,
         reward_timeout_s=local.task.reward_timeout_s,
         environment_timeout_s=local.task.environment_timeout_s,
+        tool_timeout_s=local.task.tool_timeout_s,
+        retries_max=local.task.retries_max,
     )
     return msgspec.structs.replace(
         config, task=task, workers=local.workers, timing=local.timing, bus=local.bus
@@ -249,7 +251,9 @@ def _setup(
 ) -> WorkerSetup:
     config, stop_ids = here.config, tokenizer.stop_ids
     # Task calls that are killed by their own time limit are no alarm.
-    calls_s = TASK_CALLS * max(config.task.reward_timeout_s, config.task.environment_timeout_s)
+    task = config.task
+    turn_s = task.environment_timeout_s + (task.tool_timeout_s or task.environment_timeout_s)
+    calls_s = TASK_CALLS * max(task.reward_timeout_s, turn_s)
     return WorkerSetup(
         topics=here.topics,
         worker=here.name,

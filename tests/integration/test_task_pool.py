@@ -12,6 +12,7 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
 from dora_pipe.producers.tasks import calls
+from dora_pipe.producers.tasks import child as child_module
 from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
@@ -168,7 +169,7 @@ def test_row_that_does_not_exist_is_an_error(pool: TaskPool) -> None:
 
 
 def test_more_calls_than_a_window_all_come_back(folder: Path) -> None:
-    count = 40 * pool_module.WINDOW
+    count = 40 * child_module.WINDOW
     with TaskPool(task(folder, processes=2)) as pool:
         for number in range(count):
             pool.submit(score(f"r{number}", "", number % 8))

@@ -35,9 +35,10 @@ HEAVY_HOMES = re.compile(
 )
 """Files that may import torch and its like when they are imported themselves."""
 _CATCH_ALL_HOMES = re.compile(
-    r"((cli|launch)/|core/(runtime|effect_runner)\.py$|producers/tasks/server\.py$)"
+    r"((cli|launch)/|core/(runtime|effect_runner)\.py$|producers/tasks/(server|background)\.py$)"
 )
-"""The task server runs users' code, which may raise anything; the others end in a message."""
+"""The task server and its threads run users' code, which may raise anything; the others end in a
+message."""
 
 # Put together from parts, so that this file does not break the rules it states.
 _UNFINISHED = re.compile(

@@ -10,8 +10,10 @@ from dora_pipe.config import model
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import (
     MESSAGE_CHARS_MAX,
+    Abandon,
     Call,
     CallAnswer,
+    Deferred,
     EndEpisode,
     EnvObserved,
     EnvStep,
@@ -25,6 +27,7 @@ from dora_pipe.producers.tasks.calls import (
     Setup,
     TaskFacts,
     TaskFailed,
+    Worn,
     one_line,
     pack,
     unpack,
@@ -36,6 +39,7 @@ DOWN: list[PipeFrame] = [
     Call(2, 1, EnvStep(request="a", turn=Turn(text='text with "quotes" and ünïcode\n'))),
     Call(3, None, RewardCall(request="b", split="eval", index=0, text="", turns=("a", ""))),
     EndEpisode(1),
+    Abandon(3),
     Setup(model.Task(kind="arithmetic", options={"count": 3}), 42),
 ]
 FACTS = TaskFacts(train_digest="a", train_rows=1, eval_digest="b", eval_rows=0, reward_digest="")
@@ -45,6 +49,8 @@ UP: list[PipeFrame] = [
     CallAnswer(1, PromptReady(request="a", text="text", episode=False)),
     CallAnswer(2, EnvObserved(request="a", text="", done=True, tool="tool", ok=False)),
     CallAnswer(3, Rewarded(request="a", reward=-0.5, raw=None, parts={"a": 1.0})),
+    Deferred(5, 0.5),
+    Worn("its threads hang"),
     CallAnswer(4, TaskFailed(request="a", error="ValueError", message="why")),
 ]
 

@@ -8,12 +8,15 @@ from typing import Any
 import numpy
 import pytest
 
+from dora_pipe.config import model
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks import server
 from dora_pipe.producers.tasks.calls import (
     UP,
     Call,
     CallAnswer,
+    EndEpisode,
+    EnvObserved,
     EnvStep,
     PromptCall,
     RewardCall,
@@ -21,6 +24,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskCall,
     TaskEvent,
     TaskFailed,
+    Up,
     unpack,
 )
 from dora_pipe.producers.tasks.port import (
@@ -72,15 +76,33 @@ class Scripted(Task):
         return self._reward
 
 
+class Served(server.TaskServer):
+    """A server, and what it has written."""
+
+    def __init__(self, task: Task, **config: Any) -> None:
+        self.written = bytearray()
+        super().__init__(task, model.Task(kind="tests:", **config), self._keep)
+
+    def _keep(self, data: bytes) -> None:
+        self.written += data
+
+    def said(self) -> list[Up]:
+        """The frames since the last time."""
+        return [UP.decode(body) for body in unpack(self.written)]
+
+    def answer(self, call: Call) -> TaskEvent:
+        """What a call gives at once."""
+        self.take(call)
+        (frame,) = self.said()
+        assert isinstance(frame, CallAnswer)
+        assert frame.number == call.number
+        return frame.event
+
+
 def answer(task: Task, *calls: Call) -> TaskEvent:
     """What the last of these calls gives."""
-    served = server.TaskServer(task)
-    packed = [served.answer(call) for call in calls][-1]
-    (body,) = unpack(bytearray(packed))
-    decoded = UP.decode(body)
-    assert isinstance(decoded, CallAnswer)
-    assert decoded.number == calls[-1].number
-    return decoded.event
+    served = Served(task)
+    return [served.answer(call) for call in calls][-1]
 
 
 SCORE = Call(7, None, RewardCall(request="a", split="train", index=0, text="t", turns=("t",)))
@@ -147,25 +169,34 @@ def test_a_reward_beyond_the_bound_is_an_error_that_names_the_bound(value: Any) 
     assert "beyond 1e+06" in failed.message
 
 
-@pytest.mark.parametrize("prompt", [None, 3, ["p"]])
-def test_prompt_that_is_no_text_is_an_error(prompt: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        (None, "the prompt is NoneType, neither text nor messages"),
+        (3, "the prompt is int, neither text nor messages"),
+        ([], "prompt is empty"),
+        (["p"], "prompt[0] is str, not a message"),
+    ],
+)
+def test_prompt_that_is_neither_text_nor_messages_is_an_error(prompt: Any, why: str) -> None:
     failed = answer(Scripted(prompt=prompt), PROMPT)
     assert isinstance(failed, TaskFailed)
-    assert "not text" in failed.message
+    assert failed.message == why
 
 
 def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     World.closed = 0
-    served = server.TaskServer(Scripted(world=True))
+    served = Served(Scripted(world=True))
     served.answer(PROMPT)
-    assert b"RuntimeError" in served.answer(
-        of_episode(2, EnvStep(request="a", turn=Turn(text="raise")))
-    )
-    assert b"Observed" in served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
-    served.end(1)
-    served.end(1)
+    failed = served.answer(of_episode(2, EnvStep(request="a", turn=Turn(text="raise"))))
+    assert isinstance(failed, TaskFailed)
+    assert failed.error == "RuntimeError"
+    seen = served.answer(of_episode(3, EnvStep(request="a", turn=Turn(text="go"))))
+    assert isinstance(seen, EnvObserved)
+    served.take(EndEpisode(1))
+    served.take(EndEpisode(1))
     assert World.closed == 1
     assert "cannot close" in capsys.readouterr().err
 
@@ -182,7 +213,7 @@ def test_score_closes_the_episode_even_when_the_reward_is_none(
 
 
 def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> None:
-    served = server.TaskServer(Scripted(reward=None))
+    served = Served(Scripted(reward=None))
     for _ in range(2 * server.TRACEBACKS_MAX):
         served.answer(SCORE)
     said = capsys.readouterr().err
@@ -196,4 +227,4 @@ def test_task_without_training_rows_is_refused() -> None:
             return []
 
     with pytest.raises(TaskError, match="no rows"):
-        server.TaskServer(Empty())
+        Served(Empty())

@@ -1,0 +1,144 @@
+"""Python functions that the model calls: all calls of a turn at the same time, each told what came
+of it. It decides what is the model's mistake, of which it is told, and what is not (`Retry`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.tasks.background import here_or_there
+from dora_pipe.producers.tasks.calls import one_line
+from dora_pipe.producers.tasks.messages import arguments_of, tool_name
+from dora_pipe.producers.tasks.port import (
+    Environment,
+    Observation,
+    Prompt,
+    Retry,
+    Row,
+    Task,
+    Tool,
+    ToolCall,
+    Turn,
+)
+
+CALLS_MAX: Final = 32
+"""Calls of one turn that are made."""
+
+TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
+"""`task.tool_timeout_s` of this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the model is told of a call.
+
+    Example: ``Told(text="error: ZeroDivisionError: division by zero", ok=False)``.
+    """
+
+    text: str
+    ok: bool
+
+
+class ToolEnvironment(Environment):
+    """The episode of a row that has tools and no environment of its own: the model's calls are made
+    until it makes none."""
+
+    def __init__(self, task: Task, functions: Sequence[Tool]) -> None:
+        self._task = task
+        self._functions = functions
+        self._known: dict[int, Told] = {}
+
+    def reset(self, row: Row) -> Prompt:
+        """See Environment."""
+        return self._task.prompt(row)
+
+    def respond(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """See Environment."""
+        return self._call(turn) if turn.tool_calls else Observation(done=True)
+
+    async def _call(self, turn: Turn) -> Observation:
+        seen = await call_tools(self._functions, turn, self._known)
+        self._known.clear()
+        return seen
+
+
+async def call_tools(
+    functions: Sequence[Tool], turn: Turn, known: dict[int, Told] | None = None
+) -> Observation:
+    """Make the calls of a turn and answer them, in their order, with messages of tools.
+
+    Functions run at the same time, each within `task.tool_timeout_s`: those that are not `async` in
+    threads. What was made already, by its place in the turn, stands in `known` and is not made
+    again. Raises Retry, when all others have ended, where a function did.
+    """
+    known = {} if known is None else known
+    by_name = {tool_name(function): function for function in functions}
+    left = {
+        at: asyncio.create_task(_made(by_name, call))
+        for at, call in enumerate(turn.tool_calls[:CALLS_MAX])
+        if at not in known
+    }
+    again: Retry | None = None
+    try:
+        if left:
+            await asyncio.wait(left.values(), timeout=TOOL_LIMIT_S.get())
+        for at, task in left.items():
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if isinstance(error, Retry):
+                again = error
+            else:
+                known[at] = _outcome(task, error)
+    finally:
+        for task in left.values():
+            task.cancel()
+    if again is not None:
+        raise again
+    too_many = Told(text=f"error: only {CALLS_MAX} calls of one turn are made", ok=False)
+    told = [known.get(at, too_many) for at in range(len(turn.tool_calls))]
+    names = dict.fromkeys(call.name for call in turn.tool_calls if call.name in by_name)
+    return Observation(
+        done=False,
+        messages=[_message(call, said) for call, said in zip(turn.tool_calls, told, strict=True)],
+        tool=",".join(names),
+        ok=all(said.ok for said in told),
+    )
+
+
+async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
+    if call.error:
+        return Told(text=f"error: {call.error}", ok=False)
+    function = by_name.get(call.name)
+    if function is None:
+        known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
+        return Told(text=f"error: there is no tool `{call.name}`: {known}", ok=False)
+    try:
+        given: Any = msgspec.convert(call.arguments, arguments_of(function))
+    except msgspec.ValidationError as error:
+        return Told(text=f"error: arguments of `{call.name}`: {error}", ok=False)
+    arguments = {name: getattr(given, name) for name in call.arguments}
+    found = await here_or_there(partial(function, **arguments))
+    text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    return Told(text=text, ok=True)
+
+
+def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
+    if error is not None:
+        return Told(text=f"error: {type(error).__name__}: {one_line(str(error))}", ok=False)
+    if not task.done():
+        return Told(text=f"error: timed out after {TOOL_LIMIT_S.get():g} s", ok=False)
+    if task.cancelled():
+        return Told(text="error: it was cancelled", ok=False)
+    return task.result()
+
+
+def _message(call: ToolCall, told: Told) -> dict[str, Any]:
+    named = {"name": call.name} if call.name else {}
+    return {"role": "tool", "tool_call_id": call.id, **named, "content": told.text}

@@ -1,0 +1,297 @@
+"""Calls that await something go on beside the others, and end, or are tried again, each alone."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.producers.tasks import child as child_module
+from dora_pipe.producers.tasks.calls import (
+    EnvObserved,
+    EnvStep,
+    EpisodeLost,
+    PromptReady,
+    Rewarded,
+    TaskEvent,
+    TaskFailed,
+)
+from dora_pipe.producers.tasks.pool import TaskPool
+from dora_pipe.producers.tasks.port import Turn
+from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score, wait_until_gone
+
+MODULE = """
+import asyncio, os, random, sys, time
+from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
+
+tried = {}
+
+class RateLimited(Retry):
+    pass
+
+class Slow(Environment):
+    async def reset(self, row):
+        await asyncio.sleep(0.01)
+        return "go"
+    async def respond(self, turn):
+        await asyncio.sleep(float(turn.text))
+        return Observation(text="slept", done=False)
+    async def reward(self, text, turns):
+        return None
+    async def close(self):
+        await asyncio.sleep(0.01)
+        print("closed", file=sys.stderr, flush=True)
+
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+async def bad_task():
+    sys.exit(3)
+
+class Awaits(Task):
+    def __init__(self, episodes=False):
+        self.episodes = episodes
+    def rows(self, split):
+        return [{"n": n} for n in range(8)]
+    async def prompt(self, row):
+        return f"row {row['n']}"
+    def environment(self, row):
+        return Slow() if self.episodes else None
+    def reward(self, row, text, turns):
+        what, _, rest = text.partition(" ")
+        if what == "pid": return os.getpid()
+        if what == "die": os._exit(7)
+        if what == "busy": return time.sleep(float(rest)) or 1.0
+        if what == "flaky":  # "flaky NAME TIMES"
+            name, times = rest.split()
+            tried[name] = tried.get(name, 0) + 1
+            if tried[name] <= int(times): raise RateLimited(f"try {tried[name]} of {name}")
+            return float(tried[name])
+        return self.judged(what, rest)
+    async def judged(self, what, rest):
+        if what == "sleep": await asyncio.sleep(float(rest))
+        if what == "raise": raise ValueError("no")
+        if what == "exit": sys.exit(3)
+        if what == "exit in a task": await asyncio.create_task(bad_task())
+        if what == "block": time.sleep(float(rest))
+        if what == "later":
+            await asyncio.sleep(0.2)
+            self.reward({}, rest, ())
+        if what == "stubborn": await stubborn()
+        if what == "mixed":
+            await asyncio.sleep(random.random() * 0.05)
+            return self.reward({}, rest, ())
+        return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "awaiting_task.py").write_text(MODULE)
+    return tmp_path
+
+
+def task(folder: Path, *, limit_s: float = PATIENCE_S, episodes: bool = False) -> model.Task:
+    return model.Task(
+        kind="awaiting_task:Awaits",
+        directory=str(folder),
+        options={"episodes": episodes},
+        reward_timeout_s=limit_s,
+        environment_timeout_s=limit_s,
+    )
+
+
+def named(events: list[TaskEvent]) -> dict[str, TaskEvent]:
+    return {event.request: event for event in events}
+
+
+def test_sixty_four_rewards_of_two_seconds_take_one_process_two_seconds(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.wait()
+        started = time.monotonic()
+        for number in range(64):
+            pool.submit(score(f"r{number}", "sleep 2"))
+        quick = 0
+        while pool.pending > 1:  # what is quick goes on meanwhile
+            quick += isinstance(ask_beside(pool, "quick", "pid"), Rewarded)
+        took_s = time.monotonic() - started
+    assert 2.0 <= took_s < 4.0
+    assert quick > 20
+
+
+def ask_beside(pool: TaskPool, request: str, text: str) -> TaskEvent | None:
+    """The event of one call, others that come are dropped."""
+    pool.submit(score(request, text))
+    found = None
+    while found is None:
+        found = named(pool.poll(wait_s=0.05)).get(request)
+        if pool.pending == 0:
+            break
+    return found
+
+
+def test_a_main_thread_that_is_busy_does_not_stop_what_is_deferred(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("first", "sleep 0.3"))
+        pool.submit(score("busy", "busy 2"))
+        assert [event.request for event in gather(pool, 1)] == ["first"]
+        assert isinstance(gather(pool, 1)[0], Rewarded)
+
+
+def test_a_deferred_call_that_is_late_fails_alone_and_no_process_dies(folder: Path) -> None:
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        before = ask(pool, score("pid", "pid"))
+        pool.submit(score("late", "sleep 60"))
+        pool.submit(score("good", "sleep 0.5"))
+        events = named(gather(pool, 2))
+        assert events["late"] == TaskFailed(
+            request="late", error="TimedOut", message="timed out after 1 s"
+        )
+        assert isinstance(events["good"], Rewarded)
+        assert ask(pool, score("pid", "pid")) == before
+        assert pool.deaths == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("raise", "ValueError"), ("exit", "SystemExit"), ("exit in a task", "SystemExit")],
+)
+def test_what_is_raised_beside_the_others_fails_its_call_alone(
+    folder: Path, text: str, error: str
+) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("good", "sleep 0.3"))
+        pool.submit(score("bad", text))
+        events = named(gather(pool, 2))
+        assert isinstance(events["good"], Rewarded)
+        bad = events["bad"]
+        assert isinstance(bad, TaskFailed)
+        assert (bad.error, pool.deaths) == (error, 0)
+
+
+@pytest.mark.parametrize("text", ["stubborn", "block 60"])
+def test_a_process_whose_loop_cannot_be_used_is_replaced(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "ABANDON_S", 0.3)
+    with TaskPool(task(folder, limit_s=1.0)) as pool:
+        before = ask(pool, score("pid", "pid"))
+        assert isinstance(before, Rewarded)
+        pool.submit(score("bad", text))
+        bad = gather(pool, 1)[0]
+        assert isinstance(bad, TaskFailed)
+        assert bad.error == "TimedOut"
+        pool.poll(wait_s=0.6)
+        assert isinstance(ask(pool, score("good", "sleep 0.1")), Rewarded)
+        assert pool.deaths == 1
+        assert wait_until_gone(int(before.reward))
+
+
+def test_deferred_calls_of_a_process_that_dies_for_another_are_made_elsewhere(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("waits", "sleep 0.5"))
+        pool.submit(score("bad", "die"))
+        events = named(gather(pool, 2))
+        bad = events["bad"]
+        assert isinstance(bad, TaskFailed)
+        assert bad.error == "ProcessDied"
+        assert isinstance(events["waits"], Rewarded)
+
+
+def test_a_deferred_call_that_kills_its_process_is_not_made_for_ever(folder: Path) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("bad", "later die"))
+        for number in range(3):
+            pool.submit(score(f"good{number}", "sleep 0.01"))
+        events = named(gather(pool, 4))
+        bad = events["bad"]
+        assert isinstance(bad, TaskFailed)
+        assert bad.error == "ProcessDied"
+        assert pool.deaths == child_module.DEFERRED_DEATHS_MAX
+        assert isinstance(ask(pool, score("good", "sleep 0.01")), Rewarded)
+
+
+def test_deferred_steps_of_a_process_that_dies_are_lost_with_their_episodes(folder: Path) -> None:
+    with TaskPool(task(folder, episodes=True)) as pool:
+        for name in ("waits", "bad"):
+            assert ask(pool, prompt(name)) == PromptReady(request=name, text="go", episode=True)
+        pool.submit(EnvStep(request="waits", turn=Turn(text="5")))
+        pool.submit(score("bad", "die"))
+        events = named(gather(pool, 2))
+        assert isinstance(events["waits"], EpisodeLost)
+        # Its reward was asked of the episode first, and so was no longer in the main thread.
+        assert isinstance(events["bad"], EpisodeLost)
+        assert ask(pool, prompt("waits")) == PromptReady(request="waits", text="go", episode=True)
+
+
+def test_an_episode_may_await_in_every_method_and_steps_run_at_the_same_time(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with TaskPool(task(folder, episodes=True)) as pool:
+        names = [f"r{number}" for number in range(20)]
+        for name in names:
+            pool.submit(prompt(name))
+        gather(pool, 20)
+        started = time.monotonic()
+        for name in names:
+            pool.submit(EnvStep(request=name, turn=Turn(text="0.5")))
+        assert all(isinstance(event, EnvObserved) for event in gather(pool, 20))
+        assert time.monotonic() - started < 3.0
+        for name in names:
+            pool.submit(score(name, "quick"))
+        assert all(isinstance(event, Rewarded) for event in gather(pool, 20))
+        pool.submit(prompt("open"))
+        gather(pool, 1)
+        pool.submit(EnvStep(request="open", turn=Turn(text="60")))
+        pool.poll(wait_s=0.2)
+        pool.forget("open")  # closes when the step that is under way is cancelled
+        ask(pool, prompt("last"))
+        time.sleep(0.2)
+    assert capfd.readouterr().err.count("closed") >= 21
+
+
+def test_forgotten_deferred_calls_give_no_event_and_leave_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "DEFERRED_MAX", 4)
+    with TaskPool(task(folder)) as pool:
+        pool.wait()
+        for number in range(10):
+            pool.submit(score(f"r{number}", "sleep 60"))
+        pool.poll(wait_s=0.2)
+        for number in range(10):
+            pool.forget(f"r{number}")
+        assert pool.pending == 0
+        assert isinstance(ask(pool, score("r1", "sleep 0.1")), Rewarded)
+        assert pool.deaths == 0
+
+
+def test_calls_beyond_what_a_process_may_defer_wait_for_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "DEFERRED_MAX", 4)
+    with TaskPool(task(folder)) as pool:
+        pool.wait()
+        started = time.monotonic()
+        for number in range(12):
+            pool.submit(score(f"r{number}", "sleep 0.3"))
+        assert all(isinstance(event, Rewarded) for event in gather(pool, 12))
+        assert time.monotonic() - started >= 0.9
+
+
+@pytest.mark.parametrize("kind", ["flaky", "mixed flaky"])
+def test_what_raises_retry_is_made_again_without_holding_up_others(folder: Path, kind: str) -> None:
+    with TaskPool(task(folder)) as pool:
+        pool.submit(score("flaky", f"{kind} a 2"))
+        pool.submit(score("hopeless", f"{kind} b 99"))
+        assert isinstance(ask_beside(pool, "quick", "pid"), Rewarded)
+        events = named(gather(pool, 2))
+        assert events["flaky"] == Rewarded(request="flaky", reward=3.0, raw=None, parts={})
+        assert events["hopeless"] == TaskFailed(
+            request="hopeless", error="Retry", message="try 4 of b"
+        )
+        assert pool.deaths == 0

@@ -228,6 +228,17 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
         )
 
 
+def _check_rewards(config: Config) -> Iterator[str]:
+    task = config.task
+    if task.reward and task.rewards:
+        yield "task.rewards: stands in place of task.reward; one of them has to go"
+    for place, use in enumerate(task.rewards):
+        if use.called in [one.called for one in task.rewards[:place]]:
+            yield f"task.rewards[{place}]: two are called `{use.called}`; give one a `name`"
+        if not 0 < abs(use.weight) <= WEIGHT_MAX:
+            yield f"task.rewards[{place}]: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
+
+
 def _check_timing(config: Config) -> Iterator[str]:
     timing = config.timing
     if timing.lease_s <= 2 * timing.heartbeat_s:
@@ -330,6 +341,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_lengths,
     _check_numbers,
     _check_schedule,
+    _check_rewards,
     _check_timing,
     _check_advantages,
     _check_trainer,

@@ -42,6 +42,7 @@ _TYPES: Mapping[str, str] = {
     "tuple[str, ...]": "list of strings",
     "tuple[NonNegative, ...]": "list of integers >= 0",
     "tuple[Share, Share]": "two numbers, 0 to 1",
+    "tuple[RewardUse, ...]": "list of tables",
     "dict[str, Any]": "table",
     "dict[str, float | int | str | bool]": "table",
 }
@@ -143,6 +144,8 @@ def toml(value: Any) -> str:
             return repr(value)
         case list() | tuple():
             return f"[{', '.join(toml(item) for item in value)}]"
+        case Section():
+            return toml(msgspec.to_builtins(value))
         case dict():
             inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
             return f"{{{inner}}}"

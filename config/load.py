@@ -306,6 +306,8 @@ def _refusal(message: str) -> ConfigError:
 
 def _is_plain(value: Any) -> bool:
     """Whether JSON carries it: TOML also has dates, nan and inf."""
+    if isinstance(value, Section):
+        value = msgspec.to_builtins(value)
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):

@@ -54,6 +54,24 @@ class Model(Section, frozen=True, kw_only=True):
     """Of weights and computation."""
 
 
+class RewardUse(Section, frozen=True, kw_only=True):
+    """One of the rewards whose weighted sum is trained."""
+
+    use: str
+    """`math`, `exact`, `regex`, `json-schema`, or `module:function` of a user's."""
+    weight: float = 1.0
+    """What its score is multiplied with."""
+    name: Annotated[str, Meta(pattern=f"^$|{PATTERN}")] = ""
+    """Of its part in the record; empty: `use`, of a user's function its own."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What else it takes, by name."""
+
+    @property
+    def called(self) -> str:
+        """Its name in force."""
+        return self.name or self.use.rpartition(":")[2].rpartition(".")[2]
+
+
 class Task(Section, frozen=True, kw_only=True):
     """What is learnt: data, environment and reward."""
 
@@ -64,7 +82,10 @@ class Task(Section, frozen=True, kw_only=True):
     eval_data: str = ""
     """Evaluation data file; empty where the task makes its own rows, or there is none."""
     reward: str = ""
-    """`module:function`, for `jsonl`."""
+    """`module:function`, or `math`, `exact`; for `jsonl`."""
+    rewards: tuple[RewardUse, ...] = ()
+    """In place of `reward`, several with weights: `{use = "math", weight = 1.0, name = "right",
+    options = {...}}`."""
     directory: str = ""
     """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -504,7 +525,7 @@ LOGGED = frozenset(
 """May change between steps; a change is a `set` command in the control topic."""
 
 _FROZEN = """
-run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward
+run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward task.rewards
 task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 evaluation objective.options lora trainer.kind trainer.betas trainer.weight_decay

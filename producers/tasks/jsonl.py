@@ -1,24 +1,22 @@
-"""Rows from JSONL files and a reward function of the user's: the built-in task `jsonl`.
+"""Rows from JSONL files, and rewards by name: the built-in task `jsonl`.
 
 Every line is an object with a string `prompt`; `answer` and further columns are there for the
-reward function, ``score(row, text) -> float | Reward``. Blank lines are skipped.
+rewards. Blank lines are skipped.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute
-from dora_pipe.producers.tasks.port import Reward, Row, Split, Task
+from dora_pipe.producers.rewards.registry import Rewards, single
+from dora_pipe.producers.tasks.port import Completion, Reward, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
-
-RewardFunction = Callable[[Row, str], float | Reward]
 
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
@@ -35,7 +33,7 @@ class JsonlTask(Task):
         *,
         data: str = "",
         eval_data: str = "",
-        reward: str = "",
+        reward: str | Rewards = "",
         prompt_column: str = "prompt",
         answer_column: str = "answer",
     ) -> None:
@@ -47,9 +45,8 @@ class JsonlTask(Task):
                 "task.reward: `jsonl` needs a reward function", hint='for instance "rewards:score"'
             )
         self._paths: dict[Split, str] = {"train": data, "eval": eval_data}
-        self._reference = reward
+        self._rewards = reward if isinstance(reward, Rewards) else single(reward)
         self._prompt, self._answer = prompt_column, answer_column
-        self._function: RewardFunction | None = None
 
     def rows(self, split: Split) -> Sequence[Row]:
         """See Task. Raises TaskError naming the line that cannot be read."""
@@ -60,9 +57,15 @@ class JsonlTask(Task):
         """See Task."""
         return str(row[self._prompt])
 
-    def reward(self, row: Row, text: str, turns: Sequence[str]) -> float | Reward:
+    def reward(
+        self, row: Row, text: str, turns: Sequence[str]
+    ) -> float | Reward | Awaitable[float | Reward]:
         """See Task."""
-        return self._score(row, text)
+        return self.score(row, Completion(text=text, turns=turns))
+
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
+        """See Task."""
+        return self._rewards.score(row, completion, answer_column=self._answer)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
         """Prompts and answers of the training data, in an order drawn from `seed`, again and again.
@@ -79,17 +82,8 @@ class JsonlTask(Task):
         return chosen[:count]
 
     def reward_sources(self) -> Sequence[Any]:
-        """The user's function and this class."""
-        return (self._score, type(self))
-
-    @property
-    def _score(self) -> RewardFunction:
-        if self._function is None:
-            found = load_attribute("task.reward", self._reference, TaskError)
-            if not callable(found):
-                raise TaskError(f"task.reward: `{self._reference}` is not a function")
-            self._function = found
-        return self._function
+        """Of the rewards, and this class."""
+        return (*self._rewards.sources(), type(self))
 
     def _pair(self, place: int, row: Row) -> tuple[str, str]:
         answer = row.get(self._answer)

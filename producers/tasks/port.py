@@ -200,5 +200,6 @@ class Task:
         raise NotImplementedError
 
     def reward_sources(self) -> Sequence[Any]:
-        """Classes and functions whose modules decide the reward; their source is digested."""
+        """Classes and functions whose modules decide the reward; their source is digested. A text
+        is digested itself: options, versions of libraries."""
         return (type(self),)

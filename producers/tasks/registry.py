@@ -14,6 +14,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import TaskFacts
@@ -33,12 +34,14 @@ def open_task(config: model.Task) -> Task:
     """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
 
     A class or function is called with `options`, and with `data`, `eval_data` and `reward` where
-    they are set; a Task object is taken as it is. Raises ConfigError for an unknown kind or
+    they are set (of `task.rewards` as a scorer: `rewards.registry.Rewards`); a Task object is taken
+    as it is. Raises ConfigError for an unknown kind or
     option (with the nearest name), TaskError where the user's module or data cannot be used.
     A user's module runs in the calling process: roles ask a pool instead (`pool.survey`).
     """
     factory = _factory(config.kind)
-    given = {"data": config.data, "eval_data": config.eval_data, "reward": config.reward}
+    given: dict[str, Any] = {"data": config.data, "eval_data": config.eval_data}
+    given["reward"] = open_rewards(config) if config.rewards else config.reward
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
         if arguments:
@@ -80,6 +83,8 @@ def _check_arguments(
     for name in arguments:
         if name not in takes:
             where = f"task.{name}" if name in keys else f"task.options.{name}"
+            if isinstance(arguments[name], Rewards):
+                where = "task.rewards"
             raise ConfigError(f"{where}: `{kind}` does not take it", hint=nearest(name, takes))
     try:
         signature.bind(**arguments)
@@ -108,13 +113,17 @@ def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
 
 
 def reward_digest(task: Task) -> str:
-    """sha256 (hex) over the source of the modules that decide the reward.
+    """sha256 (hex) over the source of the modules that decide the reward, and what else does.
 
-    These are the modules of `task.reward_sources()`, not what they import in turn. "" where the
-    source of one cannot be known (typed in, or compiled).
+    These are the modules of `task.reward_sources()`, not what they import in turn; a text there
+    (weights and options of rewards, versions of libraries) counts itself. "" where the source of
+    one cannot be known (typed in, or compiled).
     """
     digest = hashlib.sha256()
     for source in task.reward_sources():
+        if isinstance(source, str):
+            digest.update(source.encode() + b"\0")
+            continue
         module = sys.modules.get(getattr(source, "__module__", ""))
         try:
             text = inspect.getsource(module or source)

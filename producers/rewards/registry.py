@@ -1,0 +1,253 @@
+"""The rewards of a configuration: which functions they are, and how their scores become one.
+
+The value is the sum of weight times score. Every score is a part under its name; what a function
+says of its own in parts stands behind that name and a dot. `raw` is the first reward's score: the
+list begins with what is wanted, and what follows shapes it. A function of `task.reward` is asked,
+and its answer passed on, as it was when there was no list.
+
+What is not `async` is called in the calling thread, one after the other; the rest is waited for
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config import model
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.producers.rewards.arguments import Bound, Function, Options, Surroundings, bind
+from dora_pipe.producers.tasks.port import Completion, Reward, Row
+from dora_pipe.schemas.wire import canonical
+
+_HERE: Final = "dora_pipe.producers.rewards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    """A reward that comes with the package.
+
+    Example: ``BuiltIn(options="texts:Exact")``.
+    """
+
+    options: str
+    """Its `Options`, by module of this package and class."""
+    needs: str = ""
+    """What it cannot do without, of the extra `rewards`; the version is digested."""
+    sources: tuple[str, ...] = ()
+    """Other modules of this package that decide its score."""
+
+
+BUILT_IN: Final[Mapping[str, BuiltIn]] = {
+    "math": BuiltIn(options="texts:Math", needs="math-verify", sources=("bounded",)),
+    "exact": BuiltIn(options="texts:Exact"),
+    "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
+    "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One reward of the list, open.
+
+    Example: ``Part(name="brevity", weight=0.1, ask=bind(...), sources=(brevity, "..."))``.
+    """
+
+    name: str
+    weight: float
+    ask: Bound
+    sources: tuple[Any, ...]
+    """Objects whose modules, and texts that, decide the score (`Task.reward_sources`)."""
+
+
+class Rewards:
+    """The rewards of a task as one scorer. Functions are imported when they are first needed.
+
+    Example: ``open_rewards(config.task).score({"answer": "42"}, Completion(text="42"))``
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[model.RewardUse],
+        *,
+        key: str = "task.rewards",
+        around: Surroundings | None = None,
+    ) -> None:
+        """`key`: where they stand in the configuration."""
+        self._uses = tuple(uses)
+        self._key = key
+        self._around = around or Surroundings()
+        self._bare = key == SINGLE and ":" in uses[0].use
+
+    def score(
+        self, row: Row, completion: Completion, *, answer_column: str = "answer"
+    ) -> float | Reward | Awaitable[float | Reward]:
+        """A number or Reward, or an awaitable of it where a function is `async`.
+
+        Raises what the functions raise: TypeError and ValueError, naming the reward, where one gave
+        no finite number; TaskError and ConfigError where one cannot be opened.
+        """
+        if self._bare:
+            given: float | Reward = self._parts[0].ask(row, completion, answer_column)
+            return given  # Or an awaitable; or what is no answer, which its caller says.
+        found: list[Any] = []
+        try:
+            for part in self._parts:
+                found.append(part.ask(row, completion, answer_column))
+        finally:
+            if len(found) < len(self._parts):
+                _drop(found)
+        if any(map(inspect.isawaitable, found)):
+            return self._together(found)
+        return self._sum(found)
+
+    def sources(self) -> tuple[Any, ...]:
+        """What decides the scores, for `Task.reward_sources`."""
+        return tuple(one for part in self._parts for one in part.sources)
+
+    @functools.cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        named = enumerate(self._uses)
+        return tuple(
+            _open(self._key if self._key == SINGLE else f"{self._key}[{place}]", use, self._around)
+            for place, use in named
+        )
+
+    async def _together(self, found: Sequence[Any]) -> Reward:
+        """Wait for all; where one raises, or nobody waits any more, the others are stopped."""
+        waiting = [asyncio.ensure_future(one) for one in found if inspect.isawaitable(one)]
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        answers = iter(waiting)
+        return self._sum(
+            [next(answers).result() if inspect.isawaitable(one) else one for one in found]
+        )
+
+    def _sum(self, found: Sequence[Any]) -> Reward:
+        value, parts = 0.0, {}
+        for part, one in zip(self._parts, found, strict=True):
+            said = one if isinstance(one, Reward) else Reward(value=one)
+            score = _number(part.name, said.value)
+            value += part.weight * score
+            parts[part.name] = score
+            parts.update({f"{part.name}.{name}": inner for name, inner in said.parts.items()})
+        return Reward(value=value, raw=parts[self._parts[0].name], parts=parts)
+
+
+SINGLE: Final = "task.reward"
+
+
+def open_rewards(task: model.Task) -> Rewards:
+    """The scorer of a configuration: of `task.rewards`, or of the one in `task.reward`.
+
+    Nothing is imported yet. Raises ConfigError where there is neither.
+    """
+    around = Surroundings(directory=task.directory, limit_s=task.reward_timeout_s)
+    if task.rewards:
+        return Rewards(task.rewards, around=around)
+    return single(task.reward, around)
+
+
+def single(use: str, around: Surroundings | None = None) -> Rewards:
+    """The scorer of one reward, as `task.reward` names it. Raises ConfigError where it is empty."""
+    if not use:
+        raise ConfigError(
+            "task.reward: a reward is needed",
+            hint=f'one of {", ".join(BUILT_IN)}, or a function of yours: "rewards:score"',
+        )
+    return Rewards((model.RewardUse(use=use),), key=SINGLE, around=around)
+
+
+def _open(key: str, use: model.RewardUse, around: Surroundings) -> Part:
+    where = f"{key}: `{use.use}`"
+    sources: tuple[Any, ...]
+    if use.use in BUILT_IN:
+        function, sources = _built_in(where, BUILT_IN[use.use], use.options, around)
+        ask = bind(where, function, {}, older=False)
+    elif ":" in use.use:
+        function = load_attribute(key, use.use, TaskError)
+        sources = (function,)
+        if not callable(function):
+            raise TaskError(f"{where} is not a function")
+        if inspect.isclass(function):
+            ask = bind(where, _made(where, function, use.options), {}, older=False)
+        else:
+            ask = bind(where, function, use.options, older=key == SINGLE)
+    else:
+        raise ConfigError(
+            f"{key}: unknown reward `{use.use}`",
+            hint=nearest(use.use, BUILT_IN)
+            or f"one of {', '.join(BUILT_IN)}, or module:function of your own",
+        )
+    if key != SINGLE:
+        sources += (canonical(msgspec.to_builtins(use)).decode(),)
+    return Part(name=use.called, weight=use.weight, ask=ask, sources=sources)
+
+
+def _built_in(
+    where: str, kind: BuiltIn, given: Mapping[str, Any], around: Surroundings
+) -> tuple[Function, tuple[Any, ...]]:
+    sources: tuple[Any, ...] = tuple(
+        importlib.import_module(f"{_HERE}.{name}") for name in kind.sources
+    )
+    if kind.needs:
+        try:
+            sources += (f"{kind.needs} {importlib.metadata.version(kind.needs)}",)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"{where} needs {kind.needs}", hint='pip install "dora-pipe[rewards]"'
+            ) from None
+    module, _, name = kind.options.partition(":")
+    options: type[Options] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
+    for key in given:
+        if key not in options.__struct_fields__:
+            hint = nearest(key, options.__struct_fields__)
+            known = f"it takes {', '.join(options.__struct_fields__) or 'none'}"
+            raise ConfigError(f"{where} takes no option `{key}`", hint=hint or known)
+    try:
+        chosen = msgspec.convert(dict(given), options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return chosen.open(where, around), (options, *sources)
+
+
+def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:
+    """An object of a user's class, made once with the options; it is called for every score."""
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: options: {error}") from error
+    made: object = kind(**options)
+    if not callable(made):
+        raise TaskError(f"{where} is a class without `__call__`")
+    return made
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"the reward `{name}` gave {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward `{name}` gave {number}")
+    return number
+
+
+def _drop(found: Sequence[Any]) -> None:
+    """Coroutines that nobody will wait for."""
+    for one in found:
+        if inspect.iscoroutine(one):
+            one.close()

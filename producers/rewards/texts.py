@@ -1,0 +1,170 @@
+"""Rewards that look at the last turn's text: `math`, `exact`, `regex`, `json-schema`.
+
+Each is 1 or 0. They decide what of the text is held against what of the row; what may take for ever
+is asked of `bounded`, and is 0 where it would (part `stopped`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.bounded import HELPER
+from dora_pipe.producers.tasks.port import Reward, Row
+
+_STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
+
+_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)```", re.DOTALL)
+"""A fenced block of Markdown: its language, what is in it."""
+
+
+def last_block(text: str) -> str:
+    """What stands in the last fenced block of a text; without one, the text."""
+    blocks = _BLOCK.findall(text)
+    return str(blocks[-1][1]) if blocks else text
+
+
+class Math(Options, frozen=True, kw_only=True):
+    """Whether the text's last expression equals the row's answer (math-verify).
+
+    Numbers, fractions, LaTeX, sets, intervals, equations; what cannot be read is 0, and so is what
+    takes too long to compare. Part `parsed`: whether there was an expression.
+    """
+
+    boxed: bool = False
+    """Only what stands in the text's last ``\\boxed{}`` counts."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options."""
+        return self.score
+
+    def score(self, text: str, answer: Any) -> Reward:
+        """1 or 0. Raises ValueError where the row's answer is no expression."""
+        said = text
+        if self.boxed:
+            inner = last_boxed(text)
+            said = "" if inner is None else f"\\boxed{{{inner}}}"
+        found = HELPER.ask("equal", gold=str(answer), answer=said)
+        if found is None:
+            return _STOPPED
+        parsed, equal = found
+        return Reward(value=float(equal), parts={"parsed": float(parsed)})
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last ``\\boxed{...}`` whose brackets close; None without one."""
+    at = text.rfind("\\boxed{")
+    if at < 0:
+        return None
+    depth, start = 1, at + len("\\boxed{")
+    for place, one in enumerate(text[start:], start):
+        depth += (one == "{") - (one == "}")
+        if not depth:
+            return text[start:place]
+    return None
+
+
+class Exact(Options, frozen=True, kw_only=True):
+    """Whether the text is the row's answer, character for character."""
+
+    strip: bool = True
+    """White space around both does not count."""
+    case: bool = True
+    """Whether capital letters are other letters."""
+    behind: str = ""
+    """A marker: what stands behind its last place in the text is compared. No marker, no match."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options."""
+        return self.score
+
+    def score(self, text: str, answer: Any) -> float:
+        """1 or 0."""
+        said, wanted = text, str(answer)
+        if self.behind:
+            _, marker, said = text.rpartition(self.behind)
+            if not marker:
+                return 0.0
+        if self.strip:
+            said, wanted = said.strip(), wanted.strip()
+        if not self.case:
+            said, wanted = said.casefold(), wanted.casefold()
+        return float(said == wanted)
+
+
+class Regex(Options, frozen=True, kw_only=True):
+    """Whether a pattern is in the text; with a group, whether its last match has the answer."""
+
+    pattern: str
+    """Python's; flags stand in it, as ``(?i)``."""
+    group: str = ""
+    """Name or number of the group that is compared."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options."""
+        try:
+            groups = re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"{where}: pattern: {error}") from None
+        known = {*groups.groupindex, *map(str, range(groups.groups + 1))}
+        if self.group and self.group not in known:
+            raise ConfigError(f"{where}: the pattern has no group `{self.group}`")
+        return self.compared if self.group else self.found
+
+    def found(self, text: str) -> float | Reward:
+        """1 where the pattern matches somewhere."""
+        held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
+        return _STOPPED if held is None else float(held)
+
+    def compared(self, text: str, answer: Any) -> float | Reward:
+        """1 where the last match's group is the answer; white space around both does not count."""
+        held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
+        return (
+            _STOPPED if held is None else float(bool(held) and held.strip() == str(answer).strip())
+        )
+
+
+class JsonSchema(Options, frozen=True, kw_only=True):
+    """Whether the text, or its last fenced block, is JSON that a schema describes.
+
+    Nothing is fetched from where a schema refers to. Part `json`: whether it was JSON.
+    """
+
+    schema: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The schema, where all rows have the same."""
+    column: str = ""
+    """The row's column with its schema: a table, or JSON in a text."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options."""
+        if bool(self.schema) == bool(self.column):
+            raise ConfigError(f"{where}: takes one of the options `schema` and `column`")
+        if self.schema:
+            import jsonschema
+
+            kind = jsonschema.validators.validator_for(
+                self.schema, default=jsonschema.Draft202012Validator
+            )
+            try:
+                kind.check_schema(self.schema)
+            except jsonschema.SchemaError as error:
+                raise ConfigError(f"{where}: schema: {error.message}") from None
+        return self.score
+
+    def score(self, row: Row, text: str) -> Reward:
+        """1 or 0. Raises ValueError where the row's schema is none."""
+        schema: Any = self.schema or row[self.column]
+        if isinstance(schema, str):
+            schema = msgspec.json.decode(schema)
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"the schema in `{self.column}` is {type(schema).__name__}")
+        found = HELPER.ask("conforms", schema=dict(schema), text=last_block(text))
+        if found is None:
+            return _STOPPED
+        is_json, conforms = found
+        return Reward(value=float(conforms), parts={"json": float(is_json)})

@@ -1,0 +1,182 @@
+"""What the rewards that look at a text make of right, odd and hostile answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.rewards import bounded
+from dora_pipe.producers.rewards.registry import Rewards
+from dora_pipe.producers.tasks.port import Completion, Reward
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _helper() -> Iterator[None]:
+    yield
+    bounded.HELPER.close()
+
+
+def score(use: str, text: str, row: dict[str, Any], **options: Any) -> Reward:
+    found = Rewards([model.RewardUse(use=use, options=options)]).score(row, Completion(text=text))
+    assert isinstance(found, Reward)
+    return found
+
+
+RIGHT = [
+    ("1/2", "0.5"),
+    ("0.5", r"so \boxed{\frac{1}{2}}"),
+    (r"\frac{1}{2}", "The answer is 0.50."),
+    ("72", "#### 72"),
+    ("2 * 36 = 72\n#### 72", "It is 72 apples."),
+    ("72 cm", r"\boxed{72\text{ cm}}"),
+    (r"\{1,2\}", r"$\{2,1\}$"),
+    ("(1,2)", "$(1,2)$"),
+    (r"(-\infty,3]", r"$x \le 3$"),
+    ("$x^2+2x+1$", "$(x+1)^2$"),
+    ("1,000", "1000"),
+    ("1e3", "1000"),
+    ("50%", "0.5"),
+    (r"\sqrt{2}", r"first $\sqrt 3$, no: $\sqrt 2$"),
+    ("-3", "-3.0"),
+]
+WRONG = [
+    ("3", "I think 3 or 4"),
+    ("(1,2)", "$[1,2)$"),
+    ("18", r"$\{18, 19\}$"),
+    ("18", "\\boxed{" * 2000),
+    ("18", "17.99"),
+    ("18", "${$"),
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), RIGHT)
+def test_an_expression_that_equals_the_answer_is_right_however_it_is_written(
+    gold: str, text: str
+) -> None:
+    assert score("math", text, {"answer": gold}) == Reward(
+        value=1.0, raw=1.0, parts={"math": 1.0, "math.parsed": 1.0}
+    )
+
+
+@pytest.mark.parametrize(("gold", "text"), WRONG)
+def test_an_expression_that_does_not_equal_the_answer_is_wrong(gold: str, text: str) -> None:
+    assert score("math", text, {"answer": gold}).value == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "no idea", "a" * 10_000, "\x00\uffff"])
+def test_a_text_without_an_expression_is_no_error_but_wrong(text: str) -> None:
+    found = score("math", text, {"answer": "18"})
+    assert (found.value, found.parts["math.parsed"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["$9^{9^{9^9}}$", "$1000000000!$"])
+def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(
+    text: str,
+) -> None:
+    found = score("math", text, {"answer": "18"})
+    assert (found.value, found.parts["math.stopped"]) == (0.0, 1.0)
+    assert score("math", "18", {"answer": 18}).value == 1.0  # The next one finds a helper again.
+
+
+def test_an_answer_of_the_data_that_says_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match="the row's answer is no expression: ' '"):
+        score("math", "yes", {"answer": " "})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(r"4, so \boxed{3}, not 4", 1.0), ("3", 0.0), (r"\boxed{3", 0.0), (r"\boxed{\frac{6}{2}}", 1)],
+)
+def test_math_may_count_only_what_is_boxed(text: str, value: float) -> None:
+    assert score("math", text, {"answer": "3"}, boxed=True).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "options", "value"),
+    [
+        (" 42\n", "42", {}, 1.0),
+        (" 42\n", "42", {"strip": False}, 0.0),
+        ("42", 42, {}, 1.0),
+        ("Yes", "yes", {}, 0.0),
+        ("Yes", "yes", {"case": False}, 1.0),
+        ("1 #### 2 #### 3", "3", {"behind": "####"}, 1.0),
+        ("3", "3", {"behind": "####"}, 0.0),
+        ("", "", {}, 1.0),
+    ],
+)
+def test_exact_compares_characters(
+    text: str, answer: object, options: dict[str, Any], value: float
+) -> None:
+    assert score("exact", text, {"answer": answer}, **options).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "value"),
+    [
+        ("<think>a</think>b", {"pattern": r"^<think>[^<]*</think>[^<]+$"}, 1.0),
+        ("b", {"pattern": r"^<think>"}, 0.0),
+        ("<a>1</a><a> 42 </a>", {"pattern": "<a>(.*?)</a>", "group": "1"}, 1.0),
+        ("<a>42</a><a>1</a>", {"pattern": "<a>(?P<said>.*?)</a>", "group": "said"}, 0.0),
+        ("nothing", {"pattern": "<a>(.*?)</a>", "group": "1"}, 0.0),
+    ],
+)
+def test_regex_finds_a_pattern_or_compares_a_group(
+    text: str, options: dict[str, Any], value: float
+) -> None:
+    assert score("regex", text, {"answer": "42"}, **options).value == value
+
+
+def test_a_pattern_that_tries_for_ever_is_stopped_and_no_match() -> None:
+    found = score("regex", "a" * 60 + "b", {}, pattern="(a+)+$")
+    assert (found.value, found.parts) == (0.0, {"regex": 0.0, "regex.stopped": 1.0})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "is_json"),
+    [
+        ('{"a": 1}', 1.0, 1.0),
+        ('Here:\n```json\n{"a": 1}\n```\nDone.', 1.0, 1.0),
+        ('{"a": "x"}', 0.0, 1.0),
+        ('{"a": NaN}', 0.0, 0.0),
+        ("[" * 100_000, 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_json_that_a_schema_describes_is_right(text: str, value: float, is_json: float) -> None:
+    for options, row in (
+        ({"schema": SCHEMA}, {}),
+        ({"column": "s"}, {"s": SCHEMA}),
+    ):
+        found = score("json-schema", text, row, **options)
+        assert found.parts == {"json-schema": value, "json-schema.json": is_json}
+
+
+def test_a_schema_fetches_nothing_from_elsewhere() -> None:
+    found = score("json-schema", "1", {}, schema={"$ref": "http://127.0.0.1:9/schema.json"})
+    assert found.parts["json-schema.stopped"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "message"),
+    [
+        ("regex", {"pattern": "("}, r"`regex`: pattern: missing \)"),
+        ("regex", {"pattern": "a", "group": "1"}, "the pattern has no group `1`"),
+        ("regex", {}, "`regex`: .*missing required field `pattern`"),
+        ("exact", {"stripp": True}, "`exact` takes no option `stripp`"),
+        ("exact", {"strip": 1}, "`exact`: Expected `bool`, got `int`"),
+        ("json-schema", {}, "takes one of the options `schema` and `column`"),
+        ("json-schema", {"schema": {"type": 3}}, "`json-schema`: schema: "),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(
+    use: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        score(use, "", {"answer": ""}, **options)

@@ -1,0 +1,282 @@
+"""Which functions a configuration's rewards are, what each is given, and how scores become one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.config.load import changed_keys, dump_toml, from_plain, load_config
+from dora_pipe.core.errors import ConfigError, DoraError, TaskError
+from dora_pipe.producers.rewards.registry import Rewards, open_rewards
+from dora_pipe.producers.tasks.jsonl import JsonlTask
+from dora_pipe.producers.tasks.port import Completion, Retry, Reward, Row, Split, Task
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
+
+HERE = __name__
+
+ROW = {"prompt": "6 * 7 =", "answer": "42"}
+SAID = Completion(text="42", turns=("?", "!", "42"), messages=({"role": "user"},))
+
+
+def brevity(text: str, words: int = 10) -> float:
+    return 1 - len(text.split()) / words
+
+
+def everything(
+    *, row: Row, text: str, turns: Any, messages: Any, completion: Any, answer: str
+) -> float:
+    assert (row, completion, text, answer) == (ROW, SAID, "42", "42")
+    assert (turns, messages) == (SAID.turns, SAID.messages)
+    return 0.5
+
+
+def by_place(sample: Row, output: str) -> float:
+    return float(sample["answer"] == output)
+
+
+def older(row: Row, completion: str) -> float:
+    return float(row["answer"] == completion)
+
+
+def with_parts(text: str) -> Reward:
+    return Reward(value=0.5, raw=7.0, parts={"form": 1.0})
+
+
+async def slow(text: str) -> float:
+    await asyncio.sleep(0)
+    return 0.25
+
+
+async def full(text: str) -> float:
+    raise Retry("the judge is full")
+
+
+async def hangs(text: str) -> float:
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        STOPPED.append(text)
+    return 0.0
+
+
+STOPPED: list[str] = []
+
+
+def raises(text: str) -> float:
+    raise KeyError("mine")
+
+
+def gives_text(text: str) -> str:
+    return "much"
+
+
+def misspelt(txt: str) -> float:
+    return 0.0
+
+
+class Counting:
+    """Made once with its options."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.count = first
+
+    def __call__(self, text: str) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+class Mine(Task):
+    """A user's task that scores by the configuration's rewards."""
+
+    def __init__(self, *, reward: Rewards | str = "") -> None:
+        self.scorer = reward
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        return [ROW]
+
+
+def use(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
+    known = name if ":" in name or name in ("exact",) else f"{HERE}:{name}"
+    return model.RewardUse(use=known, weight=weight, options=options)
+
+
+def test_the_value_is_the_weighted_sum_and_raw_the_first_score() -> None:
+    rewards = Rewards([use("exact"), use("brevity", -0.5, words=4), use("with_parts", 2.0)])
+    assert rewards.score(ROW, SAID) == Reward(
+        value=1.0 - 0.5 * 0.75 + 2.0 * 0.5,
+        raw=1.0,
+        parts={"exact": 1.0, "brevity": 0.75, "with_parts": 0.5, "with_parts.form": 1.0},
+    )
+
+
+def test_a_function_is_given_what_its_parameters_name() -> None:
+    assert Rewards([use("everything")]).score(ROW, SAID) == Reward(
+        value=0.5, raw=0.5, parts={"everything": 0.5}
+    )
+
+
+def test_two_other_names_are_the_row_and_the_text() -> None:
+    found = Rewards([use("by_place")]).score(ROW, SAID)
+    assert isinstance(found, Reward)
+    assert found.value == 1.0
+
+
+@pytest.mark.parametrize("function", ["older", "by_place"])
+def test_a_function_of_task_reward_is_called_and_answers_as_it_ever_did(function: str) -> None:
+    rewards = open_rewards(model.Task(kind="jsonl", reward=f"{HERE}:{function}"))
+    assert rewards.score(ROW, SAID) == 1.0
+
+
+def test_a_single_reward_of_the_package_has_parts() -> None:
+    rewards = open_rewards(model.Task(kind="jsonl", reward="exact"))
+    assert rewards.score(ROW, SAID) == Reward(value=1.0, raw=1.0, parts={"exact": 1.0})
+
+
+def test_a_class_is_made_once_with_its_options() -> None:
+    rewards = Rewards([use("Counting", first=5)])
+    values = [rewards.score(ROW, SAID) for _ in range(2)]
+    assert [one.value for one in values if isinstance(one, Reward)] == [6.0, 7.0]
+
+
+def test_the_answer_may_stand_in_another_column() -> None:
+    found = Rewards([use("exact")]).score({"gold": "42"}, SAID, answer_column="gold")
+    assert isinstance(found, Reward)
+    assert found.value == 1.0
+    with pytest.raises(KeyError, match="no column `gold` for its answer"):
+        Rewards([use("exact")]).score({}, SAID, answer_column="gold")
+
+
+async def _of(rewards: Rewards) -> Any:
+    return await rewards.score(ROW, SAID)  # type: ignore[misc]
+
+
+def test_async_functions_are_waited_for_together() -> None:
+    found = asyncio.run(_of(Rewards([use("exact"), use("slow", 4.0)])))
+    assert found == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25})
+
+
+def test_where_one_wants_to_be_asked_again_the_others_are_stopped() -> None:
+    with pytest.raises(Retry, match="the judge is full"):
+        asyncio.run(_of(Rewards([use("hangs"), use("full")])))
+    assert STOPPED == ["42"]
+
+
+def test_a_coroutine_that_nobody_waits_for_is_closed() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        Rewards([use("slow"), use("raises")]).score(ROW, SAID)
+
+
+def test_what_is_no_number_is_named() -> None:
+    with pytest.raises(TypeError, match="the reward `gives_text` gave str, not a number"):
+        Rewards([use("gives_text")]).score(ROW, SAID)
+
+
+@pytest.mark.parametrize(
+    ("uses", "error", "message", "hint"),
+    [
+        ("misspelt", ConfigError, "has a parameter `txt`, which is neither", "`text`"),
+        ("nothing", TaskError, "has no `nothing`", None),
+        ("STOPPED", TaskError, "is not a function", None),
+        ("mathematics:x", TaskError, "cannot import `mathematics`", None),
+    ],
+)
+def test_a_function_that_cannot_be_asked_is_one_line(
+    uses: str, error: type[DoraError], message: str, hint: str | None
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        Rewards([use(uses)]).sources()
+    assert hint is None or hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("uses", "message"),
+    [
+        (use("brevity", word=3), "takes no option `word`"),
+        (use("Counting", last=3), "options: got an unexpected keyword argument 'last'"),
+        (model.RewardUse(use="exakt"), r"task.rewards\[0\]: unknown reward `exakt`"),
+    ],
+)
+def test_an_option_or_name_that_is_none_is_one_line(uses: model.RewardUse, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Rewards([uses]).sources()
+
+
+def test_a_reward_that_needs_an_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ConfigError, match="`math` needs math-verify") as caught:
+        Rewards([model.RewardUse(use="math")]).sources()
+    assert caught.value.hint == 'pip install "dora-pipe[rewards]"'
+
+
+def digest(*uses: model.RewardUse) -> str:
+    task = JsonlTask(data="rows.jsonl", reward=Rewards(uses))
+    return reward_digest(task)
+
+
+def test_weights_options_and_versions_of_libraries_are_digested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    math = model.RewardUse(use="math")
+    seen = [
+        digest(use("exact")),
+        digest(use("exact", 0.5)),
+        digest(use("exact", case=False)),
+        digest(use("exact"), use("brevity")),
+        digest(math),
+    ]
+    assert seen[0] == digest(use("exact"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
+    assert len({*seen, digest(math)}) == 6
+
+
+def test_a_list_is_written_and_read_back_the_same(tmp_path: Path) -> None:
+    uses = [{"use": "math"}, {"use": "m:f", "weight": 0.1, "options": {"words": [1, {"a": "x"}]}}]
+    config = from_plain({**PLAIN, "task": {"kind": "jsonl", "rewards": uses}})
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    again = load_config(tmp_path / "config.toml", [])
+    assert again.task.rewards == config.task.rewards
+    changed = msgspec.structs.replace(config.task, rewards=config.task.rewards[:1])
+    frozen, _, _ = changed_keys(config, msgspec.structs.replace(config, task=changed))
+    assert frozen == {"task.rewards"}
+
+
+PLAIN: dict[str, Any] = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}}
+
+
+def _config(**task: Any) -> None:
+    from_plain({**PLAIN, "task": {"kind": "jsonl", **task}})
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"reward": "exact", "rewards": [{"use": "math"}]}, "stands in place of task.reward"),
+        ({"rewards": [{"use": "math"}, {"use": "math"}]}, "two are called `math`"),
+        ({"rewards": [{"use": "math", "weight": 0.0}]}, "the weight is 0"),
+        ({"rewards": [{"use": "math", "weight": float("nan")}]}, "task.rewards"),
+        ({"rewards": [{"use": "math", "wait": 1}]}, "task.rewards"),
+        ({"rewards": [{"use": "math", "name": "a.b"}]}, "task.rewards"),
+    ],
+)
+def test_a_list_that_does_not_fit_together_is_refused(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config(**task)
+
+
+def test_a_users_task_is_given_the_scorer() -> None:
+    kind = f"{HERE}:Mine"
+    task = open_task(model.Task(kind=kind, rewards=(model.RewardUse(use="exact"),)))
+    assert isinstance(task, Mine)
+    assert isinstance(task.scorer, Rewards)
+    with pytest.raises(ConfigError, match=r"task\.rewards: `calculator` does not take it"):
+        open_task(model.Task(kind="calculator", rewards=(model.RewardUse(use="exact"),)))

@@ -6,7 +6,7 @@ give their results at once; where one gives an awaitable, the call goes on in th
 exactly there (`here_or_there`).
 
 Nothing can end a thread from outside. One whose result nobody waits for any more is *hung*; so
-many of them are borne before the process asks to be replaced (`HUNG_MAX`).
+many of them (`HUNG_MAX`) are borne before the process asks to be replaced.
 """
 
 from __future__ import annotations

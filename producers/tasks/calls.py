@@ -203,7 +203,7 @@ class Deferred(PipeFrame, frozen=True):
 
 
 class Worn(PipeFrame, frozen=True):
-    """The process holds threads that nobody can end, and is to be replaced when it has no call."""
+    """The process holds threads that nobody can end: another is to take its place."""
 
     why: str
 

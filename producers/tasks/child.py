@@ -91,7 +91,7 @@ class Child:
     deferred: dict[int, OpenCall] = field(default_factory=dict)
     """By number; one that was forgotten stays until the process says that it is cancelled."""
     worn: str = ""
-    """Why it is to be replaced when it has no call."""
+    """Why it gets no calls but those of the episodes that it has, and then ends."""
     episodes: dict[int, str] = field(default_factory=dict)
     """Number of the episode to its request."""
     _up: bytearray = field(default_factory=bytearray)
@@ -126,15 +126,15 @@ class Child:
 
     @property
     def roomy(self) -> bool:
-        """Whether a call can be sent to it."""
-        if not self.ready or self.worn or len(self.sent) >= WINDOW:
+        """Whether a call of its episodes can be sent to it."""
+        if not self.ready or len(self.sent) >= WINDOW:
             return False
         return len(self.sent) + len(self.deferred) < DEFERRED_MAX
 
     @property
     def over(self) -> bool:
         """Whether it is worn and has nothing to do any more."""
-        return bool(self.worn) and not self.sent and not self.deferred
+        return bool(self.worn) and not (self.sent or self.deferred or self.episodes)
 
     def send(self, call: OpenCall, now_ns: int) -> None:
         """Put a call on its way; it leaves with `flush`."""

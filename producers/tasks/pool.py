@@ -115,8 +115,8 @@ class TaskPool:
     @property
     def busy(self) -> bool:
         """Whether calls or events wait for the next `poll`."""
-        roomy = [child for child in self._children if child.roomy]
-        return bool(self._events or (roomy and self._queue) or any(c.pinned for c in roomy))
+        pinned = any(child.pinned for child in self._children if child.roomy)
+        return bool(self._events or pinned or (self._queue and self._takers()))
 
     @property
     def pending(self) -> int:
@@ -240,12 +240,16 @@ class TaskPool:
                 if not call.forgotten:
                     child.send(call, now_ns)
         while self._queue:
-            roomy = [child for child in self._children if child.roomy]
-            if not roomy:
+            takers = self._takers()
+            if not takers:
                 break
-            min(roomy, key=lambda child: child.load).send(self._queue.popleft(), now_ns)
+            min(takers, key=lambda child: child.load).send(self._queue.popleft(), now_ns)
         for child in self._children:
             child.flush()
+
+    def _takers(self) -> list[Child]:
+        """Those that a call which any process can do may go to."""
+        return [child for child in self._children if child.roomy and not child.worn]
 
     # Answers on their way up.
 
@@ -256,7 +260,7 @@ class TaskPool:
         ready = self._selector.select(0 if self._events else wait_s)
         now_ns = self._clock.now_ns()
         for key, mask in ready:
-            if mask & selectors.EVENT_READ:
+            if mask & selectors.EVENT_READ and key.data in self._children:
                 self._receive(key.data, now_ns)
         for child in list(self._children):
             self._limit(child, now_ns)
@@ -282,7 +286,7 @@ class TaskPool:
                 kind = ConfigError if frame.config else TaskError
                 raise kind(frame.message, hint=frame.hint)
             case Worn():
-                child.worn = frame.why
+                self._retire(child, frame.why, now_ns)
                 return
         call = child.deferred.pop(frame.number, None) or self._head(child, frame.number, now_ns)
         if isinstance(frame, Deferred):
@@ -325,6 +329,13 @@ class TaskPool:
             )
         self._facts = facts
         child.ready = True
+
+    def _retire(self, child: Child, why: str, now_ns: int) -> None:
+        """Let it keep its episodes to their end, beside a fresh one; not more than `processes`."""
+        child.worn = why
+        worn = [one for one in self._children if one.worn]
+        if len(worn) > self._task.processes:
+            self._end_process(worn[0], now_ns, "", worn[0].worn)
 
     # Time limits and deaths.
 
@@ -409,13 +420,16 @@ class TaskPool:
         self._start_at_ns = now_ns + int(pause_s * _NS)
 
     def _start_missing(self, now_ns: int) -> None:
-        missing = self._task.processes - len(self._children)
-        if missing and now_ns >= self._start_at_ns:
+        if self._missing and now_ns >= self._start_at_ns:
             self._start()
+
+    @property
+    def _missing(self) -> int:
+        return self._task.processes - sum(not child.worn for child in self._children)
 
     def _start(self) -> None:
         now_ns = self._clock.now_ns()
-        while len(self._children) < self._task.processes:
+        while self._missing > 0:
             self._children.append(Child.start(self._task, self._selector, now_ns))
 
     def _end_episode(self, request: str) -> None:

@@ -203,6 +203,8 @@ class TaskServer:
         if isinstance(call.call, RewardCall) and call.episode is not None:
             self.end(call.episode)
         self._write(answer)
+        if in_loop():
+            await asyncio.sleep(0)  # threads that it has just left are counted as hung
         if not self._worn and self._background.hung > HUNG_MAX:
             self._worn = True
             self._write(pack(Worn(f"more than {HUNG_MAX} of its threads hang")))

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dora_pipe.config import model
 from dora_pipe.producers.tasks import child as child_module
@@ -17,10 +18,10 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.port import ToolCall, Turn
 from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score, wait_until_gone
 
-MODULE = """
+MODULE = '''
 import asyncio, os, random, sys, time
 from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
 
@@ -41,6 +42,36 @@ class Slow(Environment):
     async def close(self):
         await asyncio.sleep(0.01)
         print("closed", file=sys.stderr, flush=True)
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+def hang() -> None:
+    """Hang."""
+    time.sleep(1000)
+
+async def fetch(name: str) -> str:
+    """Fetch a text that is not always there."""
+    tried[name] = tried.get(name, 0) + 1
+    if tried[name] < 2: raise Retry("busy")
+    await asyncio.sleep(0.3)
+    return f"text of {name}"
+
+class Tools(Task):
+    def rows(self, split):
+        return [{"question": "1 + 2?"}]
+    def prompt(self, row):
+        return [{"role": "user", "content": [{"type": "text", "text": row["question"]}]}]
+    def tools(self, row):
+        return [add, hang, fetch]
+    def score(self, row, completion):
+        return float(completion.messages[-1]["content"] == "3")
 
 async def stubborn():
     while True:
@@ -86,7 +117,7 @@ class Awaits(Task):
             await asyncio.sleep(random.random() * 0.05)
             return self.reward({}, rest, ())
         return 1.0
-"""
+'''
 
 
 @pytest.fixture
@@ -295,3 +326,54 @@ def test_what_raises_retry_is_made_again_without_holding_up_others(folder: Path,
             request="hopeless", error="Retry", message="try 4 of b"
         )
         assert pool.deaths == 0
+
+
+def test_a_row_with_tools_is_an_episode_whose_calls_are_made_here(folder: Path) -> None:
+    config = replace(task(folder, limit_s=5.0), kind="awaiting_task:Tools", options={})
+    config = replace(config, tool_timeout_s=0.5)
+    add, fetch, hang = (
+        ToolCall(name="add", arguments={"a": 1, "b": 2}, id="x"),
+        ToolCall(name="fetch", arguments={"name": "a"}, id="y"),
+        ToolCall(name="hang", id="z"),
+    )
+    with TaskPool(config) as pool:
+        assert not pool.wait().single_turn
+        ready = ask(pool, prompt("a"))
+        assert isinstance(ready, PromptReady)
+        assert ready.messages == ({"role": "user", "content": "1 + 2?"},)
+        assert [one["function"]["name"] for one in ready.tools] == ["add", "hang", "fetch"]
+        assert (ready.text, ready.episode) == ("", True)
+        seen = ask(pool, EnvStep(request="a", turn=Turn(text="", tool_calls=(add, fetch, hang))))
+        assert isinstance(seen, EnvObserved)
+        assert not seen.ok
+        assert [one["content"] for one in seen.messages] == [
+            "3",
+            "text of a",
+            "error: timed out after 0.5 s",
+        ]
+        done = ask(pool, EnvStep(request="a", turn=Turn(text="3")))
+        assert done == EnvObserved(request="a", text="", done=True, tool="", ok=True)
+        said = ({"role": "assistant", "content": "3"},)
+        scored = ask(pool, replace(score("a", "3"), messages=said))
+        assert scored == Rewarded(request="a", reward=1.0, raw=None, parts={})
+        assert pool.deaths == 0
+
+
+def test_a_process_with_many_threads_that_hang_is_replaced_when_its_episodes_end(
+    folder: Path,
+) -> None:
+    config = replace(task(folder, limit_s=5.0), kind="awaiting_task:Tools", options={})
+    config = replace(config, tool_timeout_s=0.1)
+    turn = Turn(text="", tool_calls=tuple(ToolCall(name="hang", id=f"{n}") for n in range(5)))
+    with TaskPool(config) as pool:
+        ask(pool, prompt("a"))
+        for _ in range(3):
+            assert isinstance(ask(pool, EnvStep(request="a", turn=turn)), EnvObserved)
+        assert isinstance(ask(pool, prompt("b")), PromptReady)  # of a fresh process
+        assert pool.deaths == 0
+        assert isinstance(
+            ask(pool, replace(score("a", ""), messages=({"content": "3"},))), Rewarded
+        )
+        assert pool.poll(wait_s=0.1) == []
+        assert pool.deaths == 1
+        assert isinstance(ask(pool, EnvStep(request="b", turn=Turn(text=""))), EnvObserved)

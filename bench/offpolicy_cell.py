@@ -23,6 +23,7 @@ from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.settings import changed_settings
 from dora_pipe.core.errors import NonFinite
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import (
     EngineRequest,
     RequestFinished,
@@ -33,7 +34,6 @@ from dora_pipe.producers.tasks.port import Reward, Row
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.producers.worker.request import TokenSequence
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.identity import (
     Purpose,
     group_id,

@@ -30,7 +30,7 @@ MEANINGS = {
 
 def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mismatch:
     """Where the ratios of a step's batch come from; of the last committed one for None."""
-    from dora_pipe.producers.worker.tokenizer import Tokenizer
+    from dora_pipe.producers.chat.tokenizer import Tokenizer
 
     clock = SystemClock()
     history = read_history(run.bus, run.topics, clock)

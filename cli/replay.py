@@ -37,6 +37,7 @@ from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.calls import TaskFacts
@@ -44,7 +45,6 @@ from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.registry import check_data
 from dora_pipe.producers.worker.ports import TaskPort
 from dora_pipe.producers.worker.role import worker_config
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Trajectory
@@ -137,8 +137,8 @@ def replay_trajectories(
     run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
+    from dora_pipe.producers.chat.tokenizer import Tokenizer
     from dora_pipe.producers.worker.role import sampling_params
-    from dora_pipe.producers.worker.tokenizer import Tokenizer
 
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_modules(logged_config(started.config), run)

@@ -18,8 +18,8 @@ from dora_pipe.launch.plan import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.web.pages import Decode
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.registry import open_task, rows_digest
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted
 
 AS_IDS: Final = "texts are shown as token ids"

@@ -97,7 +97,7 @@ def warm_up(
 ) -> None:
     """Train and say how it goes. Raises PolicyError, TaskError, UsageError."""
     from dora_pipe.consumers.learners.sft import train_sft
-    from dora_pipe.producers.worker.tokenizer import Tokenizer
+    from dora_pipe.producers.chat.tokenizer import Tokenizer
 
     def progress(step: int, loss: float) -> None:
         if step % TALK_EVERY == 0 or step == steps:

@@ -42,9 +42,9 @@ from dora_pipe.launch.run_dir import (
 from dora_pipe.observe.lineage import newest_version, policy_after
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.snapshots import candidates
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import check_model as check_engine_model
 from dora_pipe.producers.tasks.pool import survey
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import (
     Command,
     Lineage,

@@ -39,6 +39,7 @@ from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
 from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.core.status_schedule import quiet_ns
 from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
@@ -50,7 +51,6 @@ from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
 from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode

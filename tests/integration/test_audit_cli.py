@@ -11,8 +11,8 @@ import pytest
 
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.producers.chat import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
-from dora_pipe.producers.worker import tokenizer
 from tests.support import damage
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.model_dir import import_model

@@ -36,6 +36,7 @@ from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.runtime import Meter, Runtime, StopAsked
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
@@ -53,7 +54,6 @@ from dora_pipe.producers.worker.ports import (
     TextCodec,
 )
 from dora_pipe.producers.worker.resume import ProgressPort
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.parts import (

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dora_pipe.consumers.learners.sft import train_sft
 from dora_pipe.core.errors import PolicyError, TaskError
-from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.models import make_llama_gqa, make_qwen2
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 TEXT = ["the <tool> said: </s> is no end, and neither is <|im_end|>\n", "1+2=3 a-z [x] {y} / | _"]
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<pad>")

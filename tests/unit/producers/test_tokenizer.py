@@ -11,7 +11,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.worker.tokenizer import Tokenizer
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 WORDS = ["<pad>", "<s>", "</s>", "<end>", "<unk>", "one", "two", "three", "0"]
 S, END, EOS = WORDS.index("<s>"), WORDS.index("<end>"), WORDS.index("</s>")

@@ -10,11 +10,11 @@ import pytest
 
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.examples import EOS, write_word_tokenizer
+from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks import calculator
 from dora_pipe.producers.tasks.jsonl import read_jsonl
 from dora_pipe.producers.tasks.port import Reward
 from dora_pipe.producers.tasks.registry import dataset_digest, open_task
-from dora_pipe.producers.worker.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"

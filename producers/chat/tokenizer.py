@@ -52,13 +52,13 @@ class Tokenizer:
     """
 
     def __init__(self, assets: Path, *, special_tokens: SpecialTokens = "text") -> None:
-        self._backend = _backend(assets)
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self.backend = _backend(assets)
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self._parses = special_tokens == "parse"
-        self._added = frozenset(self._backend.get_added_tokens_decoder())
-        self._prefix = _prefix_of(self._backend)
-        self.stop_ids = _stop_ids(assets, self._backend)
+        self._added = frozenset(self.backend.get_added_tokens_decoder())
+        self._prefix = _prefix_of(self.backend)
+        self.stop_ids = _stop_ids(assets, self.backend)
         """Token ids that end a turn, sorted."""
 
     def prompt_ids(self, text: str) -> list[int]:
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _encoder(self) -> tokenizers.Tokenizer:  # who only decodes need not wait for it
-        return self._backend if self._parses else plain_encoder(self._backend)
+        return self.backend if self._parses else plain_encoder(self.backend)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that is appended to others."""
@@ -99,7 +99,7 @@ class Tokenizer:
         return self._decode(token_ids, skip=False)
 
     def _decode(self, token_ids: Sequence[int], *, skip: bool) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip)
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip)
         return text
 
 
@@ -114,7 +114,7 @@ def plain_encoder(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
     spec: dict[str, Any] = json.loads(backend.to_str())
     model = spec["model"]
-    spaces = [one for one in spec["added_tokens"] if _is_space(one)]
+    spaces = [one for one in spec["added_tokens"] if is_space(one["special"], one["content"])]
     kept = {_unknown(model), *(one["content"] for one in spaces)}
     added = {one["content"] for one in spec["added_tokens"]} - kept
     spec["added_tokens"], spec["post_processor"] = spaces, None
@@ -146,8 +146,9 @@ def _without(
     return found
 
 
-def _is_space(added: Mapping[str, Any]) -> bool:
-    return not added["special"] and not added["content"].strip(" \t\r\n▁")
+def is_space(special: bool, content: str) -> bool:
+    """Whether an added token is a run of white space, which is text."""
+    return not special and not content.strip(" \t\r\n▁")
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:

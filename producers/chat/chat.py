@@ -1,0 +1,242 @@
+"""A model's chat: prompts of messages, turns read, bridges to the next turn.
+
+Tokens that were sampled stay what they are: a conversation is its first prompt, rendered whole, and
+from then on every turn as it was sampled and behind it only what the template adds. Decides by
+which way that goes (the model's own template, or a typed renderer where the template writes its
+history anew), and refuses at the start what would not hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
+from dora_pipe.producers.chat.derived import Derived, Tools, closers
+from dora_pipe.producers.chat.dialect import Message, learn
+from dora_pipe.producers.chat.parsers import MARKERS, Parser, open_parser
+from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
+from dora_pipe.producers.chat.safe_text import SafeText
+from dora_pipe.producers.chat.template import Template, find_templates, special_tokens
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.chat.typed import Typed, disagreement, family_of
+from dora_pipe.producers.tasks.port import Turn
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a run says about its chat; see the keys of [task].
+
+    Example: ``ChatOptions(kwargs={"enable_thinking": False}, now_ns=run.at_ns)``.
+    """
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    renderer: str = "auto"
+    tool_parser: str = "auto"
+    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    parse: bool = False
+    """Control tokens in contents are control tokens (`task.special_tokens`)."""
+    directory: str = ""
+    """Where a parser of the user's is imported from."""
+    now_ns: int = 0
+    """What templates take for now."""
+
+
+class Chat:
+    """A model's chat template at work.
+
+    Example: ``Chat.open(assets, tokenizer, ChatOptions()).start(messages).prompt_ids``.
+    """
+
+    def __init__(
+        self, derived: Derived, typed: Typed | None, parser: Parser, *, digest: str, flaw: str
+    ) -> None:
+        self.derived = derived
+        """The model's own template."""
+        self._typed = typed
+        self._parser = parser
+        self.digest = digest
+        """sha256 over all that decides its token ids and how turns are read."""
+        self.flaw = flaw
+        """Why it is for single turns only; empty: it is for several."""
+        stops = derived.stop_ids if typed is None else derived.stop_ids | typed.stop_ids
+        self.stop_ids = tuple(sorted(stops))
+        """Token ids that end a turn."""
+        kept = set(MARKERS)
+        self._hidden = {at for at, text in derived.safe.added.items() if text not in kept}
+
+    @classmethod
+    def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
+        """Prove what the template promises, and choose how it is rendered. Raises ConfigError for
+        options that do not fit, PolicyError for a model without a template."""
+        derived, texts = _derived(assets, tokenizer, options)
+        flaw = first_flaw(derived, derived.dialect)
+        typed = _typed(derived, tokenizer, options, flaw)
+        if typed is not None:
+            flaw = ""
+        elif flaw and options.rewritten_history == "keep":
+            flaw = bridges_flaw(derived, derived.dialect)
+        name, parser = open_parser(options.tool_parser, derived, options.directory)
+        if not name and derived.dialect.calls and typed is None and options.renderer == "auto":
+            typed = family_of(derived, tokenizer.backend, options.kwargs)
+        said = {
+            "template": dict(texts),
+            "kwargs": dict(options.kwargs),
+            "renderer": "template" if typed is None else f"{typed.name} {typed.version}",
+            "parser": name,
+            "special_tokens": "parse" if options.parse else "text",
+            "now_s": options.now_ns // 1_000_000_000,
+        }
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+        return cls(derived, typed, parser, digest=digest, flaw=flaw)
+
+    @property
+    def renderer(self) -> str:
+        """What renders: `template`, or the family of a typed renderer."""
+        return "template" if self._typed is None else self._typed.name
+
+    def start(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
+        """A conversation, its prompt rendered. Raises TaskError where the template refuses it."""
+        return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
+
+    def training_ids(
+        self, messages: Sequence[Message], tools: Tools = ()
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation as a run would have it, and a mask of 1 where the assistant
+        speaks, the token that ends its turn included. Raises TaskError."""
+        if not any(one.get("role") == "assistant" for one in messages):
+            raise TaskError("the conversation has no turn of the assistant")
+        ids, ends = joined(self.renders, messages, tools)
+        mask: list[int] = []
+        for end, place in ends:
+            spoken = place >= 0 and messages[place]["role"] == "assistant"
+            mask += [int(spoken)] * (end - len(mask))
+        return ids, mask
+
+    def check(self, *, several_turns: bool) -> None:
+        """Raises ConfigError where a run of several turns has no bridge between them."""
+        if several_turns and self.flaw:
+            raise ConfigError(
+                f"the chat template has no bridge between turns: {self.flaw}",
+                hint='task.rewritten_history = "keep" lets what was sampled stay as it is;'
+                " task.renderer names a family of the package renderers",
+            )
+
+    def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
+        """What a sampled turn says, behind the ids `before` it."""
+        if self._typed is not None:
+            return self._typed.parse(ids, before, tools)
+        spoken = [one for one in ids if one not in self._hidden]
+        text = self.derived.text(spoken)
+        if self.derived.dialect.thinking == "always" and "</think>" not in text:
+            text = "<think>" + text  # The prompt has begun it.
+        return self._parser(text, tools)
+
+    @property
+    def renders(self) -> Derived | Typed:
+        """What makes its ids."""
+        return self.derived if self._typed is None else self._typed
+
+
+class Conversation:
+    """One conversation on its way: `prompt_ids`, then for every turn `turn` and `bridge`.
+
+    Example: ``talk.turn(ids).tool_calls``, then ``talk.bridge(ids, [{"role": "tool", ...}])``.
+    """
+
+    def __init__(
+        self, chat: Chat, prompt_ids: list[int], messages: Sequence[Message], tools: Tools
+    ) -> None:
+        self._chat = chat
+        self._tools = tools
+        self._ids = prompt_ids
+        self._messages = list(messages)
+        self.prompt_ids = tuple(prompt_ids)
+        """Token ids up to where the model first speaks."""
+        self.turns = 0
+        """Turns of the model that have been answered."""
+
+    def turn(self, ids: Sequence[int]) -> Turn:
+        """What a sampled turn says, the next one; its calls have ids of their own."""
+        said = self._chat.parse(ids, self._ids, self._tools)
+        start = sum(len(one.get("tool_calls", ())) for one in self._messages)
+        calls = [
+            one if one.id else msgspec.structs.replace(one, id=f"call{start + place:05}")
+            for place, one in enumerate(said.tool_calls)
+        ]
+        return msgspec.structs.replace(said, tool_calls=tuple(calls))
+
+    def bridge(
+        self, ids: Sequence[int], new: Sequence[Message], *, generate: bool = True
+    ) -> list[int]:
+        """The ids that come behind a sampled turn: of the new messages and, with `generate`, of
+        what stands before the next turn. Raises TaskError where there are none."""
+        said = self.turn(ids).message()
+        found = self._chat.renders.bridge(
+            self._messages,
+            said,
+            new,
+            self._tools,
+            before=self._ids,
+            sampled=ids,
+            generate=generate,
+        )
+        self._ids += [*ids, *found]
+        self._messages += [said, *new]
+        self.turns += 1
+        return found
+
+    def messages(self, last: Sequence[int] | None) -> list[Message]:
+        """The whole conversation, and behind it a turn that nobody has answered."""
+        return [*self._messages, *([] if last is None else [self.turn(last).message()])]
+
+
+def _derived(
+    assets: Path, tokenizer: Tokenizer, options: ChatOptions
+) -> tuple[Derived, Mapping[str, str]]:
+    """The model's template with all that is known of it, and its texts."""
+    templates = find_templates(assets)
+    if templates is None:
+        raise PolicyError(
+            "prompts are messages, but the model has no chat template",
+            hint="model.chat_template = FILE gives it one",
+        )
+    values = {**special_tokens(assets), **options.kwargs}
+    plain, tooled = (
+        Template(templates.text(tools=tools), values=values, now_ns=options.now_ns)
+        for tools in (False, True)
+    )
+    dialect = learn(plain, tooled)
+    safe = SafeText(tokenizer.backend, parse=options.parse)
+    written = closers(tooled, dialect, safe)
+    derived = Derived(
+        plain=plain,
+        tooled=tooled,
+        dialect=dialect,
+        safe=safe,
+        stop_ids=written | frozenset(tokenizer.stop_ids),
+        closers=written,
+    )
+    return derived, templates.texts
+
+
+def _typed(derived: Derived, tokenizer: Tokenizer, options: ChatOptions, flaw: str) -> Typed | None:
+    """The typed renderer that is asked for, or that fits a template which has a flaw."""
+    if options.renderer == "template" or (options.renderer == "auto" and not flaw):
+        return None
+    if options.renderer == "auto":
+        return family_of(derived, tokenizer.backend, options.kwargs)
+    found = Typed(options.renderer, derived.safe, tokenizer.backend, kwargs=options.kwargs)
+    other = disagreement(found, derived)
+    if other:
+        LOG.warning("%s; task.renderer was asked for and counts", other)
+    return found

@@ -1,0 +1,146 @@
+"""Prompts, bridges and sampled turns by a model's own template, whatever template it is.
+
+A bridge is what the template writes behind a turn of the model, up to where the model speaks again:
+the conversation is rendered once up to the turn and once with all that follows, and from there on
+the second text begins with the token that ended the turn. That this gives the ids which the whole
+conversation has is not promised here but proved, for a template, by `proof`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.dialect import Dialect, Message, call, schemas
+from dora_pipe.producers.chat.safe_text import SafeText
+from dora_pipe.producers.chat.template import Template
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A template with what is known of it.
+
+    Example: ``derived.prompt([{"role": "user", "content": "2+2?"}], ())``.
+    """
+
+    plain: Template
+    tooled: Template
+    """For conversations with tools: nearly always the same."""
+    dialect: Dialect
+    safe: SafeText
+    stop_ids: frozenset[int]
+    """That end a turn: the tokenizer's and the template's own."""
+    closers: frozenset[int]
+    """Those of them that the template writes behind a turn; none where the next message's first
+    token ends it."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools, mark: str, *, generate: bool
+    ) -> str:
+        """The text of a conversation, its data marked. Raises TaskError."""
+        template = self.tooled if tools else self.plain
+        said = self.safe.marked(self.dialect.messages(messages), mark)
+        return template.render(
+            said, self.safe.marked(schemas(tools), mark, whole=True), generate=generate
+        )
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Token ids up to where the model begins to speak. Raises TaskError."""
+        mark = self.safe.mark_for(messages, tools)
+        return self.safe.ids(self.render(messages, tools, mark, generate=True), mark)
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Token ids of a conversation rendered at once. Raises TaskError."""
+        mark = self.safe.mark_for(messages, tools)
+        return self.safe.ids(self.render(messages, tools, mark, generate=False), mark)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What these ids say, added tokens written out."""
+        return self.safe.text(token_ids)
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        *,
+        before: Sequence[int],
+        sampled: Sequence[int],
+        generate: bool = True,
+    ) -> list[int]:
+        """What is appended to a sampled turn. Raises TaskError where the template has no bridge.
+
+        Thoughts are left out of what is rendered: only what stands behind the turn counts, and a
+        template that drops earlier ones would write two different histories.
+        """
+        del before  # The ids of the turn's prompt: what it says is known from the messages.
+        mark = self.safe.mark_for(history, turn, new, tools)
+        earlier, said = [_thoughtless(one) for one in history], _thoughtless(turn)
+        after = self.render([*earlier, said, *new], tools, mark, generate=generate)
+        text = after[self._end_of_turn(earlier, said, after, tools, mark) :]
+        ids = self.safe.ids(text, mark)
+        last = sampled[-1] if sampled else -1
+        ended = last in self.stop_ids and bool(ids) and (ids[0] == last or ids[0] in self.closers)
+        return ids[1:] if ended else ids
+
+    def _end_of_turn(
+        self, before: list[Message], turn: Message, after: str, tools: Tools, mark: str
+    ) -> int:
+        """Where in `after` the token stands that ends the turn."""
+        for messages, generate in ((before, False), (before, True)):
+            start = self.render(messages, tools, mark, generate=generate)
+            if after.startswith(start):
+                found = self._stops.search(after, len(start)) if self.stop_ids else None
+                if found is not None:
+                    return found.start()
+        spoken = self.render([*before, turn], tools, mark, generate=False)
+        if not after.startswith(spoken):
+            raise TaskError("the chat template writes the conversation anew when it goes on")
+        return len(spoken)
+
+    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+        """The ids that a model samples which says `said`, its end included. Raises TaskError."""
+        mark = self.safe.mark_for(history, said, tools)
+        prompt = self.render(history, tools, mark, generate=True)
+        text = self.render([*history, said], tools, mark, generate=False)
+        if not text.startswith(prompt):
+            raise TaskError("the chat template asks for a turn otherwise than it writes one")
+        found = self._stops.search(text, len(prompt))
+        whole = self.safe.ids(text[: found.end() if found else len(text)], mark)
+        start = self.safe.ids(prompt, mark)
+        ids = whole[len(start) :]
+        if whole[: len(start)] != start:  # tokens over the border: no model samples them
+            ids = self.safe.ids(text[len(prompt) : found.end() if found else len(text)], mark)
+        return ids if found or not self.stop_ids else [*ids, min(self.stop_ids)]
+
+    @property
+    def _stops(self) -> re.Pattern[str]:
+        texts = (self.safe.added[one] for one in self.stop_ids if one in self.safe.added)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def closers(template: Template, dialect: Dialect, safe: SafeText) -> frozenset[int]:
+    """The added tokens that a template writes behind a turn."""
+    user = {"role": "user", "content": "quorl"}
+    turns: list[Message] = [{"role": "assistant", "content": "blint"}]
+    if dialect.calls:
+        turns.append({"role": "assistant", "content": "", "tool_calls": [call("zamble", "blint")]})
+    behind: list[list[int]] = []
+    for turn in turns:
+        text = template.render(dialect.messages([user, turn]), (), generate=False)
+        behind.append(safe.tokens(text[text.rindex("blint") :]))
+    if not behind[0]:
+        return frozenset()
+    found = {behind[0][0]}
+    # Behind calls may stand tokens of the calls, and another one in place of the usual end.
+    return frozenset(found | {one[-1] for one in behind[1:] if one and not found & {*one}})
+
+
+def _thoughtless(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}

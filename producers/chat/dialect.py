@@ -1,0 +1,218 @@
+"""What a chat template understands, learnt by rendering small conversations; and messages in the
+form in which it wants them. Decides that form, and what is refused for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from dora_pipe.core.errors import PolicyError, TaskError
+from dora_pipe.producers.chat.template import Template
+
+Message = Mapping[str, Any]
+
+ROLES: Final = ("system", "user", "assistant", "tool")
+
+_USER: Final = {"role": "user", "content": "quorl"}
+_ANSWER: Final = {"role": "assistant", "content": "blint"}
+_LAST: Final = {"role": "user", "content": "vexan"}
+
+PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "zamble",
+        "description": "Zambles.",
+        "parameters": {
+            "type": "object",
+            "properties": {"wug": {"type": "string", "description": "What."}},
+            "required": ["wug"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What a template takes, and how.
+
+    Example: Qwen2.5's is ``Dialect(system=True, tools=True, calls=True, results=True)``.
+    """
+
+    content: Literal["text", "parts"] = "text"
+    """Contents are strings, or lists of parts."""
+    arguments: Literal["object", "text"] = "object"
+    """Arguments of calls are objects, or JSON in a string."""
+    empty: Literal["text", "none"] = "text"
+    """The content beside calls that say nothing else is an empty string, or None."""
+    reasoning: str = ""
+    """The key of an assistant's thoughts; empty: they are not rendered."""
+    system: bool = False
+    tools: bool = False
+    calls: bool = False
+    results: bool = False
+    parallel: bool = False
+    """A turn may have several calls."""
+    thinking: Literal["free", "always", "never"] = "free"
+    """Whether a turn begins with thoughts: what is written in front of it may decide that."""
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template wants them. Raises TaskError for those that it cannot show."""
+        return [self._message(one) for one in messages]
+
+    def _message(self, one: Message) -> dict[str, Any]:
+        role, content = one.get("role"), text_of(one.get("content"))
+        if role not in ROLES:
+            raise TaskError(f"a message has the role {role!r}", hint=f"roles: {', '.join(ROLES)}")
+        if role == "system" and not self.system:
+            raise TaskError("the model's chat template shows no system message")
+        if role == "tool" and not self.results:
+            raise TaskError("the model's chat template shows no results of tools")
+        said = {
+            key: value
+            for key, value in one.items()
+            if key not in ("content", "reasoning_content", "tool_calls")
+        }
+        said["content"] = content if self.content == "text" else _parts(content)
+        if one.get("reasoning_content") and self.reasoning:
+            said[self.reasoning] = one["reasoning_content"]
+        if one.get("tool_calls"):
+            if not self.calls:
+                raise TaskError("the model's chat template shows no calls of tools")
+            said["tool_calls"] = [self._call(call) for call in one["tool_calls"]]
+            if not content and self.empty == "none":
+                said["content"] = None
+        return said
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.arguments == "text":
+            function["arguments"] = _json(function["arguments"])
+        return {"type": "function", "id": call.get("id") or "call00000", "function": function}
+
+
+def text_of(content: Any) -> str:
+    """The text of a content. Raises TaskError where it is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        parts = [one.get("text") if isinstance(one, Mapping) else one for one in content]
+        texts = [one for one in parts if isinstance(one, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+    raise TaskError("a message's content is neither text nor parts of text")
+
+
+def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as templates want them: schemas of functions, each said to be one."""
+    return [
+        dict(one) if "function" in one else {"type": "function", "function": dict(one)}
+        for one in tools
+    ]
+
+
+def learn(template: Template, tool_template: Template) -> Dialect:
+    """What a template (and the one for tools) takes. Raises PolicyError where it shows no user."""
+    dialect = next(
+        (
+            one
+            for one in (Dialect(), Dialect(content="parts"))
+            if _shows(template, one, [_USER], "quorl") and _shows(template, one, _pair(), "blint")
+        ),
+        None,
+    )
+    if dialect is None:
+        raise PolicyError("the chat template shows no message of a user and no answer to it")
+    system = [{"role": "system", "content": "molpy"}, _USER]
+    if _shows(template, replace(dialect, system=True), system, "molpy"):
+        dialect = replace(dialect, system=True)
+    return _with_tools(tool_template, _with_reasoning(template, dialect))
+
+
+def _pair() -> list[Message]:
+    return [_USER, _ANSWER, _LAST]
+
+
+def _with_reasoning(template: Template, dialect: Dialect) -> Dialect:
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        found = replace(dialect, reasoning=key)
+        if _shows(template, found, [_USER, _thoughtful(_ANSWER)], "druff"):
+            return replace(found, thinking=_thinking(template, found))
+    return dialect
+
+
+def _thoughtful(message: Message) -> Message:
+    return {**message, "reasoning_content": "druff"}
+
+
+def _thinking(template: Template, dialect: Dialect) -> Literal["free", "always", "never"]:
+    asked = template.render(dialect.messages([_USER]), (), generate=True)
+    turns = (_ANSWER, _thoughtful(_ANSWER))
+    without, with_ = (
+        template.render(dialect.messages([_USER, one]), (), generate=False).startswith(asked)
+        for one in turns
+    )
+    if with_ == without:
+        return "free"
+    return "always" if with_ else "never"
+
+
+def _with_tools(template: Template, dialect: Dialect) -> Dialect:
+    shown = _shows(template, dialect, [_USER], "zamble", tools=[PROBE_TOOL])
+    dialect = replace(dialect, tools=shown)
+    turn = {"role": "assistant", "content": "", "tool_calls": [call("zamble", "froom")]}
+    calling: list[Message] = [_USER, turn]
+    result = {"role": "tool", "content": "twisp", "name": "zamble", "tool_call_id": "call00000"}
+    tools = [PROBE_TOOL] if shown else []
+    for as_object, as_text in itertools.product((True, False), (True, False)):
+        found = replace(
+            dialect,
+            arguments="object" if as_object else "text",
+            empty="text" if as_text else "none",
+            calls=True,
+            results=True,
+        )
+        if not _shows(template, found, calling, "zamble", "froom", tools=tools):
+            continue
+        several = [call("zamble", "froom"), call("zamble", "grent", 1)]
+        both: list[Message] = [_USER, {**turn, "tool_calls": several}]
+        return replace(
+            found,
+            results=_shows(template, found, [*calling, result], "twisp", tools=tools),
+            parallel=_shows(template, found, both, "froom", "grent", tools=tools),
+        )
+    return dialect
+
+
+def call(name: str, wug: Any, number: int = 0) -> dict[str, Any]:
+    """A call of a probe."""
+    function = {"name": name, "arguments": {"wug": wug}}
+    return {"type": "function", "id": f"call{number:05}", "function": function}
+
+
+def _shows(
+    template: Template,
+    dialect: Dialect,
+    messages: Sequence[Message],
+    *words: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> bool:
+    """Whether the template takes these messages and writes the words of them."""
+    try:
+        text = template.render(dialect.messages(messages), tools, generate=False)
+    except TaskError:
+        return False
+    return all(word in text for word in words)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def _json(arguments: Any) -> str:
+    import json
+
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

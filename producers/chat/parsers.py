@@ -1,0 +1,241 @@
+"""What a sampled turn says: thoughts, text and calls of tools, by the format of a model's family.
+
+A parser is a function of the turn's text (added tokens that belong to its format written out) and
+of the tools. What is no call that can be made is kept with the reason and as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import importable, load_attribute, nearest
+from dora_pipe.producers.chat.derived import Derived, Tools
+from dora_pipe.producers.chat.dialect import PROBE_TOOL, call
+from dora_pipe.producers.tasks.port import ToolCall, Turn
+
+Parser = Callable[[str, Tools], Turn]
+
+THINK: Final = ("<think>", "</think>")
+
+MARKERS: Final = (*THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>",
+)  # fmt: skip
+"""Added tokens that formats are written with; all others are no part of a text."""
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """(thoughts, what is said behind them)."""
+    begin, end = THINK
+    if end in text:
+        thoughts, _, said = text.partition(end)
+        return thoughts.partition(begin)[2].strip() or thoughts.strip(), said
+    if text.lstrip().startswith(begin):  # It was not done with thinking.
+        return text.partition(begin)[2].strip(), ""
+    return "", text
+
+
+def none(text: str, tools: Tools) -> Turn:
+    """Thoughts and text; no calls."""
+    del tools
+    thoughts, said = split_thoughts(text)
+    return Turn(text=said.strip(), reasoning=thoughts)
+
+
+def _blocks(
+    begin: str, end: str, one: Callable[[str, Tools], list[ToolCall]]
+) -> Callable[[str, Tools], Turn]:
+    """A format with calls between two marks."""
+    block = re.compile(f"{re.escape(begin)}(.*?)({re.escape(end)}|$)", re.DOTALL)
+
+    def parse(text: str, tools: Tools) -> Turn:
+        thoughts, said = split_thoughts(text)
+        found: list[ToolCall] = []
+        for inner, closed in block.findall(said):
+            found += one(inner, tools) if closed else [_bad(begin + inner, f"no {end}")]
+        text = block.sub("", said).strip()
+        return Turn(text=text, reasoning=thoughts, tool_calls=tuple(found))
+
+    return parse
+
+
+def _bad(raw: str, why: str, name: str = "") -> ToolCall:
+    return ToolCall(name=name, error=why, raw=raw)
+
+
+def _made(name: Any, arguments: Any, raw: str) -> ToolCall:
+    if not isinstance(name, str) or not name:
+        return _bad(raw, "a call without a name")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return _bad(raw, "arguments are no JSON", name)
+    if not isinstance(arguments, dict):
+        return _bad(raw, "arguments are no object", name)
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _json_call(inner: str, tools: Tools) -> list[ToolCall]:
+    """``{"name": "add", "arguments": {"a": 1}}``"""
+    del tools
+    raw = f"<tool_call>{inner}</tool_call>"
+    try:
+        value = json.loads(inner)
+    except ValueError as error:
+        return [_bad(raw, f"no JSON: {error}")]
+    if not isinstance(value, dict):
+        return [_bad(raw, "a call is no object")]
+    return [_made(value.get("name"), value.get("arguments", {}), raw)]
+
+
+_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _xml_call(inner: str, tools: Tools) -> list[ToolCall]:
+    """``<function=add><parameter=a>1</parameter></function>``"""
+    found = _FUNCTION.fullmatch(inner)
+    if found is None:
+        return [_bad(f"<tool_call>{inner}</tool_call>", "no <function=...>")]
+    name, body = found[1].strip(), found[2]
+    return [_typed(name, _PARAMETER.findall(body), tools)]
+
+
+_PAIR: Final = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _glm_call(inner: str, tools: Tools) -> list[ToolCall]:
+    """``add<arg_key>a</arg_key><arg_value>1</arg_value>``"""
+    name = inner.partition("<arg_key>")[0].strip()
+    if not name or "\n" in name or "{" in name:
+        return [_bad(f"<tool_call>{inner}</tool_call>", "a call without a name")]
+    return [_typed(name, [(key.strip(), value) for key, value in _PAIR.findall(inner)], tools)]
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
+    """Values that are written as plain text are what the tool's schema says, else JSON or text."""
+    kinds = _properties(name, tools)
+    return ToolCall(
+        name=name,
+        arguments={key: _value(value, kinds.get(key, {}).get("type")) for key, value in pairs},
+    )
+
+
+def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            found = function.get("parameters", {}).get("properties", {})
+            return found if isinstance(found, Mapping) else {}
+    return {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _python_calls(inner: str, tools: Tools) -> list[ToolCall]:
+    """``[add(a=1), add(a=2)]``"""
+    del tools
+    raw = f"<|tool_call_start|>{inner}<|tool_call_end|>"
+    try:
+        tree = ast.parse(inner.strip(), mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_python_call(one) for one in nodes]
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return [_bad(raw, f"no call: {error}")]
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("a call has a name and named arguments")
+    arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+    return ToolCall(
+        name=ast.unparse(node.func), arguments={key: one for key, one in arguments.items() if key}
+    )
+
+
+def _llama(text: str, tools: Tools) -> Turn:
+    """``{"name": "add", "parameters": {"a": 1}}``, alone in a turn."""
+    del tools
+    thoughts, said = split_thoughts(text)
+    body = said.replace("<|python_tag|>", "").strip()
+    if not body.startswith("{") or '"name"' not in body:
+        return Turn(text=body, reasoning=thoughts)
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        found = _bad(body, f"no JSON: {error}")
+    else:
+        found = _made(value.get("name"), value.get("parameters", value.get("arguments", {})), body)
+    return Turn(text="", reasoning=thoughts, tool_calls=(found,))
+
+
+PARSERS: Final[Mapping[str, Parser]] = {
+    "hermes": _blocks("<tool_call>", "</tool_call>", _json_call),
+    "xml": _blocks("<tool_call>", "</tool_call>", _xml_call),
+    "glm": _blocks("<tool_call>", "</tool_call>", _glm_call),
+    "llama": _llama,
+    "pythonic": _blocks("<|tool_call_start|>", "<|tool_call_end|>", _python_calls),
+}
+"""By the names that `task.tool_parser` has for them."""
+
+
+def open_parser(name: str, derived: Derived, directory: str) -> tuple[str, Parser]:
+    """(name, parser) of `task.tool_parser`. Raises ConfigError.
+
+    `auto` is the format in which a call that the template has written is read back.
+    """
+    if name == "auto":
+        found = next((one for one in PARSERS if _reads_back(PARSERS[one], derived)), "")
+        return found, PARSERS.get(found, none)
+    if name in PARSERS:
+        return name, PARSERS[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"task.tool_parser: there is no `{name}`",
+            hint=nearest(name, PARSERS) or f"one of {', '.join(PARSERS)}, auto, module:function",
+        )
+    with importable(directory):
+        own = load_attribute("task.tool_parser", name)
+
+    def parse(text: str, tools: Tools) -> Turn:
+        del tools
+        said = own(text)
+        if not isinstance(said, Turn):
+            raise TaskError(f"task.tool_parser gave {type(said).__name__}, not a Turn")
+        return said
+
+    return name, parse
+
+
+def _reads_back(parser: Parser, derived: Derived) -> bool:
+    """Whether calls that the template writes are the calls that are read in it."""
+    if not derived.dialect.calls:
+        return False
+    calls = [call("zamble", "froom"), call("zamble", "gr ent", 1)]
+    said: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+    if not derived.dialect.parallel:
+        said["tool_calls"] = calls[:1]
+    if derived.dialect.thinking == "always":
+        said["reasoning_content"] = "druff"
+    tools: list[dict[str, Any]] = [PROBE_TOOL] if derived.dialect.tools else []
+    try:
+        ids = derived.turn([{"role": "user", "content": "quorl"}], said, tools)
+    except TaskError:
+        return False
+    stops = derived.stop_ids
+    turn = parser(derived.text([one for one in ids if one not in stops]), tools)
+    read = [(one.name, one.arguments) for one in turn.tool_calls]
+    wanted = [(one["function"]["name"], one["function"]["arguments"]) for one in said["tool_calls"]]
+    return read == wanted

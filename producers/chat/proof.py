@@ -1,0 +1,159 @@
+"""Whether bridges give the ids of the whole conversation, tried on generated conversations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.derived import Tools
+from dora_pipe.producers.chat.dialect import PROBE_TOOL, Dialect, Message, call
+
+CONVERSATIONS: Final = 12
+"""Tried when a run starts."""
+
+_WORDS: Final = (
+    "sum it up please", "42", "größer als Ω", "x = 3;\ny = [1, 2]", "日本語です", "two\n\nlines",
+    'a "quoted" {brace}', "emoji 🙂 here", "tab\tinside", "it is <b>bold</b>", "π ≈ 3.14", "ok",
+)  # fmt: skip
+
+
+class Renders(Protocol):
+    """What is proved: see `derived.Derived`."""
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """See there."""
+        ...
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """See there."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What these ids say, added tokens written out."""
+        ...
+
+    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+        """See there."""
+        ...
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        *,
+        before: Sequence[int],
+        sampled: Sequence[int],
+    ) -> list[int]:
+        """See there."""
+        ...
+
+
+def conversations(
+    dialect: Dialect, *, seed: int = 0, count: int = CONVERSATIONS
+) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
+    """Conversations of the kinds that a template takes, with their tools; each ends in a turn."""
+    chance = random.Random(seed)
+    for number in range(count):
+        tools = dialect.tools and number % 3 != 0
+        messages: list[Message] = []
+        if dialect.system and number % 2:
+            messages.append({"role": "system", "content": chance.choice(_WORDS)})
+        for _ in range(chance.randint(1, 3)):
+            messages.append({"role": "user", "content": chance.choice(_WORDS)})
+            if tools and dialect.calls and dialect.results:
+                for _ in range(chance.randint(0, 2)):
+                    messages += _calls(dialect, chance)
+            messages.append(_said(dialect, chance))
+        yield messages, [PROBE_TOOL] if tools else []
+
+
+def _said(dialect: Dialect, chance: random.Random) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": chance.choice(_WORDS)}
+    often = {"free": 0.6, "always": 1.0, "never": 0.0}[dialect.thinking]
+    if dialect.reasoning and chance.random() < often:
+        said["reasoning_content"] = chance.choice(_WORDS)
+    return said
+
+
+def _calls(dialect: Dialect, chance: random.Random) -> Iterator[dict[str, Any]]:
+    """A turn with calls, and their results."""
+    said = _said(dialect, chance)
+    if chance.random() < 0.5 or not dialect.parallel:
+        said["content"] = ""
+    size = chance.randint(1, 3) if dialect.parallel else 1
+    said["tool_calls"] = [call("zamble", chance.choice(_WORDS), place) for place in range(size)]
+    yield said
+    for place in range(size):
+        content = chance.choice(_WORDS)
+        one = {"role": "tool", "content": content, "name": "zamble"}
+        yield {**one, "tool_call_id": f"call{place:05}"}
+
+
+def flaw_of(renders: Renders, messages: Sequence[Message], tools: Tools) -> str:
+    """Where prompt, turns and bridges give other ids than the whole; empty: nowhere."""
+    try:
+        ids, ends = joined(renders, messages, tools)
+        whole = renders.whole(messages, tools)
+    except TaskError as error:
+        return str(error)
+    if whole[: len(ids)] == ids or renders.text(whole).startswith(renders.text(ids)):
+        return ""  # Other ids of the same text: at the border where the model begins to speak.
+    at = next(
+        (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other),
+        min(len(ids), len(whole)),
+    )
+    place = next((name for end, name in ends if at < end), len(messages) - 1)
+    role = messages[place]["role"]
+    return f"message {place + 1} of {len(messages)} ({role}) is not what it was once others follow"
+
+
+def joined(
+    renders: Renders, messages: Sequence[Message], tools: Tools
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A conversation as a run has it: first prompt, turns as sampled, bridges. Where the pieces
+    end, with the message that each is of. Raises TaskError."""
+    spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
+    ids = renders.prompt(messages[: spoken[0]], tools)
+    ends = [(len(ids), spoken[0] - 1)]
+    for at, after in zip(spoken, [*spoken[1:], 0], strict=True):
+        said = messages[at]
+        sampled = renders.turn(messages[:at], said, tools)
+        ids += sampled
+        ends.append((len(ids), at))
+        if after:
+            new = messages[at + 1 : after]
+            ids += renders.bridge(
+                messages[:at], said, new, tools, before=ids[: -len(sampled)], sampled=sampled
+            )
+            ends.append((len(ids), after - 1))
+    return ids, ends
+
+
+def bridges_flaw(renders: Renders, dialect: Dialect) -> str:
+    """Why sampled turns cannot stay what they are where a template rewrites them; empty: they can.
+
+    Whatever was sampled, a bridge is behind it."""
+    for messages, tools in conversations(dialect):
+        for at, said in enumerate(messages[:-1]):
+            following = messages[at + 1 :]
+            end = next(x for x, one in enumerate(following) if one["role"] == "assistant")
+            if said["role"] != "assistant":
+                continue
+            try:
+                renders.bridge(messages[:at], said, following[:end], tools, before=(), sampled=())
+            except TaskError as error:
+                return str(error)
+    return ""
+
+
+def first_flaw(renders: Renders, dialect: Dialect) -> str:
+    """What does not hold for a template, by the conversations tried at a start; empty: all does."""
+    for messages, tools in conversations(dialect):
+        flaw = flaw_of(renders, messages, tools)
+        if flaw:
+            return flaw
+    return ""

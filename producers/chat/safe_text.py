@@ -1,0 +1,187 @@
+"""Texts of a conversation to token ids, so that what was written into the data is never a control
+token: decides what in a rendered text the template has written, and what the data.
+
+A chat template puts its control tokens (`<|im_start|>`, `</tool_call>`) and the contents of the
+messages into one text, where they look alike. So, before it is rendered, every added token of the
+tokenizer that stands in a string of the data is broken by a character that no text is written with;
+what the tokenizer still finds in the rendered text is the template's own. The stretches between
+are encoded by an encoder that knows no added tokens, without the breaks. Where nothing had to be
+broken (nearly always) the tokenizer encodes the whole text at once: the ids are transformers'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.template import NONCHARACTERS
+from dora_pipe.producers.chat.tokenizer import is_space, plain_encoder
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_ANCHOR: Final = NONCHARACTERS[-1]
+"""A token that only stands in front of a stretch: behind it no text begins, but one goes on."""
+
+MARKS: Final = NONCHARACTERS[:-1]
+
+_WHOLE: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
+"""Keys whose values templates compare with others: only whole tokens are broken in them."""
+
+
+class SafeText:
+    """Marks added tokens in data, and encodes what was rendered of it.
+
+    Example: ``safe.ids(template.render(safe.marked(messages, mark), ...), mark)``. With `parse`
+    control tokens in the data are control tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, parse: bool) -> None:
+        from tokenizers import AddedToken
+
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.added = {
+            at: one.content for at, one in added.items() if not is_space(one.special, one.content)
+        }
+        """Text of every added token that is no run of white space, by its id."""
+        self._parse = parse or not self.added
+        self._found = _pattern(self.added.values())
+        self._ends = _Ends(list(self.added.values()))
+        self._plain = plain_encoder(backend)
+        bare: list[int] = self._plain.encode("a", add_special_tokens=False).ids
+        self._plain.add_special_tokens([AddedToken(_ANCHOR, normalized=False, special=True)])
+        self._anchored = self._plain.encode(_ANCHOR + "a", add_special_tokens=False).ids[1:] != bare
+        normalised = backend.normalizer is not None
+        self._asks = normalised and any(one.normalized for one in added.values())
+
+    def mark_for(self, *values: Any) -> str:
+        """A character that stands nowhere in these. Raises TaskError where there is none."""
+        written = set().union(*map(_noncharacters, values))
+        mark = next((one for one in MARKS if one not in written), None)
+        if mark is None or _ANCHOR in written:
+            raise TaskError("the conversation has noncharacters in it that chat templates need")
+        return mark
+
+    def marked(self, value: Any, mark: str, *, whole: bool = False) -> Any:
+        """A copy of messages or a part of them, added tokens broken by `mark`; of tools with
+        `whole`, as templates compare names in them."""
+        if self._parse:
+            return value
+        if isinstance(value, str):
+            return self.broken(value, mark, whole=whole)
+        if isinstance(value, Mapping):
+            return {
+                self.broken(name, mark, whole=True): self.marked(
+                    one, mark, whole=whole or name in _WHOLE
+                )
+                for name, one in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.marked(one, mark, whole=whole) for one in value]
+        return value
+
+    def broken(self, text: str, mark: str, *, whole: bool) -> str:
+        """`text` with `mark` in every added token; unless `whole`, also in what may become one
+        with what the template writes around it."""
+        places = {found.start() for found in self._found.finditer(text)}
+        if not whole and text:
+            places |= self._ends.places(text)
+        if places:
+            text = "".join(
+                letter + mark if at in places else letter for at, letter in enumerate(text)
+            )
+        return self._asked(text, mark) if self._asks else text
+
+    def _asked(self, text: str, mark: str) -> str:
+        """Tokens that are found in normalised text can be written in many ways: the tokenizer
+        itself says where."""
+        for _ in range(len(text)):
+            found = next(iter(self._tokens(text, mark)), None)
+            if found is None:
+                break
+            start, end = found[1:]
+            at = end - len(text[start:end].lstrip()) + 1
+            text = text[:at] + mark + text[at:]
+        return text
+
+    def ids(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered text, without the marks."""
+        if self._parse or mark not in text:
+            whole: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return whole
+        found: list[int] = []
+        done = 0
+        for token_id, start, end in self._tokens(text, mark):
+            found += [*self._stretch(text[done:start], mark, first=not found), token_id]
+            done = end
+        return found + self._stretch(text[done:], mark, first=not found)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What these ids say, added tokens written out."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def tokens(self, text: str) -> list[int]:
+        """The added tokens in a text that nothing is marked in, in order."""
+        return [token_id for token_id, _, _ in self._tokens(text, MARKS[0])]
+
+    def _tokens(self, text: str, mark: str) -> Iterator[tuple[int, int, int]]:
+        """(id, start, end) of the added tokens that the tokenizer finds, in order."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token = self.added.get(token_id)
+            if token is None or (len(token) == 1 and text[end : end + 1] == mark):
+                continue
+            # A tokenizer may say "unknown" by an added token: then its text is another one.
+            if token in text[start:end] or (self._asks and mark not in text[start:end]):
+                yield token_id, start, end
+
+    def _stretch(self, text: str, mark: str, *, first: bool) -> list[int]:
+        text = text.replace(mark, "")
+        if not text:
+            return []
+        skipped = int(self._anchored and not first)
+        text = _ANCHOR + text if skipped else text
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids[skipped:]
+
+
+class _Ends:
+    """Where a text may become an added token together with what stands before or behind it."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._joined = "\0".join(tokens)
+        self._starts = {token[:end] for token in tokens for end in range(1, len(token))}
+        self._stops = {token[start:] for token in tokens for start in range(1, len(token))}
+        self._longest = max(map(len, tokens), default=0)
+
+    def places(self, text: str) -> set[int]:
+        """Characters behind which it is to be broken."""
+        if len(text) < self._longest and text in self._joined:
+            return {0}
+        places: set[int] = set()
+        for size in range(1, min(self._longest, len(text) + 1)):
+            if text[-size:] in self._starts:
+                places.add(len(text) - size)
+            if text[:size] in self._stops and not text[:size].isspace():
+                places.add(0)
+        return places
+
+
+def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Every place where one of these begins, those inside of others too."""
+    words = "|".join(re.escape(one) for one in sorted(tokens, key=len, reverse=True))
+    return re.compile(f"(?={words})" if words else r"(?!)")
+
+
+def _noncharacters(value: Any) -> set[str]:
+    if isinstance(value, str):
+        return set() if value.isascii() else set(value) & set(NONCHARACTERS)
+    if isinstance(value, Mapping):
+        return set().union(*map(_noncharacters, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple):
+        return set().union(*map(_noncharacters, value))
+    return set()

@@ -1,0 +1,222 @@
+"""A model's chat template: found among its files, compiled, rendered; decides nothing.
+
+It is rendered as transformers renders it (the same environment, filters and globals), so that
+prompts here are those that the model was trained on, with one difference: `strftime_now` is the
+moment of the configuration and not of the clock, so that no prompt depends on the day on which it
+is rendered.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.core.errors import PolicyError, TaskError
+
+if TYPE_CHECKING:
+    import jinja2
+
+FILE: Final = "chat_template.jinja"
+"""Where a model directory has its template, and where one that overrides it is put."""
+
+_CONFIGS: Final = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+_OTHERS: Final = "additional_chat_templates"
+
+_SPECIAL: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Tokens that transformers hands to a template by name: `bos_token` and so on."""
+
+NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+"""Characters that no text is written with (Unicode keeps 32 in a row free for processes' own)."""
+
+_ESCAPED: Final = re.compile(r"\\ufd([de][0-9a-f])")
+
+
+class Templates:
+    """The texts of a model's templates, by name: `default` and, of some, `tool_use`."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts = dict(texts)
+
+    def text(self, *, tools: bool) -> str:
+        """The template for conversations with or without tools, chosen as transformers does.
+
+        Raises PolicyError where there are several and none is the default.
+        """
+        if tools and "tool_use" in self.texts:
+            return self.texts["tool_use"]
+        if "default" in self.texts:
+            return self.texts["default"]
+        raise PolicyError(
+            f"the model's chat templates are {', '.join(sorted(self.texts))}, none is `default`",
+            hint="choose one with model.chat_template",
+        )
+
+
+def find_templates(assets: Path) -> Templates | None:
+    """The chat templates of a model directory; None where it has none. Raises PolicyError."""
+    found: dict[str, str] = {}
+    for name in reversed(_CONFIGS):
+        value = read_object(assets / name).get("chat_template")
+        if isinstance(value, str):
+            found["default"] = value
+        elif isinstance(value, list):
+            found |= {one["name"]: one["template"] for one in value}
+        elif isinstance(value, dict):
+            found |= value
+    file = assets / FILE
+    if file.is_file():
+        found["default"] = read_template(file)
+    for more in sorted((assets / _OTHERS).glob("*.jinja")):
+        found[more.stem] = read_template(more)
+    return Templates(found) if found else None
+
+
+def read_template(path: Path) -> str:
+    """The text of a template's file. Raises PolicyError."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"the chat template {path} cannot be read: {error}") from None
+
+
+def special_tokens(assets: Path) -> dict[str, str]:
+    """The tokens that a template knows by name, as the model's files name them."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_object(assets / name).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.removesuffix("_token") in _SPECIAL and isinstance(token, str):
+                found[key] = token
+    return {key: token for key, token in found.items() if key.endswith("_token")}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises PolicyError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise PolicyError(f"{path} is not a JSON object")
+    return value
+
+
+class Template:
+    """A template with all that is handed to it.
+
+    Example: ``Template(text, values={"bos_token": "<s>"}, now_ns=0).render(messages, (),
+    generate=True)``. Raises PolicyError for a text that is no template.
+    """
+
+    def __init__(self, text: str, *, values: Mapping[str, Any], now_ns: int) -> None:
+        self._compiled = _compiled(text, now_ns // 1_000_000_000)
+        self._values = dict(values)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+    ) -> str:
+        """The text of a conversation; with `generate`, up to where the model begins to speak.
+
+        Raises TaskError where the template does not take such a conversation.
+        """
+        import jinja2
+
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=generate,
+                **self._values,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
+            raise TaskError(f"the chat template refuses this conversation: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(text: str, now_s: int) -> jinja2.Template:
+    """Compiled once per process: that takes up to tens of milliseconds."""
+    try:
+        import jinja2
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise PolicyError(
+            "chat templates need jinja2", hint="it comes with dora-pipe[torch]"
+        ) from None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_generation_blocks(), jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime(now_s)
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise PolicyError(f"the chat template is no template: {error}") from None
+
+
+def _generation_blocks() -> type[jinja2.ext.Extension]:
+    """``{% generation %}``, which marks what the assistant says: here what is in it is enough."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationBlocks(Extension):
+        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A scope of its own, as transformers has it: what is set inside does not leave it.
+            return nodes.Scope(body).set_lineno(line)
+
+    GenerationBlocks.tags = {"generation"}
+    return GenerationBlocks
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """transformers' filter: jinja2's own escapes HTML. Marks of `safe_text` stay what they are."""
+    text = json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    return _ESCAPED.sub(lambda found: chr(int("fd" + found[1], 16)), text) if ensure_ascii else text
+
+
+def _raise(message: str) -> str:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _strftime(now_s: int) -> Callable[[str], str]:
+    moment = datetime.fromtimestamp(now_s, UTC)
+    return moment.strftime

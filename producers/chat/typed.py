@@ -1,0 +1,225 @@
+"""Prompts, bridges and parsed turns by the package `renderers`, where it knows a model's family.
+
+It is used where a template writes its history anew (earlier thoughts are dropped, say): a typed
+renderer keeps what was sampled. Which family a template is of is not guessed by a name but proved:
+prompts and tool cycles must have the very ids that the template gives them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.chat.derived import Derived, Tools
+from dora_pipe.producers.chat.dialect import Message, schemas
+from dora_pipe.producers.chat.proof import conversations
+from dora_pipe.producers.chat.safe_text import MARKS, SafeText
+from dora_pipe.producers.tasks.port import ToolCall, Turn
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_FAULTS: Final = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+"""What `renderers` raises for a tokenizer without a family's tokens, and for messages that a family
+does not take."""
+
+_HARMONY: Final = "gpt-oss"
+
+
+class Typed:
+    """A typed renderer, over a tokenizer to which no data gives control tokens.
+
+    Example: ``Typed("qwen3", safe, backend, kwargs={"enable_thinking": False})``. Raises
+    ConfigError where the family is unknown, or is not one of this tokenizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        safe: SafeText,
+        backend: tokenizers.Tokenizer,
+        *,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if importlib.util.find_spec("renderers") is None:
+            raise ConfigError(
+                f"task.renderer is {name}, but `renderers` is not installed",
+                hint="install dora-pipe[chat], or set task.renderer to template",
+            )
+        from renderers import _version, base, configs
+
+        self.name = name
+        self.version: str = _version.__version__
+        self._words = _Words(safe, backend)
+        self._safe = safe
+        try:
+            config = configs._config_class_for(name)(thinking_retention="all")
+            self._renderer = base.create_renderer(self._words, config, chat_template_kwargs=kwargs)
+        except _FAULTS as error:
+            raise ConfigError(
+                f"task.renderer = {name} cannot be used with this model: {error}",
+                hint="task.renderer = auto or template takes what fits the model",
+            ) from None
+        self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
+        """Ids that end a turn."""
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Token ids up to where the model begins to speak. Raises TaskError."""
+        return self._ids(messages, tools, generate=True)
+
+    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Token ids of a conversation rendered at once. Raises TaskError."""
+        return self._ids(messages, tools, generate=False)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What these ids say, added tokens written out."""
+        return self._safe.text(token_ids)
+
+    def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
+        """The ids that a model samples which says `said`, its end included. Raises TaskError."""
+        found = self._render([*history, said], tools, generate=False)
+        start = len(history)
+        kept = zip(found.token_ids, found.message_indices, found.sampled_mask, strict=True)
+        return [one for one, message, sampled in kept if message == start and sampled]
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        *,
+        before: Sequence[int],
+        sampled: Sequence[int],
+        generate: bool = True,
+    ) -> list[int]:
+        """What is appended to a sampled turn, whose prompt is `before`. Raises TaskError."""
+        del history, turn, generate
+        mark = self._words.mark = self._safe.mark_for(new, tools)
+        try:
+            found = self._renderer.bridge_to_next_turn(
+                list(before),
+                list(sampled),
+                self._safe.marked(list(new), mark),
+                tools=self._safe.marked(schemas(tools), mark, whole=True) or None,
+            )
+        except _FAULTS as error:
+            raise TaskError(f"renderer {self.name}: {error}") from None
+        ids = [*before, *sampled]
+        if found is None or found.token_ids[: len(ids)] != ids:
+            raise TaskError(f"renderer {self.name} has no bridge behind this turn")
+        return list(found.token_ids[len(ids) :])
+
+    def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
+        """What a sampled turn says."""
+        try:
+            found = self._renderer.parse_response(
+                list(ids), tools=schemas(tools) or None, prompt_ids=list(before)
+            )
+        except _FAULTS as error:
+            raise TaskError(f"renderer {self.name} cannot read this turn: {error}") from None
+        return Turn(
+            text=found.content,
+            reasoning=found.reasoning_content or "",
+            tool_calls=tuple(map(_call, found.tool_calls)),
+        )
+
+    def _ids(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> list[int]:
+        return list(self._render(messages, tools, generate=generate).token_ids)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> Any:
+        mark = self._words.mark = self._safe.mark_for(messages, tools)
+        try:
+            return self._renderer.render(
+                self._safe.marked([dict(one) for one in messages], mark),
+                tools=self._safe.marked(schemas(tools), mark, whole=True) or None,
+                add_generation_prompt=generate,
+            )
+        except _FAULTS as error:
+            raise TaskError(f"renderer {self.name} refuses this conversation: {error}") from None
+
+
+class _Words:
+    """The tokenizer that `renderers` is given."""
+
+    name_or_path = ""
+    unk_token_id = None
+    eos_token_id = None
+
+    def __init__(self, safe: SafeText, backend: tokenizers.Tokenizer) -> None:
+        self._safe = safe
+        self._backend = backend
+        self.mark = MARKS[0]
+        """What breaks added tokens in the texts at hand."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return self._safe.ids(text, self.mark)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, str):
+            return self._backend.token_to_id(tokens)
+        return [self._backend.token_to_id(one) for one in tokens]
+
+
+def _call(found: Any) -> ToolCall:
+    name, arguments = found.name or "", found.arguments
+    if str(found.status) == "ok" and isinstance(arguments, Mapping):
+        return ToolCall(name=name, arguments=dict(arguments), id=found.id or "")
+    error = "arguments are no object" if str(found.status) == "ok" else str(found.status)
+    return ToolCall(name=name, error=error.replace("_", " "), raw=found.raw)
+
+
+def known() -> list[str]:
+    """The families that `renderers` knows; none where it is not installed."""
+    if importlib.util.find_spec("renderers") is None:
+        return []
+    from renderers import base
+
+    base._populate_registry()
+    return sorted(set(base.RENDERER_REGISTRY) - {"default"})
+
+
+def family_of(
+    derived: Derived, backend: tokenizers.Tokenizer, kwargs: Mapping[str, Any]
+) -> Typed | None:
+    """The typed renderer that gives the ids of this template; None where there is none."""
+    for name in known():
+        if name == _HARMONY and backend.token_to_id("<|channel|>") is None:
+            continue  # It would look for its vocabulary in the network.
+        try:
+            typed = Typed(name, derived.safe, backend, kwargs=kwargs)
+        except ConfigError:
+            continue
+        if disagreement(typed, derived) == "":
+            return typed
+    return None
+
+
+def disagreement(typed: Typed, derived: Derived) -> str:
+    """In what a typed renderer differs from a template, or from itself; empty: in nothing."""
+    for messages, tools in _first_turns(derived):
+        try:
+            same = typed.prompt(messages, tools) == derived.prompt(messages, tools)
+        except TaskError as error:
+            return str(error)
+        if not same:
+            roles = ", ".join(one["role"] for one in messages)
+            return f"renderer {typed.name} writes ({roles}) otherwise than the chat template"
+    return ""
+
+
+def _first_turns(derived: Derived) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
+    """Conversations up to the first answer of the model, calls and results before it included."""
+    for messages, tools in conversations(derived.dialect):
+        spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
+        answered = next(at for at in spoken if "tool_calls" not in messages[at])
+        yield messages[: spoken[0]], tools
+        if answered != spoken[0]:
+            yield messages[:answered], tools

@@ -1,0 +1,90 @@
+"""Model directories for chat tests: a real chat template, and a small tokenizer made for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+TEMPLATES: Final = Path(__file__).parent / "chat_templates"
+
+CHATML: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How the tokenizers of most of these families split texts."""
+
+_TOKEN: Final = re.compile(
+    r"<\|?[a-zA-Z_/0-9\uff5c\u2581.]+\|?>|<\uff5c[^\uff5c]*\uff5c>|\[/?INST\]|<\|[^|>]*\|>"
+)
+
+_OTHERS: Final = """<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call>
+<tool_response> </tool_response> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <pad>
+<|eom_id|> <|python_tag|> [gMASK] <sop> <|user|> <|observation|> <s> </s>"""
+"""Tokens of families that their templates do not write, and a typed renderer wants."""
+
+_ENDS: Final = {
+    "gemma": ("<bos>", "<eos>"),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
+    "deepseek": ("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
+    "lfm2": ("<|startoftext|>", "<|im_end|>"),
+    "qwen": ("<|endoftext|>", "<|im_end|>"),
+}
+
+
+def names() -> list[str]:
+    """The templates that are kept here."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def bpe(special: set[str]) -> tokenizers.Tokenizer:
+    """A byte-level BPE trained on a line of text, with these special tokens."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(
+        ["system user assistant tool function name sum it up\n\n"] * 4, trainer
+    )
+    made.add_special_tokens(
+        [AddedToken(one, normalized=False, special=True) for one in sorted(special)]
+    )
+    return made
+
+
+def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: object) -> Path:
+    """A directory with tokenizer and template: one of those kept, of a file, or a text."""
+    path = Path(name)
+    if name:
+        text = (path if path.is_absolute() else TEMPLATES / f"{name}.jinja").read_text()
+    begin, end = next(
+        (ends for family, ends in _ENDS.items() if path.stem.startswith(family)), ("<s>", "</s>")
+    )
+    special = {*_TOKEN.findall(text), *_OTHERS.split(), begin, end}
+    backend = bpe(special)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": begin, "eos_token": end, "image_token": "<image>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if path.stem.startswith("glm"):
+        ids = [backend.token_to_id(one) for one in ("<|user|>", "<|observation|>")]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (folder / "chat_template.jinja").write_text(text)
+    return folder

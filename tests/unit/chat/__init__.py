@@ -1,0 +1,1 @@
+"""Tests of chat templates, in this process."""

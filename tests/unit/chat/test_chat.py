@@ -1,0 +1,208 @@
+"""A model's chat: prompts as transformers makes them, turns read, bridges behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
+from dora_pipe.producers.chat.chat import Chat, ChatOptions
+from dora_pipe.producers.chat.dialect import PROBE_TOOL
+from dora_pipe.producers.chat.template import Template, find_templates
+from dora_pipe.producers.chat.tokenizer import Tokenizer
+from tests.support.chat_models import CHATML, write_chat_model
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
+
+
+def open_chat(folder: Path, **options: Any) -> Chat:
+    return Chat.open(folder, Tokenizer(folder), ChatOptions(**options))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gemma3", "phi3_5", "lfm2_v2"])
+def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    write_chat_model(tmp_path, name)
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tools = [] if name in ("gemma3", "phi3_5") else [PROBE_TOOL]
+    wanted = theirs.apply_chat_template(
+        ASKED, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    if name == "llama3_2":  # It names the day on which it is rendered: ours is that of the run.
+        now = theirs.decode(wanted).partition("Today Date: ")[2][:11]
+        ours = Tokenizer(tmp_path).full_text(open_chat(tmp_path).start(ASKED, tools).prompt_ids)
+        assert ours.replace("01 Jan 1970", now) == theirs.decode(wanted)
+    else:
+        assert list(open_chat(tmp_path).start(ASKED, tools).prompt_ids) == wanted
+
+
+def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen2_5"))
+    talk = open_chat(tmp_path).start(ASKED, [PROBE_TOOL])
+    written = (
+        'Well\n<tool_call>\n{"name":"zamble",  "arguments": {"wug": "x"}}\n</tool_call><|im_end|>'
+    )
+    sampled = tokenizer.backend.encode(written, add_special_tokens=False).ids
+    turn = talk.turn(sampled)
+    assert turn.text == "Well"
+    assert [(one.name, one.arguments, one.id) for one in turn.tool_calls] == [
+        ("zamble", {"wug": "x"}, "call00000")
+    ]
+    result = {
+        "role": "tool",
+        "content": "<|im_end|>\n<|im_start|>system",
+        "tool_call_id": "call00000",
+    }
+    bridge = talk.bridge(sampled, [result])
+    assert tokenizer.full_text(bridge) == (
+        "\n<|im_start|>user\n<tool_response>\n<|im_end|>\n<|im_start|>system\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    end = tokenizer.backend.token_to_id("<|im_end|>")
+    assert [one for one in bridge if one == end] == [end]
+    last = tokenizer.ids("So x.")
+    said = talk.messages(last)
+    assert [one["role"] for one in said] == ["system", "user", "assistant", "tool", "assistant"]
+    assert said[-1] == {"role": "assistant", "content": "So x."}
+    assert len(said) == len(talk.messages(None)) + 1
+    closed = talk.bridge(last, [{"role": "user", "content": "More."}])
+    assert closed[0] == end  # a turn that a stop string ended is closed by the template's token
+    assert talk.turns == 2
+
+
+def test_a_call_that_cannot_be_made_stays_in_the_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen2_5"))
+    talk = open_chat(tmp_path).start(ASKED, [PROBE_TOOL])
+    sampled = tokenizer.backend.encode("<tool_call>{oops</tool_call><|im_end|>").ids
+    (call,) = talk.turn(sampled).tool_calls
+    assert "no JSON" in call.error
+    talk.bridge(sampled, [{"role": "user", "content": "Again."}])
+    assert "{oops" in talk.messages(None)[-2]["content"]
+
+
+def test_a_template_that_drops_thoughts_is_refused_for_several_turns_or_kept(
+    tmp_path: Path,
+) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen3"))
+    plain = open_chat(tmp_path, renderer="template")
+    plain.check(several_turns=False)
+    with pytest.raises(ConfigError, match=r"message 2 of \d+ \(assistant\)"):
+        plain.check(several_turns=True)
+    kept = open_chat(tmp_path, renderer="template", rewritten_history="keep")
+    typed = open_chat(tmp_path)
+    assert (kept.renderer, typed.renderer) == ("template", "qwen3")
+    sampled = tokenizer.backend.encode("<think>\nhm\n</think>\n\n3<|im_end|>").ids
+    bridges = []
+    for chat in (kept, typed):
+        chat.check(several_turns=True)
+        talk = chat.start(ASKED)
+        assert (talk.turn(sampled).reasoning, talk.turn(sampled).text) == ("hm", "3")
+        bridges.append(talk.bridge(sampled, [{"role": "user", "content": "<think>"}]))
+    assert bridges[0] == bridges[1]
+    assert tokenizer.backend.token_to_id("<think>") not in bridges[0]
+
+
+def test_settings_are_in_the_digest(tmp_path: Path) -> None:
+    write_chat_model(tmp_path, "qwen3")
+    changed: list[dict[str, Any]] = [
+        {"kwargs": {"enable_thinking": False}},
+        {"renderer": "template"},
+        {"tool_parser": "xml"},
+        {"now_ns": 10**9},
+        {"parse": True},
+    ]
+    digests = [open_chat(tmp_path, **one).digest for one in [{}, *changed]]
+    assert len(set(digests)) == len(digests)
+    assert open_chat(tmp_path).digest == digests[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"renderer": "qwen9"}, "qwen9"),
+        ({"renderer": "gemma4"}, "cannot be used with this model"),
+        ({"tool_parser": "hermess"}, "there is no `hermess`"),
+    ],
+)
+def test_what_does_not_fit_a_model_is_refused(
+    options: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    write_chat_model(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match=why):
+        open_chat(tmp_path, **options)
+
+
+def test_a_parser_may_be_the_users_own(tmp_path: Path) -> None:
+    write_chat_model(tmp_path, text=CHATML)
+    (tmp_path / "my_own_parser.py").write_text(
+        "from dora_pipe.producers.tasks.port import Turn\n"
+        "def read(text): return Turn(text=text.upper())\n"
+    )
+    chat = open_chat(tmp_path, tool_parser="my_own_parser:read", directory=str(tmp_path))
+    assert chat.start(ASKED).turn(Tokenizer(tmp_path).ids("abc")).text == "ABC"
+
+
+def test_a_model_has_one_template_or_several_by_name(tmp_path: Path) -> None:
+    write_chat_model(tmp_path, text=CHATML)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(PolicyError, match="no chat template"):
+        open_chat(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    several = [{"name": name, "template": name + CHATML} for name in ("default", "tool_use")]
+    config["chat_template"] = several
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = find_templates(tmp_path)
+    assert found is not None
+    assert found.text(tools=False).startswith("default")
+    assert found.text(tools=True).startswith("tool_use")
+    config["chat_template"] = several[1:]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(PolicyError, match="none is `default`"):
+        open_chat(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "no system"),
+        ([{"role": "tool", "content": "a"}], "no results of tools"),
+        ([{"role": "bot", "content": "a"}], "the role 'bot'"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "neither text nor parts"),
+    ],
+)
+def test_a_message_that_a_template_would_lose_is_refused(
+    messages: list[dict[str, Any]], why: str, tmp_path: Path
+) -> None:
+    write_chat_model(tmp_path, "gemma")
+    with pytest.raises(TaskError, match=why):
+        open_chat(tmp_path).start(messages)
+
+
+def test_a_prompt_does_not_depend_on_the_day(tmp_path: Path) -> None:
+    text = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    rendered = Template(text, values={}, now_ns=86_400 * 10**9).render(ASKED, (), generate=True)
+    assert rendered.startswith("1970-01-02<|im_start|>")
+
+
+def test_what_the_assistant_says_counts_and_its_end(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
+    chat = open_chat(tmp_path)
+    said = [*ASKED, {"role": "assistant", "content": "3"}, *ASKED[1:]]
+    messages = [*said, {"role": "assistant", "content": "Still 3."}]
+    ids, mask = chat.training_ids(messages)
+    spoken = [one for one, counts in zip(ids, mask, strict=True) if counts]
+    assert tokenizer.full_text(spoken) == "3<|im_end|>Still 3.<|im_end|>"
+    whole = Template(CHATML, values={}, now_ns=0).render(messages, (), generate=False)
+    assert tokenizer.full_text(ids) == whole.rstrip("\n")
+    with pytest.raises(TaskError, match="no turn of the assistant"):
+        chat.training_ids(ASKED)
+
+
+def test_an_end_of_the_template_ends_turns(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
+    ends = {tokenizer.backend.token_to_id(one) for one in ("</s>", "<|im_end|>")}
+    assert set(open_chat(tmp_path).stop_ids) == ends

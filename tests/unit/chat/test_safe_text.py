@@ -1,0 +1,118 @@
+"""No text of the data becomes a control token, and no other text gets other ids for that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.chat.safe_text import MARKS, SafeText
+from dora_pipe.producers.chat.template import NONCHARACTERS, Template
+from tests.support.chat_models import CHATML, bpe
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "é", "<s>")
+
+
+@functools.cache
+def byte_level() -> tokenizers.Tokenizer:
+    return bpe(set(SPECIAL))
+
+
+@functools.cache
+def metaspace(scheme: str) -> tokenizers.Tokenizer:
+    """A Unigram of letters, with "unknown" as an added token, as older models have it."""
+    letters = [chr(code) for code in range(33, 127)]
+    made = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("▁", -1.0), *((one, -2.0) for one in letters)], unk_id=0)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    made.add_special_tokens(
+        [AddedToken(one, normalized=False, special=True) for one in (*SPECIAL, "<unk>")]
+    )
+    return made
+
+
+@functools.cache
+def lower_case() -> tokenizers.Tokenizer:
+    """Its tokens are found in normalised text: written in capitals they are tokens, too."""
+    made = bpe({"<s>"})
+    made.normalizer = normalizers.Lowercase()
+    made.add_tokens([AddedToken("<|im_start|>", normalized=True)])
+    made.add_tokens([AddedToken("<|im_end|>", normalized=True, rstrip=True)])
+    return made
+
+
+BACKENDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "byte level": byte_level,
+    "metaspace, first": functools.partial(metaspace, "first"),
+    "metaspace, always": functools.partial(metaspace, "always"),
+    "lower case": lower_case,
+}
+
+contents = st.lists(
+    st.one_of(
+        st.sampled_from([*SPECIAL, "<|IM_END|>", "<|im_", "start|>", "<", ">", "end|>", "s"]),
+        st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=6),
+        st.sampled_from(["\n", "é", "日", MARKS[0], "\\ufdd0"]),
+    ),
+    max_size=6,
+).map("".join)
+
+
+def template() -> Template:
+    return Template(CHATML, values={}, now_ns=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(first=contents, second=contents)
+def test_a_conversation_has_the_control_tokens_of_its_template_alone(
+    name: str, first: str, second: str
+) -> None:
+    backend = BACKENDS[name]()
+    safe = SafeText(backend, parse=False)
+    messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+    mark = safe.mark_for(messages)
+    ids = safe.ids(template().render(safe.marked(messages, mark), (), generate=True), mark)
+    start, end = (backend.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>"))
+    said = [one for one in ids if one in safe.added and safe.added[one] != "<unk>"]
+    assert said == [start, end, start, end, start]
+    if name == "byte level":
+        text = template().render(messages, (), generate=True)
+        assert backend.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(text=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12))
+def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
+    name: str, text: str
+) -> None:
+    backend = BACKENDS[name]()
+    safe = SafeText(backend, parse=False)
+    if any(one in text for one in SPECIAL):
+        return
+    mark = safe.mark_for(text)
+    rendered = f"<|im_start|>user {text}<|im_end|> x<|im_start|>"
+    # The long way, by stretches, gives what the short one gives.
+    marked = rendered.replace("user", "us" + mark + "er")
+    whole = backend.encode(rendered, add_special_tokens=False).ids
+    assert safe.ids(rendered, mark) == whole == safe.ids(marked, mark)
+
+
+def test_control_tokens_count_where_that_is_asked_for() -> None:
+    safe = SafeText(byte_level(), parse=True)
+    assert safe.marked("<think>", MARKS[0]) == "<think>"
+    assert safe.ids("<think>", MARKS[0]) == [byte_level().token_to_id("<think>")]
+
+
+def test_a_mark_stands_nowhere_in_the_data() -> None:
+    safe = SafeText(byte_level(), parse=False)
+    assert safe.mark_for([{"a": MARKS[0]}], (MARKS[1],)) == MARKS[2]
+    with pytest.raises(TaskError, match="noncharacters"):
+        safe.mark_for(NONCHARACTERS)

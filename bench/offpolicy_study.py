@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from dora_pipe.bench.offpolicy import (
     BASE,
@@ -33,7 +35,8 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.children import share_cores
-from dora_pipe.launch.examples import demonstrations, example_config, make_model, warm_up
+from dora_pipe.launch.examples import example_config, make_model
+from dora_pipe.launch.warm_start import demonstrations, sft_options, warm_up
 
 if TYPE_CHECKING:
     from dora_pipe.bench.offpolicy_cell import Bench
@@ -63,6 +66,16 @@ COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
 NOT_COMPARED: Final = ("trainer.gpus", "objective.options")
 """Which of a machine's GPUs computes, and what a user's own objective takes, of which there is none
 here; a study that was begun without these keys goes on."""
+
+YOUNGER: Final[Mapping[str, Any]] = {
+    "trainer.schedule": "constant",
+    "trainer.warmup_steps": 0,
+    "trainer.learning_rate_min": 0.0,
+    "trainer.schedule_steps": 0,
+    "trainer.weight_decay_exclude": "vectors",
+}
+"""Keys that are younger than the first cells, left out where they ask for what was done then (no
+cell has a weight decay)."""
 
 
 def measure_cells(study: Study, done: CellFile, cells: Sequence[Cell]) -> None:
@@ -114,7 +127,8 @@ class Study:
             **{
                 key: value
                 for key, value in leaves(self.config(0)).items()
-                if key in COMPARED_KEYS or (key.startswith(COMPARED) and key not in NOT_COMPARED)
+                if (key in COMPARED_KEYS or (key.startswith(COMPARED) and key not in NOT_COMPARED))
+                and YOUNGER.get(key, ...) != value
             },
             "warm": [self.warm_steps, SFT_BATCH, SFT_LEARNING_RATE, SFT_SEED],
             "objectives": {name: dict(keys) for name, keys in OBJECTIVES.items()},
@@ -152,16 +166,16 @@ class Study:
         shutil.rmtree(part, ignore_errors=True)
         make_model(part / "random", TASK, seed=seed)
         chance = SFT_SEED + seed
-        warm_up(
-            part / "random",
-            demonstrations(config, seed=chance, count=self.warm_steps * SFT_BATCH),
-            part / "warm",
+        random = msgspec.structs.replace(config.model, path=str(part / "random"))
+        options = sft_options(
+            config,
             steps=self.warm_steps,
             batch=SFT_BATCH,
             learning_rate=SFT_LEARNING_RATE,
             seed=chance,
-            threads=1,
         )
+        rows = demonstrations(config, seed=chance, count=self.warm_steps * SFT_BATCH)
+        warm_up(msgspec.structs.replace(config, model=random), rows, part / "warm", options)
         (part / "warm").rename(config.model.path)
         shutil.rmtree(part, ignore_errors=True)
 

@@ -29,7 +29,7 @@ def rate_of(
     Example: ``rate_of(50, peak=1.0, schedule="linear", warmup=0, end=100, least=0.0) == 0.5``
     """
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * ((step + 1) / warmup)
     if schedule == "constant":
         return peak
     if step >= end:

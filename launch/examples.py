@@ -1,5 +1,5 @@
-"""What `init`, `sft` and the demo start from: a configuration and a small random model for each
-built-in task, and a warm start on demonstrations.
+"""What `init` and the demo start from: a configuration and a small random model for each built-in
+task.
 """
 
 from __future__ import annotations
@@ -7,13 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
-
-from dora_pipe.config.model import Config
-from dora_pipe.core.console import say
-from dora_pipe.core.errors import TaskError
-from dora_pipe.core.own_code import importable
-from dora_pipe.producers.tasks.registry import open_task
+from typing import Any, Final
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL: tuple[str, ...] = (PAD, BOS, EOS, UNK)
@@ -26,9 +20,6 @@ HEADS = 6
 
 
 CONTEXT_TOKENS: Final = 256
-
-TALK_EVERY: Final = 40
-"""Steps of a warm start between two lines of talk."""
 
 
 def example_config(task: str, engine: str = "torch") -> str:
@@ -81,51 +72,6 @@ def make_model(
     model.save_pretrained(directory)
     write_word_tokenizer(directory, words, context_tokens=context_tokens)
     return sum(weights.numel() for weights in model.parameters())
-
-
-def warm_up(
-    model: Path,
-    rows: Sequence[tuple[str, str]] | Path,
-    out: Path,
-    *,
-    steps: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
-    threads: int,
-    special_tokens: Literal["text", "parse"] = "text",
-) -> None:
-    """Train and say how it goes. Raises PolicyError, TaskError, UsageError."""
-    from dora_pipe.consumers.learners.sft import train_sft
-    from dora_pipe.producers.chat.tokenizer import Tokenizer
-
-    def progress(step: int, loss: float) -> None:
-        if step % TALK_EVERY == 0 or step == steps:
-            say(f"sft step {step:>4} of {steps}  loss {loss:.3f}")
-
-    train_sft(
-        model,
-        rows,
-        out,
-        tokenizer=Tokenizer(model, special_tokens=special_tokens),
-        steps=steps,
-        batch=batch,
-        learning_rate=learning_rate,
-        seed=seed,
-        threads=threads,
-        progress=progress,
-    )
-
-
-def demonstrations(config: Config, *, seed: int, count: int) -> Sequence[tuple[str, str]]:
-    """(prompt, answer) pairs of the configuration's task. Raises TaskError if it makes none."""
-    try:
-        with importable(config.task.directory):
-            return open_task(config.task).demonstrations(seed, count)
-    except NotImplementedError:
-        raise TaskError(
-            f"task {config.task.kind} makes no demonstrations", hint="give them with --data"
-        ) from None
 
 
 def vocabulary_size(words: Sequence[str]) -> int:

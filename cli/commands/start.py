@@ -9,18 +9,20 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from dora_pipe.cli.lazy import EXIT_INTERRUPTED
 from dora_pipe.cli.options import (
     EXAMPLES,
+    SCHEDULES,
     SFT_BATCH,
     SFT_LEARNING_RATE,
     SFT_SEED,
     SFT_STEPS,
     SFT_STEPS_OF,
+    SFT_WARMUP,
     TORCH,
     ForceOption,
     OverrideOption,
@@ -32,6 +34,9 @@ from dora_pipe.cli.options import (
 from dora_pipe.core.console import RUNS, say, typed
 from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, UsageError
 
+if TYPE_CHECKING:
+    from dora_pipe.config.schedule import Schedule
+
 AdoptOption = Annotated[
     bool,
     typer.Option(
@@ -41,6 +46,19 @@ AdoptOption = Annotated[
 ]
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the directory of a run.")]
+
+ScheduleOption = Annotated[
+    str, typer.Option(help="Of the learning rate: constant, linear or cosine.")
+]
+RateMinOption = Annotated[
+    float, typer.Option(min=0, max=1, help="What it falls to, as a share of its peak.")
+]
+ContextOption = Annotated[
+    int, typer.Option(min=0, help="Tokens of the longest example; 0: workers.context_tokens.")
+]
+PackingOption = Annotated[
+    bool, typer.Option(help="Several examples in a row of --context tokens, kept apart.")
+]
 
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists.")]
 
@@ -94,6 +112,12 @@ def sft(
     steps: Annotated[int, typer.Option(min=1)] = SFT_STEPS,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
     learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
+    schedule: ScheduleOption = "constant",
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = SFT_WARMUP,
+    learning_rate_min: RateMinOption = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="But for norms and biases.")] = 0.0,
+    context: ContextOption = 0,
+    packing: PackingOption = False,
     seed: Annotated[int, typer.Option(min=0)] = SFT_SEED,
     threads: Annotated[
         int, typer.Option(min=1, help="Of the computation; other bits with another number.")
@@ -101,28 +125,41 @@ def sft(
     force: ForceOption = False,
     override: OverrideOption = None,
 ) -> None:
-    """Supervised warm start: train the model of a configuration on (prompt, answer) pairs."""
+    """Supervised warm start: train the model of a configuration on (prompt, answer) pairs.
+
+    With `lora.rank` only an adapter is trained: the folder has merged weights, and the adapter.
+    """
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.children import share_cores
-    from dora_pipe.launch.examples import demonstrations, warm_up
+    from dora_pipe.launch.warm_start import demonstrations, read_rows, sft_options, warm_up
 
+    if schedule not in SCHEDULES:
+        raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
     resolved = load_config(config, override or ())
     if not Path(resolved.model.path).is_dir():
         raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
     may_write_folder(out, force=force)
-    rows = data or demonstrations(resolved, seed=seed, count=steps * batch)
+    rows = (
+        demonstrations(resolved, seed=seed, count=steps * batch)
+        if data is None
+        else read_rows(data)
+    )
     share_cores()
-    warm_up(
-        Path(resolved.model.path),
-        rows,
-        out,
+    options = sft_options(
+        resolved,
         steps=steps,
         batch=batch,
         learning_rate=learning_rate,
+        schedule=cast("Schedule", schedule),
+        warmup_steps=warmup_steps,
+        learning_rate_min=learning_rate_min,
+        weight_decay=weight_decay,
         seed=seed,
         threads=threads,
-        special_tokens=resolved.task.special_tokens,
+        context_tokens=context or resolved.workers.context_tokens,
+        packing=packing,
     )
+    warm_up(resolved, rows, out, options)
     say(f"wrote {out}")
 
 

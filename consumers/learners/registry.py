@@ -163,13 +163,13 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
         micro_batch_tokens=section.micro_batch_tokens,
         threads=section.threads,
         device=device,
-        lora=_adapter(config.lora),
+        lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
     )
     return TorchLearner(assets, reference=reference, options=options)
 
 
-def _adapter(lora: Lora) -> LoraOptions | None:
+def adapter_options(lora: Lora) -> LoraOptions | None:
     """What is trained, if not all weights."""
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
@@ -191,7 +191,7 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         betas=section.betas,
         weight_decay=section.weight_decay,
         weight_decay_exclude=section.weight_decay_exclude,
-        lora=_adapter(config.lora),
+        lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
     )
     options = DeepspeedOptions(

@@ -1,8 +1,7 @@
-"""Supervised warm start: trains a model directory on (prompt, answer) pairs into another one.
+"""Supervised warm start: trains a model directory on examples into another one.
 
-It decides the order of the pairs (a seeded shuffle per data epoch) and nothing else; equal inputs
-give equal weights. Only the tokens of the answer, and the end-of-sequence token that is appended to
-it, count in the loss.
+It decides the order of the examples (a seeded shuffle per data epoch), which share a row, and
+nothing else; equal inputs give equal weights. Only tokens whose mask is 1 count in the loss.
 """
 
 from __future__ import annotations
@@ -11,193 +10,284 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeVar
 
-import msgspec
 import torch
 
+from dora_pipe.config.model import WeightDecayExclude
+from dora_pipe.config.schedule import Schedule, rate_of
 from dora_pipe.consumers.learners.step import MicroBatch, RowSize, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
-from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
+from dora_pipe.consumers.learners.torch.model import Passage, TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import NonFinite, PolicyError, TaskError
-from dora_pipe.store.model_dir import import_model, read_config, write_model_dir
+from dora_pipe.store.model_dir import export_model, import_model, write_model_dir
 from dora_pipe.store.safetensors_file import write_tensors
 from dora_pipe.store.store import PolicyStore
 
-WARM_UP_STEPS: Final = 20
-"""Steps over which the learning rate grows to its value."""
+R = TypeVar("R")
 
 BETAS: Final = (0.9, 0.95)
 GRAD_NORM_MAX: Final = 1.0
 MICRO_BATCH_TOKENS: Final = 16384
 
-ROWS_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
-"""A larger JSONL file is refused: its rows are held in memory."""
-
-
-class TextEncoder(Protocol):
-    """How rollout workers turn text into tokens; the same must be used here."""
-
-    stop_ids: tuple[int, ...]
-    """Token ids that end a turn."""
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-        ...
-
-    def ids(self, text: str) -> list[int]:
-        """Token ids of a text that is appended to others."""
-        ...
+APART: Final = 1e-3
+"""Log-probs of an example in a packed row may differ by so much from those of it alone: sums in
+another order do, by a hundredth of this; another example in sight does by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Example:
-    """A pair as tokens, with a mask of 1 where the model shall learn to say it."""
+class Example:
+    """Token ids, and a mask of 1 where the model shall learn to say them."""
 
-    token_ids: list[int]
-    mask: list[int]
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+
+    @property
+    def counted(self) -> int:
+        """Tokens that enter the loss; the first one is predicted by nothing."""
+        return sum(self.mask[1:])
 
 
-class _Pair(msgspec.Struct, frozen=True):
-    prompt: str
-    answer: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftOptions:
+    """How it is trained. Keys that `dora_pipe.config.model.Trainer` has mean the same here."""
+
+    steps: int = 240
+    batch: int = 64
+    """Examples per step."""
+    learning_rate: float = 2e-3
+    schedule: Schedule = "constant"
+    warmup_steps: int = 20
+    learning_rate_min: float = 0.0
+    weight_decay: float = 0.0
+    weight_decay_exclude: WeightDecayExclude = "vectors"
+    seed: int = 0
+    threads: int = 1
+    context_tokens: int = 1024
+    """Longer examples are left out."""
+    packing: bool = False
+    """Several examples in a row of at most `context_tokens`; none sees another."""
+    lora: LoraOptions | None = None
+    """What is trained, if not all weights; written merged, with the adapter beside them."""
 
 
-_PAIR = msgspec.json.Decoder(_Pair)
+@dataclass(slots=True, kw_only=True)
+class SftResult:
+    """What came of it."""
+
+    loss: float = math.nan
+    """Of the last step."""
+    left_out: int = 0
+    """Draws of examples that were longer than the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Examples that stand in one row, one after the other."""
+
+    examples: tuple[Example, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.token_ids) for one in self.examples)
 
 
 def train_sft(
     model_dir: Path,
-    rows: Sequence[tuple[str, str]] | Path,
+    rows: Sequence[R],
     out_dir: Path,
     *,
-    tokenizer: TextEncoder,
-    steps: int = 240,
-    learning_rate: float = 2e-3,
-    batch: int = 64,
-    seed: int = 0,
-    threads: int = 1,
+    encode: Callable[[R], Example],
+    options: SftOptions,
     progress: Callable[[int, float], None] = lambda step, loss: None,
-) -> float:
-    """Train on pairs, or on a JSONL file of them, and write a model directory; the last loss.
+) -> SftResult:
+    """Train on rows, each encoded when its turn comes, and write a model directory.
 
-    The loss is the mean over the answer tokens of a batch. `progress` gets the number of steps
+    The loss is the mean over the counted tokens of a batch. `progress` gets the number of steps
     done and the loss. Raises PolicyError, TaskError for rows that cannot be used, NonFinite.
     """
-    pairs = read_pairs(rows) if isinstance(rows, Path) else rows
-    end = _end_id(model_dir, tokenizer)
-    examples = [_encode(prompt, answer, tokenizer, end) for prompt, answer in pairs]
-    if not examples:
-        raise TaskError("there is nothing to train on", hint="give rows with prompt and answer")
-    with deterministic(threads):
-        model = _load(model_dir)
-        optimizer = Optimizer(list(model.parameters()), betas=BETAS, weight_decay=0.0)
-        loss = math.nan
-        for step, chosen in enumerate(_batches(examples, steps, batch, seed)):
-            loss = _step(model, optimizer, chosen)
-            if not math.isfinite(loss):
-                raise NonFinite(
-                    f"loss of step {step + 1} is {loss}", hint="lower the learning rate"
-                )
-            optimizer.update(learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS))
-            progress(step + 1, loss)
-    write_model_dir(out_dir, model_dir, lambda path: write_tensors(path, model.sources()))
-    return loss
-
-
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """(prompt, answer) of every line of a JSONL file. Raises TaskError naming the line."""
-    try:
-        if path.stat().st_size > ROWS_BYTES_MAX:
-            raise TaskError(f"{path} is larger than {ROWS_BYTES_MAX} bytes")
-        with path.open("rb") as file:
-            return [
-                _pair(path, number, line) for number, line in enumerate(file, 1) if line.strip()
-            ]
-    except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _pair(path: Path, number: int, line: bytes) -> tuple[str, str]:
-    try:
-        pair = _PAIR.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TaskError(
-            f"{path} line {number}: {error}", hint="every line needs the texts prompt and answer"
-        ) from None
-    return pair.prompt, pair.answer
-
-
-def _encode(prompt: str, answer: str, tokenizer: TextEncoder, end: int) -> _Example:
-    before = tokenizer.prompt_ids(prompt)
-    if not before:
-        raise TaskError(f"prompt {prompt[:60]!r} has no tokens")
-    after = [*tokenizer.ids(answer), end]
-    return _Example(token_ids=[*before, *after], mask=[0] * len(before) + [1] * len(after))
-
-
-def _end_id(model_dir: Path, tokenizer: TextEncoder) -> int:
-    """The token that ends an answer: the config's own if it is one that ends a turn."""
-    if not tokenizer.stop_ids:
-        raise PolicyError(f"the tokenizer in {model_dir} has no end-of-sequence token")
-    configured = read_config(model_dir).get("eos_token_id")
-    if isinstance(configured, int) and configured in tokenizer.stop_ids:
-        return configured
-    return tokenizer.stop_ids[0]
-
-
-def _load(model_dir: Path) -> TorchModel:
-    """The model through a store of its own, which reads shards and sixteen-bit weights alike."""
-    with tempfile.TemporaryDirectory() as folder:
+    if not rows:
+        raise TaskError("there is nothing to train on", hint="give rows")
+    result = SftResult()
+    batches = _Batches(rows, encode, options, result)
+    with tempfile.TemporaryDirectory() as folder, deterministic(options.threads):
+        # A store of its own reads shards and sixteen-bit weights alike.
         store = PolicyStore(Path(folder))
-        manifest, _ = import_model(store, model_dir)
+        manifest, assets = import_model(store, model_dir)
+        first = store.weights_path(manifest.digest)
+        model = _model(model_dir, first, options.lora)
+        optimizer = Optimizer(
+            list(model.parameters()),
+            betas=BETAS,
+            weight_decay=options.weight_decay,
+            exclude=options.weight_decay_exclude,
+        )
+        for step in range(options.steps):
+            chosen = batches.draw()
+            if options.packing and not step:
+                _need_apart(model, chosen)
+            result.loss = _step(model, optimizer, chosen, options)
+            if not math.isfinite(result.loss):
+                raise NonFinite(
+                    f"loss of step {step + 1} is {result.loss}", hint="lower the learning rate"
+                )
+            optimizer.update(_rate(step, options))
+            model.updated()
+            progress(step + 1, result.loss)
+        _write(model, model_dir, out_dir, store, assets)
+    return result
+
+
+def _model(model_dir: Path, first: Path, lora: LoraOptions | None) -> TorchModel:
+    if lora is None:
         model = TorchModel(model_dir, device="cpu")
-        model.load(store.weights_path(manifest.digest))
+    else:
+        model = LoraModel(model_dir, base=first, options=lora, device="cpu")
+    model.load(first)
     return model
 
 
-def _batches(
-    examples: Sequence[_Example], steps: int, batch: int, seed: int
-) -> Iterator[list[_Example]]:
-    """`steps` batches; every example once per data epoch, in another order each time."""
+def _write(
+    model: TorchModel, model_dir: Path, out_dir: Path, store: PolicyStore, assets: str
+) -> None:
+    """A model directory; of an adapter with merged weights, and itself beside them."""
+    if not isinstance(model, LoraModel):
+        write_model_dir(out_dir, model_dir, lambda path: write_tensors(path, model.sources()))
+        return
+    published = store.publish_weights(lambda path: write_tensors(path, model.sources()))
+    export_model(store, published.digest, assets, out_dir)
+
+
+def _rate(step: int, options: SftOptions) -> float:
+    return rate_of(
+        step,
+        peak=options.learning_rate,
+        schedule=options.schedule,
+        warmup=options.warmup_steps,
+        end=options.steps,
+        least=options.learning_rate_min,
+    )
+
+
+class _Batches:
+    """Draws examples: every one once per data epoch, in another order each time."""
+
+    def __init__(
+        self,
+        rows: Sequence[R],
+        encode: Callable[[R], Example],
+        options: SftOptions,
+        result: SftResult,
+    ) -> None:
+        self._options = options
+        self._result = result
+        self._examples = self._encoded(rows, encode)
+
+    def draw(self) -> list[Example]:
+        """The next batch."""
+        return [next(self._examples) for _ in range(self._options.batch)]
+
+    def _encoded(self, rows: Sequence[R], encode: Callable[[R], Example]) -> Iterator[Example]:
+        unused = 0
+        for place in _order(len(rows), self._options.seed):
+            example = encode(rows[place])
+            if len(example.token_ids) <= self._options.context_tokens:
+                unused = 0
+                yield example
+                continue
+            self._result.left_out += 1
+            unused += 1
+            if unused > 2 * len(rows):
+                raise TaskError(
+                    f"no row has at most {self._options.context_tokens} tokens",
+                    hint="a longer --context",
+                )
+
+
+def _order(count: int, seed: int) -> Iterator[int]:
     chance = random.Random(seed)
-    order: list[int] = []
-    for _ in range(steps):
-        while len(order) < batch:
-            fresh = list(range(len(examples)))
-            chance.shuffle(fresh)
-            order += fresh
-        yield [examples[place] for place in order[:batch]]
-        del order[:batch]
+    while True:
+        fresh = list(range(count))
+        chance.shuffle(fresh)
+        yield from fresh
 
 
-def _step(model: TorchModel, optimizer: Optimizer, chosen: Sequence[_Example]) -> float:
+def rows_of(examples: Sequence[Example], *, packing: bool, context_tokens: int) -> list[_Row]:
+    """The rows of a batch: one example each, or as many as fit, longest first into the first row
+    that has room (first fit decreasing: at most 11/9 of the fewest rows, and 1)."""
+    if not packing:
+        return [_Row((one,)) for one in examples]
+    rows: list[_Row] = []
+    for one in sorted(examples, key=lambda one: -len(one.token_ids)):
+        for place, row in enumerate(rows):
+            if row.tokens + len(one.token_ids) <= context_tokens:
+                rows[place] = _Row((*row.examples, one))
+                break
+        else:
+            rows.append(_Row((one,)))
+    return rows
+
+
+def _step(
+    model: TorchModel, optimizer: Optimizer, chosen: Sequence[Example], options: SftOptions
+) -> float:
     """Gradients of one batch, clipped; its loss."""
-    rows = [
-        RowSize(ordinal=place, sibling=0, tokens=len(one.token_ids))
-        for place, one in enumerate(chosen)
-    ]
-    tokens = sum(sum(one.mask) for one in chosen)
+    rows = rows_of(chosen, packing=options.packing, context_tokens=options.context_tokens)
+    sizes = [RowSize(ordinal=place, sibling=0, tokens=row.tokens) for place, row in enumerate(rows)]
+    tokens = sum(one.counted for one in chosen)
+    if not tokens:
+        raise TaskError("a batch has no token to learn", hint="a larger batch, or other rows")
     optimizer.clear()
     total = 0.0
-    for micro in pack(rows, padded_tokens_max=MICRO_BATCH_TOKENS):
-        loss = _loss(model, chosen, micro) / tokens
+    for micro in pack(sizes, padded_tokens_max=MICRO_BATCH_TOKENS):
+        passage = _passage([rows[place] for place in micro.rows], micro)
+        if not len(passage.targets):
+            continue
+        loss = -model.logprobs(passage).sum() / tokens
         torch.autograd.backward(loss)
         total += float(loss.detach())
     norm = optimizer.gradient_norm(GRAD_NORM_MAX)
     return total if math.isfinite(norm) else norm
 
 
-def _loss(model: TorchModel, chosen: Sequence[_Example], micro: MicroBatch) -> torch.Tensor:
-    """Summed negative log-likelihood of the answer tokens of one pass."""
-    rows = [(chosen[place].token_ids, chosen[place].mask) for place in micro.rows]
-    no_behaviour = [0.0] * micro.width
-    passage = passage_of(
-        [(token_ids, mask, no_behaviour) for token_ids, mask in rows],
-        width=micro.width,
-        device="cpu",
-    )
-    return -model.logprobs(passage).sum()
+def _passage(rows: Sequence[_Row], micro: MicroBatch) -> Passage:
+    """The rows of one pass. Nothing predicts the first token of an example."""
+    parts = [
+        (
+            [token for one in row.examples for token in one.token_ids],
+            [bit for one in row.examples for bit in (0, *one.mask[1:])],
+            [0.0] * micro.width,
+        )
+        for row in rows
+    ]
+    passage = passage_of(parts, width=micro.width, device="cpu")
+    if all(len(row.examples) == 1 for row in rows):
+        return passage
+    positions = torch.zeros(len(rows), micro.width, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        lengths = [len(one.token_ids) for one in row.examples]
+        lengths.append(micro.width - sum(lengths))  # The padding is a sequence of its own.
+        positions[place] = torch.cat([torch.arange(length) for length in lengths])
+    return replace(passage, positions=positions)
+
+
+def _need_apart(model: TorchModel, examples: Sequence[Example]) -> None:
+    """Raise PolicyError for a network in which examples of one row see each other."""
+    pair = [one for one in examples if one.counted][:2]
+    if len(pair) < 2:
+        return
+    with torch.no_grad():
+        together = model.logprobs(_whole(_Row(tuple(pair))))[-pair[1].counted :]
+        alone = model.logprobs(_whole(_Row((pair[1],))))
+    if not torch.allclose(together, alone, rtol=0.0, atol=APART):
+        raise PolicyError(
+            "this model lets the examples of a packed row see each other", hint="--no-packing"
+        )
+
+
+def _whole(row: _Row) -> Passage:
+    return _passage([row], MicroBatch(rows=(0,), width=row.tokens))

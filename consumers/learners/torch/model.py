@@ -53,6 +53,9 @@ class Passage:
     behaviour: Tensor  # [N] float32
     lengths: tuple[int, ...]
     """Counted tokens per row; they add up to N."""
+    positions: Tensor | None = None  # [rows, width] int64
+    """Of each token in its own sequence, where a row holds several; None: a row is one. A position
+    that does not follow the one before it begins a sequence, and attention stays within it."""
 
 
 class TorchModel:
@@ -87,6 +90,7 @@ class TorchModel:
             passage.targets,
             lean=self.lean,
             temperature=self._temperature,
+            positions=passage.positions,
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -198,17 +202,25 @@ def counted_positions(mask: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def score(
-    network: Any, ids: Tensor, places: Tensor, targets: Tensor, *, lean: bool, temperature: float
+    network: Any,
+    ids: Tensor,
+    places: Tensor,
+    targets: Tensor,
+    *,
+    lean: bool,
+    temperature: float,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`.
 
     `lean` is what `head_is_all` says of the network: logits are then computed at `places` only.
     """
+    given = {} if positions is None else {"position_ids": positions}
     if lean:
-        hidden = network.base_model(input_ids=ids, use_cache=False)[0]
+        hidden = network.base_model(input_ids=ids, use_cache=False, **given)[0]
         logits = network.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, places))
     else:
-        logits = network(input_ids=ids, use_cache=False).logits
+        logits = network(input_ids=ids, use_cache=False, **given).logits
         logits = logits.flatten(0, 1).index_select(0, places)
     logits = logits.float()
     if temperature != 1:

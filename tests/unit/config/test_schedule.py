@@ -41,7 +41,7 @@ def test_rate_grows_in_equal_parts_to_its_peak_then_falls_to_the_least_and_stays
     rates = [
         rate_of(step, peak=2.0, schedule=schedule, least=least, **shape) for step in range(end + 3)
     ]
-    assert rates[:warmup] == [2.0 * (step + 1) / warmup for step in range(warmup)]
+    assert rates[:warmup] == [2.0 * ((step + 1) / warmup) for step in range(warmup)]
     assert rates[warmup] == pytest.approx(2.0, rel=1e-15)
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
     assert rates[end:] == [2.0 * least] * 3

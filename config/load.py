@@ -49,6 +49,7 @@ INTEGER_MAX: Final = 2**63 - 1
 """A larger one comes back from a record as a float, which is another number."""
 
 _SQLITE = "sqlite:"
+_HUB = "hf:"
 _NOT_TOML: Final = (ValueError, RecursionError)
 """How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
 
@@ -205,8 +206,11 @@ def _resolve_paths(table: Table, folder: Path) -> None:
     for dotted in PATH_KEYS:
         section, name = dotted.split(".")
         values = table.get(section)
-        if isinstance(values, dict) and isinstance(values.get(name), str) and values[name]:
-            values[name] = _resolved(values[name], folder)
+        given = values.get(name) if isinstance(values, dict) else None
+        if isinstance(values, dict) and isinstance(given, list):
+            values[name] = [_resolved(one, folder) for one in given]
+        elif isinstance(values, dict) and given:
+            values[name] = _resolved(given, folder)
     bus = table.get("bus")
     url = bus.get("url") if isinstance(bus, dict) else None
     if isinstance(bus, dict) and isinstance(url, str) and url.startswith(_SQLITE):
@@ -214,7 +218,10 @@ def _resolve_paths(table: Table, folder: Path) -> None:
         bus["url"] = _SQLITE + (_resolved(path, folder) if path else "")
 
 
-def _resolved(path: str, folder: Path) -> str:
+def _resolved(path: Any, folder: Path) -> Any:
+    """Where a path is; names on the hub, and what is no text, stay as they are."""
+    if not isinstance(path, str) or not path or path.startswith(_HUB):
+        return path
     try:
         return str((folder / Path(path).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a NUL, somebody without a home

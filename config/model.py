@@ -76,13 +76,34 @@ class Task(Section, frozen=True, kw_only=True):
     """What is learnt: data, environment and reward."""
 
     kind: str
-    """`arithmetic`, `calculator`, `jsonl`, or `module:attribute` of a user's Task."""
-    data: str = ""
-    """Training data file; empty where the task makes its own rows."""
-    eval_data: str = ""
-    """Evaluation data file; empty where the task makes its own rows, or there is none."""
+    """`arithmetic`, `calculator`, `dataset` (once `jsonl`), or `module:attribute` of your own."""
+    data: str | tuple[str, ...] = ""
+    """Training data: a file, a glob, a directory that `save_to_disk` wrote, `hf:NAME:CONFIG` of the
+    Hugging Face hub, or several; empty where the task makes its own rows. See docs/data.md."""
+    eval_data: str | tuple[str, ...] = ""
+    """Evaluation data, likewise; empty where the task makes its own rows, or there is none."""
+    split: str = ""
+    """Of a saved data set or one of the hub, for training; empty: the only one, or `train`."""
+    eval_split: str = ""
+    """The same of the evaluation data; without `eval_data` it is a split of `data`."""
+    eval_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of `data` that is held out for evaluation, chosen by a hash of each row's content."""
+    filter: str = ""
+    """Which rows are taken: a Python expression over the columns, such as `level >= 3`."""
+    columns: dict[str, str] = {}
+    """New names of columns, `{prompt = "question"}`; a name of nothing leaves a column out."""
+    prompt_column: str = ""
+    """Text, or messages; empty: `prompt`."""
+    answer_column: str = ""
+    """What rewards compare with, and demonstrations say; empty: `answer`."""
+    chat: bool = False
+    """Prompts that are text become the message of a user, for the model's chat template."""
+    system_prompt: str = ""
+    """The system's message in front of every conversation that has none; makes text a message."""
+    tools: tuple[str, ...] = ()
+    """`module:function` of Python functions that the model may call, for `dataset`."""
     reward: str = ""
-    """`module:function`, or `math`, `exact`; for `jsonl`."""
+    """`module:function`, or `math`, `exact`; for `dataset`."""
     rewards: tuple[RewardUse, ...] = ()
     """In place of `reward`, several with weights: `{use = "math", weight = 1.0, name = "right",
     options = {...}}`."""
@@ -526,6 +547,8 @@ LOGGED = frozenset(
 
 _FROZEN = """
 run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward task.rewards
+task.split task.eval_split task.eval_share task.filter task.columns task.prompt_column
+task.answer_column task.chat task.system_prompt task.tools
 task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
 evaluation objective.options lora trainer.kind trainer.betas trainer.weight_decay

@@ -7,18 +7,19 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
 from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.producers.data.rows import DataRows
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import TaskFacts
-from dora_pipe.producers.tasks.jsonl import JsonlTask
+from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.wire import canonical
@@ -26,21 +27,29 @@ from dora_pipe.schemas.wire import canonical
 BUILT_IN: Mapping[str, type[Task]] = {
     "arithmetic": Arithmetic,
     "calculator": CalculatorTask,
-    "jsonl": JsonlTask,
+    "dataset": DatasetTask,
+    "jsonl": DatasetTask,
 }
+"""`jsonl` is the name that `dataset` had when it read nothing else."""
+
+HANDED: Final = (
+    *("data", "eval_data", "split", "eval_split", "eval_share", "filter", "columns"),
+    *("prompt_column", "answer_column", "chat", "system_prompt", "tools"),
+)
+"""Keys of [task] that are the task's own arguments, beside its reward."""
 
 
 def open_task(config: model.Task) -> Task:
     """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
 
-    A class or function is called with `options`, and with `data`, `eval_data` and `reward` where
-    they are set (of `task.rewards` as a scorer: `rewards.registry.Rewards`); a Task object is taken
-    as it is. Raises ConfigError for an unknown kind or
-    option (with the nearest name), TaskError where the user's module or data cannot be used.
+    A class or function is called with `options`, and with those keys of `HANDED` that are set (of
+    `task.rewards` as a scorer: `rewards.registry.Rewards`); a Task object is taken as it is. Raises
+    ConfigError for an unknown kind or option (with the nearest name), TaskError where the user's
+    module or data cannot be used.
     A user's module runs in the calling process: roles ask a pool instead (`pool.survey`).
     """
     factory = _factory(config.kind)
-    given: dict[str, Any] = {"data": config.data, "eval_data": config.eval_data}
+    given = {key: getattr(config, key) for key in HANDED}
     given["reward"] = open_rewards(config) if config.rewards else config.reward
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
@@ -101,7 +110,9 @@ def dataset_digest(task: Task, split: Split) -> tuple[str, int]:
 
 
 def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
-    """As `dataset_digest`, of rows at hand."""
+    """As `dataset_digest`, of rows at hand; rows of files bring it."""
+    if isinstance(rows, DataRows):
+        return rows.digest, len(rows)
     digest = hashlib.sha256()
     for place, row in enumerate(rows):
         try:

@@ -19,7 +19,7 @@ import msgspec
 
 from dora_pipe.orchestrator.digest import BUCKETS, PAIRS, STATE_FORM, TABLES, rest_of
 from dora_pipe.orchestrator.state import State
-from dora_pipe.producers.tasks.jsonl import JsonlTask
+from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.schemas import arrow_frame, identity, rounds, wire
 from dora_pipe.schemas.batch import batch_digest
@@ -138,7 +138,7 @@ def _sources() -> dict[str, Any]:
     }
 
 
-class _RewardedBy(JsonlTask):
+class _RewardedBy(DatasetTask):
     """A task whose reward is decided in one module."""
 
     def __init__(self, module: ModuleType) -> None:

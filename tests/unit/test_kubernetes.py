@@ -79,7 +79,7 @@ def test_configuration_is_one_and_every_path_in_it_is_mounted(role: str, tmp_pat
     config = _config(role, tmp_path)
     mounted = [one["mountPath"] for one in _container(role)["volumeMounts"]]
     task, bus = config.task, config.bus
-    paths = [config.model.path, task.data, task.eval_data, task.directory]
+    paths = [config.model.path, str(task.data), str(task.eval_data), task.directory]
     for path in (*paths, config.store.path, bus.ca_file, "/config/run.toml"):
         assert [at for at in mounted if Path(path).is_relative_to(at)], path
     writable = {

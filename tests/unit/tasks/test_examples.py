@@ -11,8 +11,9 @@ import pytest
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.examples import EOS, write_word_tokenizer
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.data.prepare import open_rows
+from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks import calculator
-from dora_pipe.producers.tasks.jsonl import read_jsonl
 from dora_pipe.producers.tasks.port import Reward
 from dora_pipe.producers.tasks.registry import dataset_digest, open_task
 
@@ -40,7 +41,7 @@ def test_examples_of_built_in_tasks_are_what_init_writes(name: str) -> None:
 
 def test_no_word_of_the_evaluation_data_is_trained_on() -> None:
     train, evaluation = (
-        {row["prompt"] for row in read_jsonl(LLAMA / "data" / f"{split}.jsonl")}
+        {row["prompt"] for row in open_rows(DataSpec(sources=(f"{LLAMA}/data/{split}.jsonl",)))}
         for split in ("train", "eval")
     )
     assert (len(train), len(evaluation)) == (900, 64)
@@ -96,7 +97,7 @@ def test_model_of_the_example_loads_and_generates(
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
-    row = read_jsonl(LLAMA / "data" / "train.jsonl")[0]
+    row = open_rows(DataSpec(sources=(f"{LLAMA}/data/train.jsonl",)))[0]
     ids = tokenizer(row["prompt"], return_tensors="pt")
     assert ids["input_ids"][0, 0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids["input_ids"][0], skip_special_tokens=True) == row["prompt"]

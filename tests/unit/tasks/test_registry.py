@@ -68,7 +68,7 @@ def test_data_of_the_configuration_is_handed_over() -> None:
     ("kind", "keys", "error", "message"),
     [
         ("arithmetik", {}, ConfigError, "did you mean `arithmetic`?"),
-        ("chess", {}, ConfigError, "one of arithmetic, calculator, jsonl"),
+        ("chess", {}, ConfigError, "one of arithmetic, calculator, dataset, jsonl"),
         ("arithmetic", {"options": {"cuont": 1}}, ConfigError, "did you mean `count`?"),
         ("arithmetic", {"data": "x"}, ConfigError, "task.data: `arithmetic` does not take it"),
         ("jsonl", {}, ConfigError, "task.data"),

@@ -1,18 +1,18 @@
 """Rows from files: what can be read is kept whole, what cannot is named with its line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
-from dora_pipe.producers.tasks.jsonl import JsonlTask, read_jsonl
-from dora_pipe.producers.tasks.port import Reward
+from dora_pipe.producers.tasks.dataset import DatasetTask
+from dora_pipe.producers.tasks.port import Reward, Row
 
 Write = Callable[[str | bytes], Path]
 
 REWARD = """
-from dora_pipe.producers.tasks.port import Reward
+from dora_pipe.producers.tasks.port import Reward, Row
 not_a_function = 3
 class Scorer:
     @staticmethod
@@ -20,6 +20,10 @@ class Scorer:
 def score(row, text):
     return Reward(value=row["weight"] * (text == row["answer"]), raw=1.0)
 """
+
+
+def read(path: Path) -> Sequence[Row]:
+    return DatasetTask(data=str(path), reward="rewards:score").rows("train")
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_rows_keep_all_their_columns_and_blank_lines_are_skipped(write: Write) -> None:
     path = write('{"prompt": "a", "answer": "b", "level": [1, {"x": null}]}\n\n {"prompt": "ü"}')
-    assert read_jsonl(path) == [
+    assert list(read(path)) == [
         {"prompt": "a", "answer": "b", "level": [1, {"x": None}]},
         {"prompt": "ü"},
     ]
@@ -64,19 +68,19 @@ def test_row_that_cannot_be_read_is_named_with_file_and_line(
 ) -> None:
     path = write(content)
     with pytest.raises(TaskError) as caught:
-        read_jsonl(path)
+        read(path)
     assert str(path) in caught.value.message
     assert message in caught.value.message
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"no\.jsonl: No such file"):
-        read_jsonl(tmp_path / "no.jsonl")
+        read(tmp_path / "no.jsonl")
 
 
 def test_columns_may_have_other_names(write: Write, module: str) -> None:
     path = write('{"question": "a", "solution": "b"}\n')
-    task = JsonlTask(
+    task = DatasetTask(
         data=str(path),
         reward=f"{module}:score",
         prompt_column="question",
@@ -88,15 +92,15 @@ def test_columns_may_have_other_names(write: Write, module: str) -> None:
 
 def test_reward_is_the_users_function_of_row_and_text(write: Write, module: str) -> None:
     path = write('{"prompt": "a", "answer": "b", "weight": 0.5}\n')
-    task = JsonlTask(data=str(path), reward=f"{module}:score")
+    task = DatasetTask(data=str(path), reward=f"{module}:score")
     row = task.rows("train")[0]
     assert task.reward(row, "b", ["b"]) == Reward(value=0.5, raw=1.0)
-    nested = JsonlTask(data=str(path), reward=f"{module}:Scorer.score")
+    nested = DatasetTask(data=str(path), reward=f"{module}:Scorer.score")
     assert nested.reward(row, "b", ["b"]) == 0.25
 
 
 def test_rows_are_read_without_running_the_users_module(write: Write) -> None:
-    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward="no_such_module_here:score")
+    task = DatasetTask(data=str(write('{"prompt": "a"}')), reward="no_such_module_here:score")
     assert len(task.rows("train")) == 1
     assert task.rows("eval") == []
     with pytest.raises(TaskError, match="cannot import `no_such_module_here`"):
@@ -114,7 +118,7 @@ def test_rows_are_read_without_running_the_users_module(write: Write) -> None:
 def test_reward_that_is_not_there_is_explained(
     write: Write, module: str, reference: str, error: type[DoraError], message: str
 ) -> None:
-    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:{reference}")
+    task = DatasetTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:{reference}")
     with pytest.raises(error) as caught:
         task.reward(task.rows("train")[0], "", [])
     assert message in f"{caught.value.message} {caught.value.hint}"
@@ -122,14 +126,14 @@ def test_reward_that_is_not_there_is_explained(
 
 def test_data_and_reward_are_required() -> None:
     with pytest.raises(ConfigError, match=r"task\.data"):
-        JsonlTask(reward="a:b")
+        DatasetTask(reward="a:b")
     with pytest.raises(ConfigError, match=r"task\.reward"):
-        JsonlTask(data="x.jsonl")
+        DatasetTask(data="x.jsonl")
 
 
 def test_demonstrations_show_every_row_before_any_twice(write: Write, module: str) -> None:
     lines = "".join(f'{{"prompt": "{n}", "answer": "a{n}"}}\n' for n in range(10))
-    task = JsonlTask(data=str(write(lines)), reward=f"{module}:score")
+    task = DatasetTask(data=str(write(lines)), reward=f"{module}:score")
     pairs = task.demonstrations(seed=1, count=25)
     for first in (0, 10):
         assert {prompt for prompt, _ in pairs[first : first + 10]} == set(map(str, range(10)))
@@ -137,9 +141,9 @@ def test_demonstrations_show_every_row_before_any_twice(write: Write, module: st
 
 
 def test_row_without_an_answer_is_no_demonstration(write: Write, module: str) -> None:
-    task = JsonlTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:score")
+    task = DatasetTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:score")
     with pytest.raises(TaskError, match="row 0 has no text in `answer`"):
         task.demonstrations(seed=1, count=1)
-    empty = JsonlTask(data=str(write("")), reward=f"{module}:score")
+    empty = DatasetTask(data=str(write("")), reward=f"{module}:score")
     with pytest.raises(TaskError, match="has no rows"):
         empty.demonstrations(seed=1, count=1)

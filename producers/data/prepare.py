@@ -1,0 +1,283 @@
+"""How rows are made ready: small data in memory, large data once per machine in a file.
+
+It decides which rows of the sources are taken (columns, filter, held-out share), and when a file
+that was made before is still right: as long as the sources have the same size, time and inode, and
+the same is asked of them. What `hf:NAME` was when it was prepared it stays, until the file goes.
+
+Files lie in DORA_PIPE_CACHE, by default `dora-pipe` in the user's cache folder, and take
+`CACHE_BYTES_MAX`; those not used for the longest go first. A process of its own makes them, since
+reading a table takes memory that a process which runs for days would keep.
+
+    python -m dora_pipe.producers.data.prepare      started by `open_rows`, of no use by hand
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core import errors
+from dora_pipe.core.errors import DoraError, ResourceError, TaskError
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.data.conversations import conversation_of
+from dora_pipe.producers.data.filters import compile_filter
+from dora_pipe.producers.data.readers import Placed, rows_of
+from dora_pipe.producers.data.rows import DataRows, TooManyBytes, write_rows
+from dora_pipe.producers.data.sources import DataFile, Source, sources_of
+from dora_pipe.producers.data.spec import DataProgress, DataRefused, DataSpec, said_of
+from dora_pipe.schemas.wire import canonical, sha256_hex
+
+CACHE_VARIABLE: Final = "DORA_PIPE_CACHE"
+
+MEMORY_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Rows that take no more are held by each task process; larger ones are mapped from a file."""
+
+CACHE_BYTES_MAX: Final = 200 * 1024**3
+"""Of all files of rows on one machine."""
+
+REPORT_S: Final = 2.0
+"""Between two words on how far preparing has come."""
+
+SILENT_S: Final = 3600.0
+"""A data set of which nothing new was heard for so long (a download that hangs) is given up."""
+
+_FORM: Final = 1
+"""Of the files; another is made anew."""
+
+_COMMAND: Final = (sys.executable, "-P", "-m", "dora_pipe.producers.data.prepare")
+
+Report = Callable[[str], None]
+
+_report: ContextVar[Report] = ContextVar("report", default=lambda text: None)
+
+
+@contextlib.contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """Whoever prepares data in this block says so to `report`, every few seconds."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
+
+def open_rows(spec: DataSpec) -> DataRows:
+    """The rows of a specification; preparing large ones takes time once per machine.
+
+    Raises TaskError naming file, row and column of what cannot be read, ConfigError for a filter
+    that is none, ResourceError where the cache has no room.
+
+    Example: ``open_rows(DataSpec(sources=("train.parquet",)))[0]["prompt"]``
+    """
+    sources = sources_of(spec)
+    size = sum(one.identity()[1] for one in sources if isinstance(one, DataFile))
+    if size <= MEMORY_BYTES_MAX and all(isinstance(one, DataFile) for one in sources):
+        buffer = io.BytesIO()
+        with contextlib.suppress(TooManyBytes):
+            write_rows(chosen(sources, spec), buffer, bytes_max=MEMORY_BYTES_MAX)
+            return DataRows(buffer.getvalue())
+    path = cache_folder() / f"{_key(sources, spec)}.rows"
+    if not path.exists():
+        _prepare_apart(spec, path)
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the clock of what goes first
+    try:
+        return DataRows.mapped(path)
+    except OSError as error:
+        raise ResourceError(f"{path}: {error.strerror}") from error
+
+
+def cache_folder() -> Path:
+    """Where files of rows lie on this machine."""
+    own = os.environ.get(CACHE_VARIABLE)
+    if own:
+        return Path(own) / "data"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora-pipe" / "data"
+
+
+def chosen(
+    sources: Sequence[Source], spec: DataSpec, report: Report = lambda text: None
+) -> Iterator[Placed]:
+    """The rows that a specification takes of its sources, with file and place."""
+    keeps = compile_filter(spec.filter) if spec.filter else None
+    said_at, taken = time.monotonic(), 0
+    for number, source in enumerate(sources, 1):
+        where = str(source.path) if isinstance(source, DataFile) else f"hf:{source.name}"
+        for place, found in rows_of(source, spec):
+            try:
+                row = _renamed(found, spec)
+                wanted = (keeps is None or keeps(row)) and _on_this_side(row, spec)
+                if wanted and spec.prompt:
+                    _check_prompt(row, spec.prompt)
+            except TaskError as error:
+                raise TaskError(f"{where}, {place}: {error.message}", hint=error.hint) from error
+            if wanted:
+                taken += 1
+                yield f"{where}, {place}", row
+            if time.monotonic() - said_at >= REPORT_S:
+                said_at = time.monotonic()
+                report(f"{taken} rows, in file {number} of {len(sources)}")
+
+
+def _renamed(row: dict[str, Any], spec: DataSpec) -> dict[str, Any]:
+    if not spec.columns:
+        return row
+    for old in spec.columns.values():
+        if old and old not in row:
+            raise TaskError(f"no column `{old}`", hint=nearest(old, row) or _columns(row))
+    new_names = {old: new for new, old in spec.columns.items() if old}
+    return {
+        new_names.get(name, name): value
+        for name, value in row.items()
+        if name in new_names or name not in spec.columns
+    }
+
+
+def _on_this_side(row: dict[str, Any], spec: DataSpec) -> bool:
+    if spec.part == "all" or not spec.held_out:
+        return spec.part != "eval"
+    place = int.from_bytes(hashlib.sha256(canonical(row)).digest()[:8], "big") / 2**64
+    return (place < spec.held_out) == (spec.part == "eval")
+
+
+def _check_prompt(row: dict[str, Any], column: str) -> None:
+    """Raise TaskError unless the column holds text or a conversation."""
+    value = row.get(column)
+    if not isinstance(value, str) and conversation_of(value) is None:
+        what = "no messages" if isinstance(value, list) else "no text"
+        raise TaskError(f"{what} in `{column}`", hint=nearest(column, row) or _columns(row))
+
+
+def _columns(row: dict[str, Any]) -> str:
+    return f"it has {', '.join(f'`{name}`' for name in row) or 'no columns'}"
+
+
+# The process that prepares, seen from who waits for it.
+
+
+def _key(sources: Sequence[Source], spec: DataSpec) -> str:
+    return sha256_hex(canonical([_FORM, spec, [one.identity() for one in sources]]))[:40]
+
+
+def _prepare_apart(spec: DataSpec, path: Path) -> None:
+    what = said_of(spec.sources)
+    say = _report.get()
+    say(f"data: {what} is made ready, once for this machine, in {path.parent}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_cache(path, error) from error
+    order = msgspec.json.encode([spec, str(path)])
+    with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(order)
+        child.stdin.close()
+        try:
+            refused = _follow(child, lambda text: say(f"data: {what}: {text}"))
+        finally:
+            child.kill()
+    if refused is not None:
+        kind = getattr(errors, refused.kind, TaskError)
+        raise kind(refused.message, hint=refused.hint)
+    if not path.exists():
+        raise ResourceError(f"{what}: the process that makes it ready ended", hint="see its stderr")
+
+
+def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
+    """Wait for the end of the process and say what it says; its silence, too, is said."""
+    assert child.stdout is not None
+    decoder = msgspec.json.Decoder(DataProgress | DataRefused)
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        heard_at = time.monotonic()
+        while True:
+            if not selector.select(REPORT_S):
+                silent_s = time.monotonic() - heard_at
+                if silent_s > SILENT_S:
+                    raise ResourceError(f"data: nothing happened for {SILENT_S:.0f} s")
+                say(f"for {silent_s:.0f} s nothing new")
+                continue
+            line = child.stdout.readline()
+            if not line:
+                return None
+            heard_at = time.monotonic()
+            said = decoder.decode(line)
+            if isinstance(said, DataRefused):
+                return said
+            say(said.text)
+
+
+def _no_cache(path: Path, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{path.parent}: {error.strerror}", hint=f"{CACHE_VARIABLE} names another folder"
+    )
+
+
+# The process that prepares, seen from within.
+
+
+def main() -> None:
+    """Make one file of rows; the order comes on stdin, what is to be told goes to stdout."""
+    spec, name = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[DataSpec, str])
+    with os.fdopen(os.dup(1), "wb", buffering=0) as outbox:
+        os.dup2(2, 1)  # what a library prints is no answer
+
+        def tell(said: DataProgress | DataRefused) -> None:
+            outbox.write(msgspec.json.encode(said) + b"\n")
+
+        try:
+            prepare(spec, Path(name), lambda text: tell(DataProgress(text)))
+        except DoraError as error:
+            tell(DataRefused(error.message, error.hint, type(error).__name__))
+
+
+def prepare(spec: DataSpec, path: Path, report: Report) -> None:
+    """Write the file, one process at a time, unless it is there by then. Raises as `open_rows`."""
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        with path.with_name("lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for the file, not beside it
+            if path.exists():
+                return
+            try:
+                with unfinished.open("wb") as file:
+                    footer = write_rows(chosen(sources_of(spec), spec, report), file)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            unfinished.replace(path)
+            report(f"{footer.rows} rows are ready, {path.stat().st_size >> 20} MiB")
+            make_room(path)
+    except OSError as error:
+        raise _no_cache(path, error) from error
+
+
+def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
+    """Delete files of rows, the longest unused first, until the rest fits; never the newest.
+
+    Who has one mapped keeps it: its pages stay until he ends.
+    """
+    found = sorted(newest.parent.glob("*.rows"), key=lambda one: one.stat().st_mtime_ns)
+    total = sum(one.stat().st_size for one in found)
+    for path in found:
+        if total <= bytes_max or path == newest:
+            continue
+        total -= path.stat().st_size
+        path.unlink()
+
+
+if __name__ == "__main__":
+    main()

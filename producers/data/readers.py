@@ -1,0 +1,287 @@
+"""Rows of one file or data set, one at a time, whatever the format; nothing is held but a batch.
+
+It decides how values become plain JSON: dates and times are ISO text, decimals and durations (in
+seconds) are numbers, what is no number (NaN) is nothing. Bytes and images are refused by their
+column. Cells of CSV are text, all of them: `007` stays what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import gzip
+import io
+import mmap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zstandard
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.data.sources import DataFile, HubSet, Source
+from dora_pipe.producers.data.spec import DataSpec, without
+
+BATCH_ROWS: Final = 512
+"""Rows of a table that are Python objects at the same time."""
+
+CELL_CHARACTERS_MAX: Final = 64 * 1024 * 1024
+"""Of one cell of CSV."""
+
+Place = str
+"""Where a row stands in its file: `line 12`, `row 11`."""
+
+Placed = tuple[Place, dict[str, Any]]
+
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
+_BOM: Final = b"\xef\xbb\xbf"
+_FORMATS: Final = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow-file"),
+    (b"\xff\xff\xff\xff", "arrow-stream"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+)
+
+
+def rows_of(source: Source, spec: DataSpec) -> Iterator[Placed]:
+    """The rows of a source with their places. Raises TaskError naming file and place."""
+    if isinstance(source, HubSet):
+        return _hub_rows(source, tuple(without(spec.columns)))
+    path = source.path
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise TaskError(f"{path}: {error.strerror}") from error
+    known = next((name for magic, name in _FORMATS if head.startswith(magic)), "text")
+    if known in ("parquet", "arrow-file", "arrow-stream"):
+        return _table_rows(source, known, tuple(without(spec.columns)))
+    return _text_rows(path, known)
+
+
+# Text: JSON and CSV.
+
+
+def _text_rows(path: Path, packed: str) -> Iterator[Placed]:
+    kind = (path.with_suffix("") if packed != "text" else path).suffix.lower()
+    try:
+        with contextlib.closing(_opened(path, packed)) as stream:
+            if kind in (".csv", ".tsv"):
+                yield from _csv_rows(path, stream, "\t" if kind == ".tsv" else ",")
+            else:
+                yield from _json_rows(path, stream, packed)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise TaskError(f"{path}: {error}") from error
+
+
+def _opened(path: Path, packed: str) -> io.BufferedReader:
+    if packed == "text":
+        return path.open("rb")
+    if packed == "gzip":
+        return io.BufferedReader(gzip.open(path))
+    return io.BufferedReader(zstandard.open(path, "rb"))
+
+
+def _json_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[Placed]:
+    """One object per line, or an array of objects where the file begins with a bracket."""
+    if stream.peek(64).lstrip(_BOM + b" \t\r\n").startswith(b"["):
+        yield from _array_rows(path, stream, packed)
+        return
+    for number, line in enumerate(stream, 1):
+        text = line.removeprefix(_BOM) if number == 1 else line
+        if text.strip():
+            yield f"line {number}", _object(path, f"line {number}", text)
+
+
+def _array_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[Placed]:
+    """The objects of an array; the file is mapped, and only where they begin is held."""
+    data: bytes | mmap.mmap = b""
+    if packed == "text":
+        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    else:
+        data = stream.read()
+    view = memoryview(data)
+    try:
+        found = _RAWS.decode(view[3:] if bytes(view[:3]) == _BOM else view)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: {error}") from error
+    for number, raw in enumerate(found):
+        yield f"row {number}", _object(path, f"row {number}", raw)
+
+
+def _object(path: Path, place: Place, text: bytes | msgspec.Raw) -> dict[str, Any]:
+    try:
+        return _OBJECT.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TaskError(f"{path}, {place}: {error}") from error
+
+
+def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator[Placed]:
+    csv.field_size_limit(CELL_CHARACTERS_MAX)
+    place = "line 1"
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise TaskError(f"{path}, {place}: two columns have one name")
+            for cells in filter(None, reader):
+                place = f"line {reader.line_num}"
+                if len(cells) != len(names):
+                    raise TaskError(f"{path}, {place}: {len(cells)} cells for {len(names)} columns")
+                yield place, dict(zip(names, cells, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise TaskError(f"{path}, behind {place}: {error}") from error
+
+
+# Tables: Parquet, Arrow, the hub.
+
+
+def _table_rows(source: DataFile, kind: str, dropped: tuple[str, ...]) -> Iterator[Placed]:
+    import pyarrow as pa
+
+    try:
+        yield from _rows_in(str(source.path), _batches(source.path, kind, dropped), dropped)
+    except (pa.ArrowException, OSError) as error:
+        said = str(error).splitlines()
+        raise TaskError(f"{source.path}: {said[0] if said else type(error).__name__}") from error
+
+
+def _batches(path: Path, kind: str, dropped: tuple[str, ...]) -> Iterator[Any]:
+    import pyarrow as pa
+
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        # Whole row groups are not read ahead: one may be as large as the file.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names = [name for name in file.schema_arrow.names if name not in dropped]
+            yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
+        return
+    with pa.memory_map(str(path)) as mapped:
+        if kind == "arrow-stream":
+            yield from pa.ipc.open_stream(mapped)
+            return
+        with pa.ipc.open_file(mapped) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
+
+
+def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
+    try:
+        from datasets import load_dataset
+        from datasets.utils.logging import disable_progress_bar
+    except ImportError:
+        raise TaskError(
+            f"hf:{source.name}: `datasets` is not installed", hint="pip install dora-pipe[data]"
+        ) from None
+    disable_progress_bar()
+    where = f"hf:{source.name}"
+    try:
+        found = load_dataset(
+            source.name,
+            source.config or None,
+            split=source.split,
+            revision=source.revision or None,
+        )
+    except (OSError, ValueError, RuntimeError, LookupError) as error:
+        said = " ".join(str(error).split())
+        raise TaskError(
+            f"{where}: {said[:300]}",
+            hint="a name is OWNER/NAME:CONFIG; without a network it must be in the cache"
+            " (HF_HUB_OFFLINE=1 asks no network)",
+        ) from error
+    yield from _rows_in(where, found.with_format("arrow").iter(BATCH_ROWS), dropped)
+
+
+def _rows_in(where: str, batches: Iterable[Any], dropped: tuple[str, ...]) -> Iterator[Placed]:
+    number = 0
+    schema, needs = None, dict[str, bool]()
+    for batch in batches:
+        table = batch.drop_columns([name for name in dropped if name in batch.schema.names])
+        if table.schema != schema:
+            schema = table.schema
+            needs = {field.name: _converted(where, field.name, field.type) for field in schema}
+        for start in range(0, len(table), BATCH_ROWS):
+            for row in _plain_rows(table.slice(start, BATCH_ROWS), needs):
+                yield f"row {number}", row
+                number += 1
+
+
+def _plain_rows(table: Any, needs: Mapping[str, bool]) -> Iterator[dict[str, Any]]:
+    for row in _in_python(table).to_pylist(maps_as_pydicts="lossy"):
+        for name, need in needs.items():
+            if need:
+                row[name] = _plain(row[name])
+        yield row
+
+
+def _in_python(table: Any) -> Any:
+    """With types that Python has: what counts nanoseconds counts microseconds."""
+    import pyarrow as pa
+
+    fields = [field.with_type(_python_type(field.type)) for field in table.schema]
+    wanted = pa.schema(fields)
+    return table if wanted.equals(table.schema) else table.cast(wanted, safe=False)
+
+
+def _python_type(kind: Any) -> Any:
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if types.is_duration(kind):
+        return pa.duration("us")
+    if types.is_time64(kind):
+        return pa.time64("us")
+    if types.is_decimal(kind):
+        return pa.float64()
+    if types.is_struct(kind):
+        return pa.struct([one.with_type(_python_type(one.type)) for one in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        make: Callable[..., Any] = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_python_type(kind.value_type)))
+    return kind
+
+
+def _converted(where: str, name: str, kind: Any) -> bool:
+    """Whether values of this type have to be made plain. Raises TaskError for what cannot be."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        top = name.partition(".")[0]
+        raise TaskError(
+            f"{where}: column `{name}` holds bytes, which are no text",
+            hint=f'task.columns = {{"{top}" = ""}} leaves it out',
+        )
+    inner = [kind.field(place) for place in range(kind.num_fields)]
+    found = [_converted(where, f"{name}.{one.name}", one.type) for one in inner]
+    return any(found) or not (
+        types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_null(kind)
+        or (types.is_nested(kind) and not types.is_map(kind))
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value else None
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value

@@ -1,0 +1,117 @@
+"""Rows as one file: JSON lines, where each begins, their number and their digest.
+
+    lines | padding | offsets, 8 bytes each, one more than rows | footer, JSON | its length, 8 bytes
+
+Whatever the rows came from, this is what task processes map into memory; a row is decoded when it
+is asked for. The digest is that of `registry.rows_digest`: sha256 over the canonical JSON of every
+row, so the same rows have one digest in every format, and old runs the one they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, overload
+
+import msgspec
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.schemas.wire import canonical
+
+_WORD: Final = 8
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+class RowsFooter(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands behind the rows."""
+
+    rows: int
+    offsets_at: int
+    digest: str
+
+
+class TooManyBytes(Exception):
+    """More rows than memory was meant for."""
+
+
+class DataRows(Sequence[Mapping[str, Any]]):
+    """Rows of a data set, decoded one at a time; `digest` is known without reading them.
+
+    Example: ``rows[17]["prompt"]``. Every row is a fresh object.
+    """
+
+    def __init__(self, buffer: bytes | mmap.mmap) -> None:
+        """Raises TaskError where these bytes are no such file."""
+        view = memoryview(buffer)
+        try:
+            length = int.from_bytes(view[-_WORD:], "little")
+            footer = msgspec.json.decode(view[-_WORD - length : -_WORD], type=RowsFooter)
+            end = footer.offsets_at + (footer.rows + 1) * _WORD
+            self._offsets = view[footer.offsets_at : end].cast("Q")
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise TaskError(f"no file of rows: {error}") from error
+        self._view = view
+        self._rows = footer.rows
+        self.digest: str = footer.digest
+        """Hex sha256 over the canonical JSON of the rows."""
+
+    @classmethod
+    def mapped(cls, path: Path) -> DataRows:
+        """Of a file; its pages are shared by all processes that map it. Raises OSError."""
+        with path.open("rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        buffer.madvise(mmap.MADV_RANDOM)  # rows are asked for in a shuffled order
+        return cls(buffer)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
+
+    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._rows))]
+        place = index + self._rows if index < 0 else index
+        if not 0 <= place < self._rows:
+            raise IndexError(f"row {index} of {self._rows}")
+        return _DECODER.decode(self._view[self._offsets[place] : self._offsets[place + 1]])
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[place] for place in range(self._rows))
+
+
+def write_rows(
+    rows: Iterable[tuple[str, Mapping[str, Any]]], file: IO[bytes], *, bytes_max: int | None = None
+) -> RowsFooter:
+    """Write rows and what stands behind them. Each comes with where it was found, for messages.
+
+    Raises TaskError for a row that is not plain JSON, TooManyBytes beyond `bytes_max`.
+    """
+    digest, offsets, at = hashlib.sha256(), array("Q", [0]), 0
+    for place, row in rows:
+        try:
+            digest.update(canonical(row))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TaskError(f"{place}: not plain JSON: {error}") from error
+        digest.update(b"\n")
+        line = _ENCODER.encode(row) + b"\n"
+        at += len(line)
+        if bytes_max is not None and at > bytes_max:
+            raise TooManyBytes
+        file.write(line)
+        offsets.append(at)
+    padding = -at % _WORD
+    file.write(b"\0" * padding)
+    file.write(offsets.tobytes())
+    footer = RowsFooter(rows=len(offsets) - 1, offsets_at=at + padding, digest=digest.hexdigest())
+    said = msgspec.json.encode(footer)
+    file.write(said + len(said).to_bytes(_WORD, "little"))
+    return footer

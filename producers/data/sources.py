@@ -1,0 +1,128 @@
+"""Which files a source names, by what they begin with: decides formats, globs and splits.
+
+Every file is known by its content (Parquet, Arrow, gzip, zstd), and what is text by its ending: CSV
+and TSV; all other text is JSON, one object per line or one array of objects.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.data.spec import HUB, DataSpec
+
+DEFAULT_SPLIT: Final = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A file with rows."""
+
+    path: Path
+
+    def identity(self) -> tuple[str, int, int, int]:
+        """What changes when the file does, without reading it. Raises TaskError."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise TaskError(f"{self.path}: {error.strerror}") from error
+        return str(self.path.resolve()), found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSet:
+    """A data set by its name on the hub. Example: ``hf:openai/gsm8k:main@v1``."""
+
+    name: str
+    config: str
+    revision: str
+    split: str
+
+    def identity(self) -> tuple[str, str, str, str]:
+        """What was asked for: what the hub has under that name may become another."""
+        return self.name, self.config, self.revision, self.split
+
+
+Source = DataFile | HubSet
+
+
+def sources_of(spec: DataSpec) -> list[Source]:
+    """Files and hub's data sets of a specification, in order; a glob's are sorted.
+
+    Raises TaskError where there is nothing, or no such split.
+    """
+    found: list[Source] = []
+    for named in spec.sources:
+        found += [_hub(named, spec.split)] if named.startswith(HUB) else _local(named, spec.split)
+    return found
+
+
+def _hub(named: str, split: str) -> HubSet:
+    name, _, revision = named.removeprefix(HUB).partition("@")
+    name, _, config = name.partition(":")
+    if not name:
+        raise TaskError(f"`{named}` names no data set", hint='for instance "hf:openai/gsm8k:main"')
+    return HubSet(name=name, config=config, revision=revision, split=split or DEFAULT_SPLIT)
+
+
+def _local(named: str, split: str) -> Iterator[DataFile]:
+    for path in _matches(named):
+        if path.is_dir():
+            yield from _saved(path, split)
+        elif split:
+            raise TaskError(f"{path}: a file has no splits, so none is `{split}`")
+        else:
+            yield DataFile(path=path)
+
+
+def _matches(named: str) -> Sequence[Path]:
+    path = Path(named)
+    if path.exists():
+        return [path]
+    if glob.has_magic(named):
+        matching = sorted(glob.glob(named, recursive=True))  # noqa: PTH207  # a pattern of any root
+        if not matching:
+            raise TaskError(f"{named}: no file matches")
+        return [Path(one) for one in matching]
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise TaskError(f"{path}: No such file or directory", hint=nearest(path.name, beside))
+
+
+def _saved(folder: Path, split: str) -> Iterator[DataFile]:
+    """The files of what `save_to_disk` wrote: a data set, or a dictionary of them by split."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = [str(one) for one in _plain(folder / "dataset_dict.json").get("splits", ())]
+        if not split:
+            split = splits[0] if len(splits) == 1 else DEFAULT_SPLIT
+        if split not in splits:
+            raise TaskError(
+                f"{folder}: no split `{split}`",
+                hint=nearest(split, splits) or f"it has {', '.join(splits)}",
+            )
+        folder = folder / split
+    elif split:
+        raise TaskError(f"{folder}: has no splits, so none is `{split}`")
+    if not (folder / "state.json").is_file():
+        raise TaskError(
+            f"{folder}: a directory that `save_to_disk` has not written",
+            hint=f'name the files, for instance "{folder}/*.parquet"',
+        )
+    state = _plain(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise TaskError(f"{folder}: rows are chosen by a file of indices", hint="save it again")
+    for one in state.get("_data_files", ()):
+        yield DataFile(path=folder / one["filename"])
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise TaskError(f"{path}: {error}") from error

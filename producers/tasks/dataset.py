@@ -1,0 +1,178 @@
+"""Rows of files, and rewards by name: the built-in task `dataset`, also called `jsonl`.
+
+It decides what of a row is the prompt: the text of a column, or its conversation without the
+assistant's message that ends it, which is then the answer where the row has no other. Further
+columns are there for the rewards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.own_code import load_attribute
+from dora_pipe.producers.data.conversations import (
+    conversation_of,
+    split_answer,
+    text_of,
+    with_system,
+)
+from dora_pipe.producers.data.prepare import open_rows
+from dora_pipe.producers.data.spec import DataSpec, said_of
+from dora_pipe.producers.rewards.registry import Rewards, single
+from dora_pipe.producers.tasks.port import Completion, Prompt, Reward, Row, Split, Task, Tool
+from dora_pipe.schemas.identity import derive_seed
+
+_EXAMPLE: Final = 'for instance "rewards:score"'
+
+
+class DatasetTask(Task):
+    """The built-in task `dataset`.
+
+    Example: ``DatasetTask(data="train.parquet", reward="rewards:score")``. The reward's module is
+    imported when it is first needed, so that rows can be read without running the user's code.
+    """
+
+    def __init__(
+        self,
+        *,
+        data: str | Sequence[str] = "",
+        eval_data: str | Sequence[str] = "",
+        split: str = "",
+        eval_split: str = "",
+        eval_share: float = 0.0,
+        filter: str = "",
+        columns: Mapping[str, str] | None = None,
+        prompt_column: str = "prompt",
+        answer_column: str = "answer",
+        chat: bool = False,
+        system_prompt: str = "",
+        tools: Sequence[str] = (),
+        reward: str | Rewards = "",
+    ) -> None:
+        """Each is the key of [task]; without `eval_data`, `eval_split` and `eval_share` there are
+        no evaluation rows. Raises ConfigError."""
+        train, evaluation = _sources(data), _sources(eval_data)
+        if not train:
+            raise ConfigError("task.data: `dataset` needs a file", hint="or a glob, or hf:NAME")
+        if not reward:
+            raise ConfigError("task.reward: `dataset` needs a reward function", hint=_EXAMPLE)
+        if eval_share and (evaluation or eval_split):
+            raise ConfigError("task.eval_share: the evaluation data are given already")
+        common = DataSpec(
+            sources=train,
+            split=split,
+            columns=dict(columns or {}),
+            filter=filter,
+            prompt=prompt_column,
+            held_out=eval_share,
+        )
+        self._specs: dict[Split, DataSpec] = {
+            "train": replace(common, part="train") if eval_share else common
+        }
+        if eval_share:
+            self._specs["eval"] = replace(common, part="eval")
+        elif evaluation or eval_split:
+            self._specs["eval"] = replace(common, sources=evaluation or train, split=eval_split)
+        self._open: dict[Split, Sequence[Row]] = {}
+        self._prompt, self._answer = prompt_column, answer_column
+        self._chat, self._system = chat or bool(system_prompt), system_prompt
+        self._tool_names, self._tools = tuple(tools), tuple[Tool, ...]()
+        self._rewards = reward if isinstance(reward, Rewards) else single(reward)
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """See Task. Raises TaskError naming the row that cannot be read."""
+        if split not in self._open:
+            spec = self._specs.get(split)
+            self._open[split] = [] if spec is None else open_rows(spec)
+        return self._open[split]
+
+    def prompt(self, row: Row) -> Prompt:
+        """See Task."""
+        return self._parts(row)[0]
+
+    def tools(self, row: Row) -> Sequence[Tool]:
+        """See Task."""
+        if len(self._tools) < len(self._tool_names):
+            self._tools = tuple(_function("task.tools", name) for name in self._tool_names)
+        return self._tools
+
+    def reward(
+        self, row: Row, text: str, turns: Sequence[str]
+    ) -> float | Reward | Awaitable[float | Reward]:
+        """See Task."""
+        return self.score(row, Completion(text=text, turns=turns))
+
+    def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
+        """See Task."""
+        return self._rewards.score(self._answered(row), completion, answer_column=self._answer)
+
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
+        """Prompts and answers of the training data, in an order drawn from `seed`, again and again.
+
+        Raises TaskError where a row has no answer, or its prompt is no text.
+        """
+        rows = self.rows("train")
+        chance = random.Random(derive_seed("jsonl", "demonstrations", seed))
+        chosen = [self._shown(place, rows[place]) for place in _drawn(chance, len(rows), count)]
+        if not chosen:
+            raise TaskError(f"{self._where}: has no rows")
+        return chosen
+
+    def reward_sources(self) -> Sequence[Any]:
+        """Of the rewards, this class, and the tools."""
+        return (*self._rewards.sources(), type(self), *self.tools({}))
+
+    @property
+    def _where(self) -> str:
+        return said_of(self._specs["train"].sources)
+
+    def _parts(self, row: Row) -> tuple[Prompt, Mapping[str, Any] | None]:
+        """The prompt, and the message that answers it in the data."""
+        value = row[self._prompt]
+        messages = conversation_of(value, in_text=self._chat)
+        if messages is None:
+            if not self._chat:
+                return str(value), None
+            messages = [{"role": "user", "content": value}]
+        asked, answer = split_answer(messages)
+        return with_system(asked, self._system), answer
+
+    def _answered(self, row: Row) -> Row:
+        """With an answer where the conversation has one and the row none."""
+        if row.get(self._answer) is not None or isinstance(row[self._prompt], str):
+            return row
+        answer = self._parts(row)[1]
+        return row if answer is None else {**row, self._answer: text_of(answer)}
+
+    def _shown(self, place: int, row: Row) -> tuple[str, str]:
+        prompt, answer = self.prompt(row), row.get(self._answer)
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return prompt, answer
+        column = self._answer if isinstance(prompt, str) else self._prompt
+        raise TaskError(
+            f"{self._where}: row {place} has no text in `{column}`, so it is no demonstration"
+        )
+
+
+def _sources(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(one for one in ([given] if isinstance(given, str) else given) if one)
+
+
+def _function(key: str, reference: str) -> Callable[..., Any]:
+    found = load_attribute(key, reference, TaskError)
+    if not callable(found):
+        raise TaskError(f"{key}: `{reference}` is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _drawn(chance: random.Random, rows: int, count: int) -> Iterator[int]:
+    """`count` places, every one before any a second time."""
+    left = count if rows else 0
+    while left > 0:
+        yield from chance.sample(range(rows), rows)[:left]
+        left -= rows

@@ -1,0 +1,90 @@
+"""The same rows in every format that data come in."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write_jsonl(path: Path, rows: Rows) -> None:
+    """One object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_saved(path: Path, rows: Rows) -> None:
+    """A directory as `save_to_disk` of `datasets` leaves it, in two shards."""
+    path.mkdir(parents=True)
+    table = pa.Table.from_pylist(list(rows))
+    half = len(rows) // 2
+    names = []
+    for number, part in enumerate((table.slice(0, half), table.slice(half))):
+        names.append({"filename": f"data-{number:05}-of-00002.arrow"})
+        with pa.ipc.new_stream(path / names[-1]["filename"], table.schema) as file:
+            file.write_table(part)
+    (path / "state.json").write_text(json.dumps({"_data_files": names, "_split": None}))
+
+
+def write_splits(path: Path, splits: Mapping[str, Rows]) -> None:
+    """A dictionary of saved data sets."""
+    for name, rows in splits.items():
+        write_saved(path / name, rows)
+    (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+
+
+def _array(path: Path, rows: Rows) -> None:
+    path.write_text(json.dumps(list(rows), indent=1))
+
+
+def _csv(path: Path, rows: Rows, delimiter: str = ",") -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _arrow(path: Path, rows: Rows) -> None:
+    table = pa.Table.from_pylist(list(rows))
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def _parquet(path: Path, rows: Rows) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=7)
+
+
+def _gzip(path: Path, rows: Rows) -> None:
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _zstd(path: Path, rows: Rows) -> None:
+    path.write_bytes(zstandard.compress(json.dumps(list(rows)).encode()))
+
+
+TYPED: Final[Mapping[str, Callable[[Path, Rows], None]]] = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": _array,
+    "rows.jsonl.gz": _gzip,
+    "rows.json.zst": _zstd,
+    "rows.parquet": _parquet,
+    "rows.arrow": _arrow,
+    "saved": write_saved,
+}
+"""By name of the file; a writer each."""
+
+TEXT: Final[Mapping[str, Callable[[Path, Rows], None]]] = {
+    **TYPED,
+    "rows.csv": _csv,
+    "rows.tsv": lambda path, rows: _csv(path, rows, "\t"),
+}
+"""Those that hold rows of text, too."""

@@ -1,0 +1,1 @@
+"""Tests of data: formats, filters, conversations."""

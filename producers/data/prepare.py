@@ -48,7 +48,7 @@ MEMORY_BYTES_MAX: Final = 32 * 1024 * 1024
 CACHE_BYTES_MAX: Final = 200 * 1024**3
 """Of all files of rows on one machine."""
 
-REPORT_S: Final = 2.0
+REPORT_S: Final = 5.0
 """Between two words on how far preparing has come."""
 
 SILENT_S: Final = 3600.0
@@ -252,12 +252,10 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for the file, not beside it
             if path.exists():
                 return
-            try:
-                with unfinished.open("wb") as file:
-                    footer = write_rows(chosen(sources_of(spec), spec, report), file)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
+            with contextlib.ExitStack() as undone, unfinished.open("wb") as file:
+                undone.callback(unfinished.unlink)
+                footer = write_rows(chosen(sources_of(spec), spec, report), file)
+                undone.pop_all()
             unfinished.replace(path)
             report(f"{footer.rows} rows are ready, {path.stat().st_size >> 20} MiB")
             make_room(path)

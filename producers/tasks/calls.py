@@ -172,6 +172,10 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """No prompt has an environment."""
 
 
+class StillOpening(PipeFrame, frozen=True):
+    """Large data are made ready before the task is open, and it goes on."""
+
+
 class Hello(PipeFrame, frozen=True):
     """The task is open."""
 
@@ -209,7 +213,7 @@ class Worn(PipeFrame, frozen=True):
 
 
 Down = Setup | Call | EndEpisode | Abandon
-Up = Hello | Refused | CallAnswer | Deferred | Worn
+Up = StillOpening | Hello | Refused | CallAnswer | Deferred | Worn
 
 _ENCODER = msgspec.json.Encoder()
 DOWN: Final = msgspec.json.Decoder(Down)

@@ -80,7 +80,8 @@ class Child:
 
     process: subprocess.Popen[bytes]
     selector: selectors.BaseSelector
-    born_ns: int
+    heard_ns: int
+    """When it was started, or said that it is still opening."""
     inbox: int
     outbox: int
     ready: bool = False
@@ -114,7 +115,7 @@ class Child:
         inbox, outbox = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(inbox, False)
         os.set_blocking(outbox, False)
-        child = cls(process=process, selector=selector, born_ns=now_ns, inbox=inbox, outbox=outbox)
+        child = cls(process=process, selector=selector, heard_ns=now_ns, inbox=inbox, outbox=outbox)
         selector.register(outbox, selectors.EVENT_READ, child)
         child._down += pack(Setup(task, os.getpid()))
         return child

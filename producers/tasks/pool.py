@@ -36,6 +36,7 @@ from dora_pipe.producers.tasks.calls import (
     Refused,
     RewardCall,
     Rewarded,
+    StillOpening,
     TaskCall,
     TaskEvent,
     TaskFacts,
@@ -51,7 +52,8 @@ QUEUE_MAX: Final = 8192
 """Calls without an event; a worker has at most one per request it holds."""
 
 START_LIMIT_S: Final = 120.0
-"""For importing users' modules and reading the data."""
+"""For importing users' modules and reading the data, from the last word on data that are made
+ready."""
 
 DEATHS_MAX: Final = 32
 """Processes that die in a row without one answer before the pool gives up."""
@@ -279,6 +281,9 @@ class TaskPool:
 
     def _answered(self, child: Child, frame: Up, now_ns: int) -> None:
         match frame:
+            case StillOpening():
+                child.heard_ns = now_ns
+                return
             case Hello():
                 self._opened(child, frame.facts)
                 return
@@ -341,7 +346,7 @@ class TaskPool:
 
     def _limit(self, child: Child, now_ns: int) -> None:
         if not child.ready:
-            if now_ns - child.born_ns > START_LIMIT_S * _NS:
+            if now_ns - child.heard_ns > START_LIMIT_S * _NS:
                 raise TaskError(
                     f"the task was not open after {START_LIMIT_S:.0f} s",
                     hint="importing its modules or reading its data takes too long",

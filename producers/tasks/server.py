@@ -34,7 +34,7 @@ from typing import Any, TextIO
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.console import name_process
+from dora_pipe.core.console import name_process, say
 from dora_pipe.core.errors import (
     MESSAGE_CHARACTERS_MAX,
     ConfigError,
@@ -43,6 +43,7 @@ from dora_pipe.core.errors import (
     printable,
 )
 from dora_pipe.core.errors import one_line as cut
+from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.background import (
     HUNG_MAX,
     Background,
@@ -69,6 +70,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     Setup,
+    StillOpening,
     TaskFacts,
     TaskFailed,
     Worn,
@@ -408,7 +410,8 @@ def main() -> None:
 
 def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hello] | Refused:
     try:
-        server = TaskServer(open_task(setup.task), setup.task, write)
+        with reporting(lambda text: _still_opening(text, write)):
+            server = TaskServer(open_task(setup.task), setup.task, write)
         return server, Hello(server.facts())
     except DoraError as error:
         return Refused(error.message, error.hint, isinstance(error, ConfigError))
@@ -416,6 +419,11 @@ def _open(setup: Setup, write: Callable[[bytes], None]) -> tuple[TaskServer, Hel
         sys.stderr.write(traceback_of(error))
         message = one_line(f"the task cannot be opened: {type(error).__name__}: {error}")
         return Refused(message, None, False)
+
+
+def _still_opening(text: str, write: Callable[[bytes], None]) -> None:
+    say(text)
+    write(pack(StillOpening()))
 
 
 def _private_pipes() -> tuple[int, int]:

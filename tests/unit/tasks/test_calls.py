@@ -25,6 +25,7 @@ from dora_pipe.producers.tasks.calls import (
     RewardCall,
     Rewarded,
     Setup,
+    StillOpening,
     TaskFacts,
     TaskFailed,
     Worn,
@@ -44,6 +45,7 @@ DOWN: list[PipeFrame] = [
 ]
 FACTS = TaskFacts(train_digest="a", train_rows=1, eval_digest="b", eval_rows=0, reward_digest="")
 UP: list[PipeFrame] = [
+    StillOpening(),
     Hello(FACTS),
     Refused("why", None, True),
     CallAnswer(1, PromptReady(request="a", text="text", episode=False)),

@@ -15,7 +15,7 @@ from dora_pipe.config import model
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, load_config
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
-from dora_pipe.producers.tasks.jsonl import JsonlTask
+from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Completion, Retry, Reward, Row, Split, Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 
@@ -219,7 +219,7 @@ def test_a_reward_that_needs_an_extra_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def digest(*uses: model.RewardUse) -> str:
-    task = JsonlTask(data="rows.jsonl", reward=Rewards(uses))
+    task = DatasetTask(data="rows.jsonl", reward=Rewards(uses))
     return reward_digest(task)
 
 

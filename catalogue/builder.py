@@ -55,6 +55,7 @@ from dora_pipe.schemas.control import (
     WeightsAdopted,
     WorkerJoined,
     WorkerReady,
+    error_class,
 )
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
@@ -411,6 +412,7 @@ def _trajectory_row(
         tokens=None if logged is None else logged.tokens,
         reward=None if logged is None else logged.reward,
         finish=None if logged is None else logged.finish,
+        error_class=None if logged is None else error_class(logged.error) or None,
     )
 
 

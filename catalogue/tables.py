@@ -220,6 +220,7 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     tokens: Annotated[int | None, Sql("INTEGER"), "sampled ones"]
     reward: Annotated[float | None, "null where there is no record, or no valid reward"]
     finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
+    error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):

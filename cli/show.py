@@ -35,6 +35,7 @@ from dora_pipe.observe.text import duration, sparkline
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.why.summary import RoleWaits, Summary, summarise
+from dora_pipe.schemas.control import INFRASTRUCTURE
 
 CURVE_MAX: Final = 60
 """Characters of the reward's curve; steps next to each other share one where there are more."""
@@ -122,6 +123,7 @@ class Overview:
             "staleness": dict(staleness(stats)),
             "bound": stats.bound,
             "groups": dict(stats.fates),
+            "errors": dict(stats.errors),
             "waits": asdict(self.waits),
         }
 
@@ -156,6 +158,8 @@ def print_overview(found: Overview) -> None:
     emit_line(f"{stats.run}: {found.state}")
     emit_line()
     pairs = {"log": found.log, "task": _task(stats), "reward": _reward(list(stats.steps))}
+    if stats.errors:
+        pairs["no reward"] = _errors(stats)
     if stats.evaluation is not None:
         version, reward = stats.evaluation
         pairs["evaluation"] = f"{reward:.3f} of version {version}"
@@ -192,6 +196,19 @@ def _reward(steps: list[StepStats]) -> str:
     room = CURVE_MAX if width is None else max(8, min(CURVE_MAX, width - LABEL))
     curve = sparkline(_shared(known, room), plain=not draws_blocks())
     return f"{known[0]:.3f} {curve} {known[-1]:.3f} at step {steps[-1].step}"
+
+
+def _errors(stats: RunStats) -> str:
+    """What is the fault of the task's code or data, apart from what is not."""
+    share = stats.errors.total() / max(1, stats.trajectories.total())
+    outside = {name: count for name, count in stats.errors.items() if name in INFRASTRUCTURE}
+    inside = stats.errors - Counter(outside)
+    said = [
+        f"{what} {', '.join(f'{count} {name}' for name, count in of.most_common())}"
+        for what, of in (("code:", inside), ("infrastructure:", Counter(outside)))
+        if of
+    ]
+    return f"{share:.1%} of the trajectories; {'; '.join(said)}"
 
 
 def _shared(values: list[float], most: int) -> list[float]:

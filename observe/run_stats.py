@@ -40,6 +40,7 @@ from dora_pipe.schemas.control import (
     StepCommitted,
     TrajectoryLogged,
     WorkerReady,
+    error_class,
 )
 from dora_pipe.schemas.metrics import AnyMetrics, WorkerStatus
 from dora_pipe.schemas.rounds import Dispatch, Halt, Move, Round
@@ -263,6 +264,8 @@ class RunStats:
         self.decisions: Counter[str] = Counter()
         self.trajectories: Counter[tuple[str, str]] = Counter()
         """(finish, valid) of every trajectory that was logged, counting or not."""
+        self.errors: Counter[str] = Counter()
+        """Classes of the errors of those that are not valid."""
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         """Incarnations of workers that ended, by how."""
         self.faults: Counter[str] = Counter()
@@ -413,6 +416,8 @@ class RunStats:
     def _record(self, fact: TrajectoryLogged) -> None:
         valid = "no" if fact.reward is None else "yes"
         self.trajectories[fact.finish, valid] += 1
+        if fact.reward is None:
+            self.errors[error_class(fact.error)] += 1
         self.lengths.add(fact.tokens)
         self.meter.count("trajectories", fact.bytes)
 

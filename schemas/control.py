@@ -7,7 +7,7 @@ A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -22,6 +22,15 @@ FinishReason = Literal["stop", "length", "environment", "error"]
 
 ERROR_CHARACTERS_MAX = 200
 """Of the error of a trajectory in control; its own record has more of it."""
+
+INFRASTRUCTURE: Final = ("Retry", "TimedOut", "ProcessDied", "EpisodeLost")
+"""Errors of a trajectory without a valid reward that say nothing of the task's code or its data: a
+service that does not answer, a call that takes too long, a process that is gone."""
+
+
+def error_class(error: str) -> str:
+    """``error_class("not scored: TimedOut: timed out after 10 s") == "TimedOut"``."""
+    return error.removeprefix("not scored: ").partition(":")[0]
 
 
 class Control(
@@ -178,6 +187,7 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     reward: float | None
     finish: FinishReason
+    error: str
 
     @property
     def group(self) -> str:
@@ -223,6 +233,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
                 tokens=one.tokens,
                 reward=one.reward,
                 finish=one.finish,
+                error=one.error,
             )
             for one in self.trajectories
         ]

@@ -16,12 +16,20 @@ from typing import Final
 from dora_pipe.catalogue.account import EvaluationEnded, StepEnded, rewards_of
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.trackers.port import Figure, Spread
-from dora_pipe.schemas.control import RunStarted, StepCommitted
+from dora_pipe.schemas.control import (
+    INFRASTRUCTURE,
+    RunStarted,
+    StepCommitted,
+    TrajectoryLogged,
+    error_class,
+)
 
 FIGURES: Final = {
     "reward/valid": "Mean of the batch's valid rewards.",
     "reward/raw": "The same, where a trajectory without a valid reward counts as 0.",
     "reward/invalid": "Share of the batch's trajectories without a valid reward.",
+    "reward/infrastructure": "Of these, the share of the batch that timed out, lost its process, or"
+    " was given up after `Retry`.",
     "evaluation/reward": "Mean valid reward of an evaluation; its step is the version evaluated.",
     "staleness/groups": "Histogram: the batch's groups by staleness.",
     "staleness/mean": "Mean staleness of the batch's groups.",
@@ -156,8 +164,13 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
     found: dict[str, Figure] = {
         "reward/raw": math.fsum(one / len(results) for one in valid),
         "reward/invalid": 1 - len(valid) / len(results),
+        "reward/infrastructure": sum(map(_is_outside, results)) / len(results),
     }
     return found if step.reward is None else {"reward/valid": step.reward, **found}
+
+
+def _is_outside(one: TrajectoryLogged) -> bool:
+    return error_class(one.error) in INFRASTRUCTURE
 
 
 def _staleness(step: StepStats, bound: int | None) -> dict[str, Figure]:

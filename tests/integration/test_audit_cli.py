@@ -10,9 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_pipe.cli import replay as replay_command
+from dora_pipe.cli.show import _errors
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.producers.chat import tokenizer
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
+from dora_pipe.schemas.control import error_class
 from tests.support import damage
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -181,6 +184,25 @@ def test_story_is_printed_and_given_as_json(call: Call, recorded: RecordedRun, n
     code, out, _ = call("show", str(recorded.directory), name, "--json")
     assert code == 0
     assert "lineage" in json.loads(out)
+
+
+def test_trajectories_without_a_reward_are_told_apart_by_whose_fault_it_is(
+    call: Call, recorded: RecordedRun
+) -> None:
+    code, out, _ = call("show", str(recorded.directory), "--json")
+    assert (code, list(json.loads(out)["errors"])) == (0, ["ValueError"])
+    _, out, _ = call("show", str(recorded.directory))
+    (line,) = [line for line in out.splitlines() if line.startswith("no reward")]
+    assert "code: " in line and "ValueError" in line
+    stats = RunStats("r")
+    stats.trajectories["stop", "yes"] = 97
+    errors = ("KeyError: 'x'", "not scored: TimedOut: timed out after 10 s", "Retry: busy")
+    for error in errors:
+        stats.trajectories["stop", "no"] += 1
+        stats.errors[error_class(error)] += 1
+    assert _errors(stats) == (
+        "3.0% of the trajectories; code: 1 KeyError; infrastructure: 1 TimedOut, 1 Retry"
+    )
 
 
 def test_unknown_id_is_refused(call: Call, recorded: RecordedRun) -> None:

@@ -157,6 +157,7 @@ def logged(
         tokens=20,
         reward=reward,
         finish="stop",
+        error="",
     )
 
 

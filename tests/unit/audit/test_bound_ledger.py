@@ -131,6 +131,7 @@ def _fact(name: str, reward: float | None) -> TrajectoryLogged:
         tokens=1,
         reward=reward,
         finish="stop",
+        error="",
     )
 
 

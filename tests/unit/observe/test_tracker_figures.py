@@ -105,6 +105,7 @@ def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[FigureRow]) -> 
         valid, raw, share = (row.figures[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
         assert isinstance(valid, float) and isinstance(share, float)
         assert raw == pytest.approx(valid * (1 - share))
+        assert row.figures["reward/infrastructure"] == 0  # what the task raised is its own
 
 
 def test_counts_of_all_rows_add_up_to_those_of_the_run(

@@ -5,8 +5,8 @@ must come out token for token, the environment is told every recorded turn and m
 did, and the reward, its raw value and its parts must be the recorded ones, exactly. That says
 something of tasks that are deterministic; of others it says which trajectories differ.
 
-What ended by a time limit or with a dead process, then or now, is counted and not compared: how
-long a task takes is no property of the log.
+What was lost to infrastructure (a time limit, a dead process, `Retry`), then or now, is counted and
+not compared: how long a task takes is no property of the log.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.worker.effects import EnvObserved, EnvStep, PromptReady, RewardCall
+from dora_pipe.schemas.control import INFRASTRUCTURE, error_class
 from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, turns_of
 
 IN_FLIGHT_MAX: Final = 64
@@ -33,9 +34,6 @@ IN_FLIGHT_MAX: Final = 64
 
 POLL_S: Final = 0.005
 """Between two looks for answers; each call has its own time limit in the pool."""
-
-_CHANCE: Final = ("TimedOut", "ProcessDied", "EpisodeLost")
-"""What a task's process may end in that says nothing about the text it was given."""
 
 
 class Tasks(Protocol):
@@ -209,7 +207,7 @@ class _Again:
     def _rewarded(self, asked: _Asked, event: Rewarded) -> None:
         one, meta = asked.recorded, asked.recorded.meta
         error = meta.reward_error or ""
-        if one.reward is None and error.startswith(_CHANCE):
+        if one.reward is None and error_class(error) in INFRASTRUCTURE:
             self._end(asked, not_compared=error)
             return
         pairs = (
@@ -227,7 +225,7 @@ class _Again:
     def _failed(self, asked: _Asked, event: TaskFailed) -> None:
         """No reward now: as recorded, if there was none then."""
         said = f"{event.error}: {event.message}"
-        if event.error in _CHANCE:
+        if event.error in INFRASTRUCTURE:
             self._end(asked, not_compared=said)
         elif asked.recorded.reward is None:
             self._end(asked)

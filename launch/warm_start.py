@@ -5,7 +5,7 @@ It decides which forms a row may have; `consumers.learners.sft` trains on what c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,6 +115,8 @@ def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
         raise TaskError(
             f"task {config.task.kind} makes no demonstrations", hint="give them with --data"
         ) from None
+    if any(isinstance(one, Mapping) for one in pairs):
+        raise TaskError(f"demonstrations of {config.task.kind} are conversations, not pairs")
     return [Row(prompt, answer) for prompt, answer in pairs]
 
 

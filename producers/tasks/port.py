@@ -192,10 +192,12 @@ class Task:
         """As `reward`, with all that is known of it; by default it asks `reward`."""
         return self.reward(row, completion.text, completion.turns)
 
-    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
-        """(prompt, answer) pairs for a supervised warm start; only where the task can make them.
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """What a supervised warm start is made of; only where the task can make it.
 
-        The end-of-sequence token is not part of an answer; who trains on it adds it.
+        (prompt, answer) pairs: the end-of-sequence token is not part of an answer; who trains on it
+        adds it. Or conversations, as `sft --data` takes them: ``{"messages": [...]}``, and `tools`
+        (functions, or their schemas) where a run has some.
         """
         raise NotImplementedError
 

@@ -1,6 +1,8 @@
 """Calls that await something go on beside the others, and end, or are tried again, each alone."""
 
+import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,15 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import ToolCall, Turn
-from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score, wait_until_gone
+from tests.support.task_pool import (
+    DEADLINE_S,
+    PATIENCE_S,
+    ask,
+    gather,
+    prompt,
+    score,
+    wait_until_gone,
+)
 
 MODULE = '''
 import asyncio, os, random, sys, time
@@ -377,3 +387,30 @@ def test_a_process_with_many_threads_that_hang_is_replaced_when_its_episodes_end
         assert pool.poll(wait_s=0.1) == []
         assert pool.deaths == 1
         assert isinstance(ask(pool, EnvStep(request="b", turn=Turn(text=""))), EnvObserved)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_call_gets_one_event_and_a_forgotten_one_none(folder: Path, seed: int) -> None:
+    """A mixture of everything above on two processes, with calls forgotten at any moment."""
+    chance = random.Random(seed)
+    texts = ["sleep 0.02"] * 8 + ["pid", "mixed pid", "raise", "exit", "later die", "die"]
+    texts += ["sleep 60", "flaky {} 1", "mixed flaky {} 1"]
+    left = [f"r{number}" for number in range(150)]
+    begun: set[str] = set()
+    seen: Counter[str] = Counter()
+    with TaskPool(replace(task(folder, limit_s=1.0), processes=2)) as pool:
+        end = time.monotonic() + DEADLINE_S
+        while (left or pool.pending) and time.monotonic() < end:
+            while left and pool.pending < 30:
+                name = left.pop()
+                pool.submit(score(name, chance.choice(texts).format(name)))
+                begun.add(name)
+            seen.update(event.request for event in pool.poll(wait_s=0.02))
+            for name in sorted(begun - set(seen)):
+                if chance.random() < 0.002:
+                    pool.forget(name)
+                    begun.discard(name)
+        assert not left
+        assert pool.poll(wait_s=0.05) == []
+        assert isinstance(ask(pool, score("last", "sleep 0.01")), Rewarded)
+    assert seen == Counter(begun)

@@ -275,6 +275,17 @@ def restart(
         )
 
 
+def data(
+    megabytes: Annotated[int, typer.Option(min=1, help="Of the Parquet file.")] = 256,
+    as_json: JsonOption = False,
+) -> None:
+    """Starts on a large Parquet file, and the memory of the process that serves its rows."""
+    from dora_pipe.bench.data import bench_data
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
+        _emit_figures([bench_data(Path(folder), megabytes)], as_json=as_json)
+
+
 def _resident_figures(
     engine: str, folder: Path, rows: Sequence[int], resident: Sequence[int]
 ) -> list[Any]:

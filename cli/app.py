@@ -55,6 +55,7 @@ BENCHES: Final[Panels] = {
         "archive": ("bench.commands:archive", "How fast a log is archived and read."),
         "audit": ("bench.commands:audit", "Time and memory of audits."),
         "codec": ("bench.commands:codec", "Time and size of an encoded trajectory."),
+        "data": ("bench.commands:data", "What large data cost a task process."),
         "dataplane": ("bench.commands:dataplane", "Trajectories from worker to batch."),
         "moves": ("bench.commands:moves", "How soon a moved request goes on."),
         "plan": ("bench.commands:plan", "Cost of a round of the planner."),

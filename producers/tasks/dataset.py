@@ -144,7 +144,7 @@ class DatasetTask(Task):
 
     def _answered(self, row: Row) -> Row:
         """With an answer where the conversation has one and the row none."""
-        if row.get(self._answer) is not None or isinstance(row[self._prompt], str):
+        if row.get(self._answer) is not None:
             return row
         answer = self._parts(row)[1]
         return row if answer is None else {**row, self._answer: text_of(answer)}

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import TaskError
-from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX
+from dora_pipe.producers.data.prepare import CACHE_VARIABLE, MEMORY_BYTES_MAX, open_rows
+from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks.calls import PromptReady
 from dora_pipe.producers.tasks.pool import START_LIMIT_S, TaskPool, survey
 from tests.support.task_pool import DEADLINE_S, ask, prompt
@@ -76,3 +78,54 @@ def test_what_cannot_be_prepared_is_refused_by_line(task: model.Task, data: Path
     broken.write_bytes((data / "rows.jsonl").read_bytes() + b'{"prompt": \n')
     with pytest.raises(TaskError, match=rf"broken\.jsonl, line {ROWS + 1}: "):
         survey(replace(task, data=str(broken)))
+
+
+# Data sets of the hub, from the cache that `datasets` keeps.
+
+INFO = {
+    "features": {name: {"dtype": "string", "_type": "Value"} for name in ("prompt", "answer")},
+    "builder_name": "json",
+    "dataset_name": "sums",
+    "config_name": "default",
+    "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0},
+    "splits": {"train": {"name": "train", "num_examples": 2, "dataset_name": "sums"}},
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a network that has loaded `nobody/sums` before."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "hub/datasets/nobody___sums/default/0.0.0/b180f6f1d7f4edbe"
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist([{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(2)])
+    with pa.ipc.new_stream(folder / "sums-train.arrow", table.schema) as file:
+        file.write_table(table)
+    (folder / "dataset_info.json").write_text(json.dumps(INFO))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_data_set_of_the_hub_is_read_without_a_network() -> None:
+    rows = open_rows(DataSpec(sources=("hf:nobody/sums",)))
+    assert list(rows) == [{"prompt": "0+1=", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("name", "split", "message"),
+    [
+        ("hf:nobody/sum", "", "hf:nobody/sum: Couldn't reach 'nobody/sum' on the Hub"),
+        ("hf:nobody/sums:main", "", "Available configs in the cache: ['default']"),
+        ("hf:nobody/sums", "test", 'Unknown split "test"'),
+    ],
+)
+def test_what_neither_cache_nor_network_has_is_one_line(
+    name: str, split: str, message: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        open_rows(DataSpec(sources=(name,), split=split))
+    assert message in caught.value.message
+    assert "HF_HUB_OFFLINE=1" in str(caught.value.hint)

@@ -1,13 +1,16 @@
 """Rows from files: what can be read is kept whole, what cannot is named with its line."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Reward, Row
+from tests.support.data_files import write_splits
 
 Write = Callable[[str | bytes], Path]
 
@@ -17,6 +20,10 @@ not_a_function = 3
 class Scorer:
     @staticmethod
     def score(row, text): return 0.25
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+def answered(row, text): return float(text == row["answer"])
 def score(row, text):
     return Reward(value=row["weight"] * (text == row["answer"]), raw=1.0)
 """
@@ -147,3 +154,81 @@ def test_row_without_an_answer_is_no_demonstration(write: Write, module: str) ->
     empty = DatasetTask(data=str(write("")), reward=f"{module}:score")
     with pytest.raises(TaskError, match="has no rows"):
         empty.demonstrations(seed=1, count=1)
+
+
+# Conversations.
+
+
+def conversing(write: Write, module: str, row: dict[str, Any], **keys: Any) -> tuple[Any, Any]:
+    """A task over one row with a reward that looks at it, and the row."""
+    path = write(json.dumps(row) + "\n")
+    task = DatasetTask(data=str(path), reward=f"{module}:answered", **keys)
+    return task, task.rows("train")[0]
+
+
+USER = {"role": "user", "content": "1+1?"}
+SAID = {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "be terse"}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "prompt"),
+    [
+        ({"prompt": "1+1?"}, {}, "1+1?"),
+        ({"prompt": "1+1?"}, {"chat": True}, [USER]),
+        ({"prompt": "1+1?"}, {"system_prompt": "be terse"}, [SYSTEM, USER]),
+        ({"prompt": [USER]}, {}, [USER]),
+        ({"messages": [USER, SAID]}, {"prompt_column": "messages"}, [USER]),
+        ({"prompt": [SYSTEM, USER]}, {"system_prompt": "be kind"}, [SYSTEM, USER]),
+        ({"prompt": json.dumps([USER])}, {}, json.dumps([USER])),
+        ({"prompt": json.dumps([USER, SAID])}, {"chat": True}, [USER]),
+    ],
+)
+def test_prompt_is_text_or_the_conversation_without_its_answer(
+    write: Write, module: str, row: dict[str, Any], keys: dict[str, Any], prompt: object
+) -> None:
+    task, found = conversing(write, module, row, **keys)
+    assert task.prompt(found) == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"prompt": [USER, SAID]}, "2"),
+        ({"prompt": [USER, SAID], "answer": "two"}, "two"),
+        ({"prompt": [USER, SAID], "answer": None}, "2"),
+        ({"prompt": "1+1?", "answer": "2"}, "2"),
+        ({"prompt": json.dumps([USER, SAID])}, "2"),
+    ],
+)
+def test_reward_finds_the_answer_of_the_row_or_of_its_conversation(
+    write: Write, module: str, row: dict[str, Any], answer: str
+) -> None:
+    task, found = conversing(write, module, row, chat=True)
+    assert task.reward(found, answer, [answer]) == 1.0
+    assert task.reward(found, "3", ["3"]) == 0.0
+    assert found == row, "the row is what the data have"
+
+
+def test_tools_are_functions_by_their_names(write: Write, module: str) -> None:
+    task, row = conversing(write, module, {"prompt": [USER]}, tools=(f"{module}:add",))
+    assert [tool.__name__ for tool in task.tools(row)] == ["add"]
+    assert task.tools(row)[0] in task.reward_sources()
+    task, row = conversing(write, module, {"prompt": [USER]}, tools=(f"{module}:ad",))
+    with pytest.raises(TaskError, match=r"task\.tools: .* has no `ad`"):
+        task.tools(row)
+
+
+@pytest.mark.parametrize("keys", [{"eval_data": "x.jsonl"}, {"eval_split": "test"}])
+def test_evaluation_data_are_given_once(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.eval_share: the evaluation data are given"):
+        DatasetTask(data="a.jsonl", reward="a:b", eval_share=0.1, **keys)
+
+
+def test_splits_of_one_data_set_train_and_evaluate(tmp_path: Path) -> None:
+    write_splits(tmp_path / "d", {"train": [{"prompt": "a"}], "test": [{"prompt": "b"}]})
+    task = DatasetTask(data=str(tmp_path / "d"), eval_split="test", reward="a:b")
+    assert [list(task.rows(split)) for split in ("train", "eval")] == [
+        [{"prompt": "a"}],
+        [{"prompt": "b"}],
+    ]

@@ -1,0 +1,97 @@
+"""Conversations as data sets have them: one form of messages, the answer apart from the prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dora_pipe.core.errors import TaskError
+from dora_pipe.producers.data.conversations import (
+    conversation_of,
+    split_answer,
+    text_of,
+    with_system,
+)
+
+USER = {"role": "user", "content": "1+1?"}
+SAID = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [USER, SAID],
+        json.dumps([USER, SAID]),
+        [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}],
+        [{**USER, "tool_calls": None, "name": None}, {**SAID, "tool_calls": None}],
+    ],
+    ids=["messages", "JSON", "ShareGPT", "of a table"],
+)
+def test_every_form_of_a_conversation_is_messages(value: object) -> None:
+    assert conversation_of(value, in_text=True) == [USER, SAID]
+
+
+def test_keys_that_hold_nothing_are_dropped_at_any_depth_and_others_stay() -> None:
+    call = {"id": "a", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
+    assert conversation_of([USER, message]) == [
+        USER,
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": {"a": 1}}}],
+            "weight": 0,
+            "content": "",
+        },
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "what is [1, 2]?", "[", "[1, 2]", "[]", '[{"a": 1} and'])
+def test_other_text_is_text(text: str) -> None:
+    assert conversation_of(text, in_text=True) is None
+
+
+def test_a_conversation_in_text_is_one_where_it_may_be() -> None:
+    assert conversation_of(json.dumps([USER])) is None
+
+
+@pytest.mark.parametrize("value", [None, 3, [], [1], ["text"], {"role": "user"}])
+def test_what_is_neither_is_none(value: object) -> None:
+    assert conversation_of(value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([USER, {"content": "x"}], "message 1 has no `role`"),
+        ([{"from": "martian", "value": "x"}], "message 0 is from `martian`"),
+        ([{"from": 3, "value": "x"}], "message 0 is from `3`"),
+        ([{"role": "user", "content": 3}], "message 0: its content is int"),
+        ([{"role": None, "content": "x"}], "message 0 has no `role`"),
+    ],
+)
+def test_message_that_is_none_is_named(value: list[Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        conversation_of(value)
+
+
+def test_message_of_the_assistant_at_the_end_is_the_answer() -> None:
+    tool = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "2"}]
+    assert split_answer([USER, SAID]) == ([USER], SAID)
+    assert split_answer([USER, *tool, SAID]) == ([USER, *tool], SAID)
+    assert split_answer([USER]) == ([USER], None)
+    assert split_answer([USER, SAID, USER]) == ([USER, SAID, USER], None)
+    assert split_answer([SAID]) == ([SAID], None)
+
+
+def test_system_message_stands_in_front_where_there_is_none() -> None:
+    own = {"role": "developer", "content": "be terse"}
+    assert with_system([USER], "be kind") == [{"role": "system", "content": "be kind"}, USER]
+    assert with_system([own, USER], "be kind") == [own, USER]
+    assert with_system([USER], "") == [USER]
+
+
+def test_text_of_a_message_joins_its_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (text_of({"content": parts}), text_of(SAID), text_of({})) == ("ab", "2", "")

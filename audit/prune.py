@@ -101,7 +101,8 @@ def plan_prune(
     versions: tuple[int, ...] = ()
     if finished:
         commits = [note.checkpoint for note in history.notes]
-        versions = tuple(sorted(history.kept - retained(commits, (len(commits),), keep_every)))
+        stays = retained(commits, (len(commits),), keep_every) | history.references
+        versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))
     return PrunePlan(

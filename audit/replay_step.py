@@ -28,7 +28,12 @@ from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import changed_settings
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, replay_steps
+from dora_pipe.consumers.trainer.replay_steps import (
+    ReplayedStep,
+    load_base,
+    references_in,
+    replay_steps,
+)
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.schemas.control import StepCommitted
@@ -130,7 +135,8 @@ def replay(
     if settings:
         most = logged_config(started.config).sampling.max_tokens
         commits = _with(commits, settings, first, max_tokens=most)
-    again = replay_steps(bus, topics, trainer, commits, clock=clock)
+    references = references_in(store, history.digest_of)
+    again = replay_steps(bus, topics, trainer, commits, references=references, clock=clock)
     for replayed in again:
         distances: tuple[TensorDistance, ...] = ()
         if not replayed.equal:

@@ -73,6 +73,7 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.learning_rate_min": 0.0,
     "trainer.schedule_steps": 0,
     "trainer.weight_decay_exclude": "vectors",
+    "objective.reference_every": None,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no
 cell has a weight decay)."""

@@ -257,6 +257,15 @@ def _check_advantages(config: Config) -> Iterator[str]:
         )
 
 
+def _check_reference(config: Config) -> Iterator[Problem]:
+    objective = config.objective
+    if objective.reference_every is not None and not objective.kl:
+        yield Problem(
+            text="objective.reference_every: there is no KL to a reference (objective.kl)",
+            hint="objective.kl = 0.01, say, with a kind that has it",
+        )
+
+
 def _check_trainer(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if not all(beta < 1 for beta in trainer.betas):
@@ -344,6 +353,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_rewards,
     _check_timing,
     _check_advantages,
+    _check_reference,
     _check_trainer,
     _check_gpus,
     _check_lora,

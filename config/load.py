@@ -82,6 +82,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "per_device_train_batch_size": "trainer.micro_batch_tokens",
     "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
     "ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
+    "ref_model_sync_steps": "objective.reference_every",
     "warmup_ratio": "trainer.warmup_steps",
 }
 """What trl and verl call keys, with ours; `per_device_train_batch_size` counts rows, ours tokens.

@@ -60,6 +60,9 @@ def is_older(plain: Mapping[str, Any]) -> bool:
     return with_older(plain) != dict(plain)
 
 
+REFERENCE: Final = "trainer.reference"
+"""A setting of a step that is no key: the version that its KL is to, where that moves."""
+
 LATER: Final = frozenset({"groups.failed_share_max"})
 """Keys that older runs do not have: None, and not among their logged keys."""
 
@@ -91,7 +94,8 @@ def learning_rate(config: Config, step: int) -> float:
 def settings_in_force(config: Config, step: int) -> dict[str, float | int | str | bool]:
     """What a training step obeys, as `take batch` carries it: logged keys, own options.
 
-    `trainer.learning_rate` is that of the step: what the schedule makes of the peak.
+    `trainer.learning_rate` is that of the step: what the schedule makes of the peak. Where the
+    reference policy moves, `REFERENCE` is its version.
     """
     found = {
         key: value
@@ -99,5 +103,7 @@ def settings_in_force(config: Config, step: int) -> dict[str, float | int | str 
         if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
     }
     found["trainer.learning_rate"] = learning_rate(config, step)
+    if config.objective.reference_every is not None and config.objective.kl:
+        found[REFERENCE] = step - step % config.objective.reference_every
     own = config.objective.options.items()
     return found | {f"objective.options.{key}": value for key, value in own}

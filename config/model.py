@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
+from dora_pipe.config.objectives import FOR_GOOD
 from dora_pipe.config.schedule import Schedule
 from dora_pipe.schemas.topics import PATTERN
 
@@ -413,9 +414,13 @@ class Objective(Section, frozen=True, kw_only=True):
     """Divide advantages by the standard deviation of what they are compared with. true; dr-grpo:
     false."""
     kl: NonNegativeFloat | None = None
-    """Weight of the KL to the reference policy (version 0). 0; not in dapo."""
+    """Weight of the KL to the reference policy (version 0, or see `reference_every`). 0; not in
+    dapo."""
     kl_estimate: objectives.KlEstimate | None = None
     """How that KL is estimated. "k3"."""
+    reference_every: Positive | None = None
+    """The reference moves: at step s it is the newest version that is a multiple of this. Without
+    it, version 0 for ever."""
     mask: objectives.Mask | None = None
     """Leave out tokens whose ratio of trainer to engine is out of bounds, or trajectories by the
     product of theirs or by its geometric mean. "none"."""
@@ -540,7 +545,7 @@ LOGGED = frozenset(
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",
-        *(f"objective.{name}" for name in Objective.__struct_fields__ if name != "options"),
+        *(f"objective.{name}" for name in Objective.__struct_fields__ if name not in FOR_GOOD),
     }
 )
 """May change between steps; a change is a `set` command in the control topic."""
@@ -551,9 +556,9 @@ task.split task.eval_split task.eval_share task.filter task.columns task.prompt_
 task.answer_column task.chat task.system_prompt task.tools
 task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-evaluation objective.options lora trainer.kind trainer.betas trainer.weight_decay
-trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps trainer.learning_rate_min
-trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
+evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
+trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
+trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
 trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
 """
 FROZEN = frozenset(_FROZEN.split())

@@ -120,6 +120,10 @@ CONDITIONAL: Final[Mapping[str, tuple[str, frozenset[str]]]] = MappingProxyType(
 """Keys that belong to certain values of another one; `loss_tokens` is then sampling.max_tokens
 where it is not given."""
 
+FOR_GOOD: Final = frozenset({"options", "reference_every"})
+"""Keys that do not change in a run, whatever its kind becomes: versions that were references are
+kept, and others are not."""
+
 
 def is_own(kind: str) -> bool:
     """Whether it is `module:attribute` of a user's."""
@@ -171,7 +175,7 @@ def uses(given: Mapping[str, Any]) -> frozenset[str]:
 
 def unused(given: Mapping[str, Any]) -> list[str]:
     """Keys that are given and that this objective does not use, sorted."""
-    used = uses(given) | {"kind"}
+    used = uses(given) | {"kind", "reference_every"}
     if is_own(str(given.get("kind"))) or not given.get("options"):
         used |= {"options"}
     return sorted(key for key, value in given.items() if value is not None and key not in used)
@@ -206,7 +210,8 @@ def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     Example: ``settled({"kind": "grpo", "kl": 0.1}, {"kind": "topr"}) == {"kind": "topr"}``
     """
     if changes.get("kind", given.get("kind")) != given.get("kind"):
-        return dict(changes)
+        stays = {key: given[key] for key in ("reference_every",) if given.get(key) is not None}
+        return {**stays, **changes}
     merged = {**given, **changes}
     gone = {key for key in unused(merged) if key in CONDITIONAL and key not in changes}
     return {key: value for key, value in merged.items() if key not in gone}

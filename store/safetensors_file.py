@@ -95,6 +95,13 @@ class _Declared(msgspec.Struct, frozen=True):
 _DECLARED = msgspec.json.Decoder(_Declared)
 
 
+def need_digest(path: Path, digest: str) -> None:
+    """Raise PolicyError unless the file holds the weights of this digest."""
+    found = read_manifest(path).digest
+    if found != digest:
+        raise PolicyError(f"{path} holds other weights ({found[:12]}...)")
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a safetensors file: one pass over its bytes. Raises PolicyError."""
     entries = read_entries(path)

@@ -36,11 +36,23 @@ class TrainGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The version that a step's KL is to, where it is not version 0 for ever."""
+
+    version: int
+    digest: str
+    weights: Path
+    """A file of this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """The batch of one step, groups in dispatch order."""
 
     step: int
     groups: Sequence[TrainGroup]
+    reference: Reference | None = None
+    """None: version 0, which the learner was made with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ class StepSettings(
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    reference: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The version that the KL is to, where that moves."""
     objective: Objective
     """Its keys; those that its kind does not use are None."""
 

@@ -221,7 +221,7 @@ def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], l
     return [item for group in items for item in group], updates
 
 
-def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
+def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
     """The step's figures; all finite, and no figure where there is nothing to say."""
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
     rows = [(item.figures, item.counted) for item in items if item.figures is not None]
@@ -252,6 +252,8 @@ def figures_of(items: Sequence[Item], sums: Sums) -> dict[str, float]:
             "clipped_share": sum(one.clipped_share * count for one, count in rows) / tokens,
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
+    if settings.reference is not None:
+        figures["reference_version"] = float(settings.reference)
     for name in ("weight_mean", "masked_share"):
         known = [(getattr(one, name), count) for one, count in rows]
         if known and known[0][0] is not None:

@@ -13,10 +13,11 @@ step of a batch none is pinned later that was not pinned then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.schemas.control import RunStarted, StepCommitted
 from dora_pipe.schemas.policy import Blob
@@ -74,6 +75,18 @@ class CommitHistory:
         """Whether the run lets trajectories mix versions; a frozen key."""
         assert self.run_started is not None
         return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
+
+    def reference_of(self, settings: Mapping[str, Any]) -> str:
+        """Weights digest of the version that a step's settings name as the reference; or empty."""
+        version = settings.get(REFERENCE)
+        return "" if version is None else self.digest_of(int(version))
+
+    @property
+    def references(self) -> set[int]:
+        """Versions that stay because steps are replayed with them as their reference."""
+        config = {} if self.run_started is None else self.run_started.config
+        every = config.get("objective", {}).get("reference_every")
+        return set(range(0, self.next_step + 2, every)) if every else set()
 
     def known(self, decision: TakeBatch, *, run: str) -> Known:
         """As much of this history as the checks of a batch need."""
@@ -179,7 +192,7 @@ def droppable(
         return ()
     commits = [note.checkpoint for note in history.notes]
     kept = retained([*commits, checkpoint], pins, keep_every)
-    return tuple(sorted(history.kept - kept)[:DROPPED_MAX])
+    return tuple(sorted(history.kept - kept - history.references)[:DROPPED_MAX])
 
 
 def files_of(history: CommitHistory, dropped: Collection[int]) -> Files:

@@ -45,7 +45,13 @@ from dora_pipe.consumers.trainer.effects import (
     Unreadable,
 )
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, load_base, steps_again
+from dora_pipe.consumers.trainer.replay_steps import (
+    ReplayedStep,
+    load_base,
+    references_in,
+    steps_again,
+    with_reference,
+)
 from dora_pipe.consumers.trainer.status import Gauges
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ReplayDiverged, ResourceError, SchemaError
@@ -153,7 +159,11 @@ class EffectHandlers:
         commits = read_commits(
             self._bus, self._setup.topics, effect.notes[base : effect.step], self._clock
         )
-        for replayed in steps_again(self.reader, learner, commits, strict=True):
+        digests = [self._setup.initial.digest, *(note.digest for note in effect.notes)]
+        references = references_in(self._store, digests.__getitem__)
+        for replayed in steps_again(
+            self.reader, learner, commits, references=references, strict=True
+        ):
             if replayed is None:
                 yield None
             elif replayed.equal:
@@ -242,6 +252,8 @@ class EffectHandlers:
         assert self._fetched[0] == key
         batch = self._fetched[1]
         self._fetched = None
+        references = references_in(self._store, lambda version: effect.reference)
+        batch = with_reference(batch, effect.settings, references)
         result = self.learner.train(batch, effect.settings)
         self._trained = key, result
         yield StepTrained(

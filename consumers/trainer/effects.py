@@ -38,6 +38,8 @@ class TrainStep:
     step: int
     attempt: int
     settings: Settings
+    reference: str = ""
+    """Weights digest of the version that the settings name as the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,12 @@ class TrainerMachine:
             self.phase = "training"
             settings = self._decision.settings
             self._out.effects.append(
-                TrainStep(step=event.step, attempt=event.attempt, settings=settings)
+                TrainStep(
+                    step=event.step,
+                    attempt=event.attempt,
+                    settings=settings,
+                    reference=self.history.reference_of(settings),
+                )
             )
 
     def _on_trained(self, event: StepTrained, now: Now) -> None:

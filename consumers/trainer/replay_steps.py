@@ -7,12 +7,13 @@ step on the same bytes, and its weights must have the committed digest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.config.logged import REFERENCE
+from dora_pipe.consumers.learners.port import Learner, Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.commits import CommitNote
@@ -62,8 +63,34 @@ class ReplayedStep:
         )
 
 
+References = Callable[[int], Reference]
+"""The weights of a committed version, as what a KL is to. Raises PolicyError."""
+
+
+def references_in(store: PolicyStore, digest_of: Callable[[int], str]) -> References:
+    """Those that lie in a store; `digest_of` knows the committed versions."""
+
+    def find(version: int) -> Reference:
+        digest = digest_of(version)
+        return Reference(version=version, digest=digest, weights=store.weights(digest))
+
+    return find
+
+
+def with_reference(batch: TrainBatch, settings: Settings, references: References) -> TrainBatch:
+    """The batch with what its settings name as the reference, if they do. Raises PolicyError."""
+    version = settings.get(REFERENCE)
+    return batch if version is None else replace(batch, reference=references(int(version)))
+
+
 def replay_steps(
-    bus: Bus, topics: Topics, learner: Learner, commits: Iterable[StepCommitted], *, clock: Clock
+    bus: Bus,
+    topics: Topics,
+    learner: Learner,
+    commits: Iterable[StepCommitted],
+    *,
+    references: References,
+    clock: Clock,
 ) -> Iterator[ReplayedStep]:
     """Train the steps of `commits` (contiguous, in order) again, one by one.
 
@@ -73,7 +100,7 @@ def replay_steps(
     """
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
     try:
-        for step in steps_again(reader, learner, commits, strict=False):
+        for step in steps_again(reader, learner, commits, references=references, strict=False):
             if step is not None:
                 yield step
     finally:
@@ -108,6 +135,7 @@ def steps_again(
     learner: Learner,
     commits: Iterable[StepCommitted],
     *,
+    references: References,
     strict: bool,
 ) -> Iterator[ReplayedStep | None]:
     """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
@@ -117,7 +145,7 @@ def steps_again(
         tokens = commit.numerics.get("micro_batch_tokens")
         if tokens is not None:
             settings[MICRO_BATCH_TOKENS] = int(tokens)
-        result = learner.train(batch, settings)
+        result = learner.train(with_reference(batch, settings, references), settings)
         manifest = learner.manifest()
         yield ReplayedStep(
             step=commit.step,

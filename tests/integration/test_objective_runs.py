@@ -58,7 +58,7 @@ def commits_of(cluster: Cluster) -> list[StepCommitted]:
     return list(read_commits(cluster.bus, cluster.topics, history.notes, cluster.clock))
 
 
-def again(cluster: Cluster, first: int = 0, **changed: str) -> list[StepLine]:
+def again(cluster: Cluster, first: int = 0, last: int = STEPS, **changed: str) -> list[StepLine]:
     reference = cluster.store.weights_path(cluster.run_started.policy.digest)
     lines = replay(
         cluster.bus,
@@ -66,7 +66,7 @@ def again(cluster: Cluster, first: int = 0, **changed: str) -> list[StepLine]:
         cluster.store.root,
         cluster.parts.trainer(cluster.assets, reference, cluster.config),
         first=first,
-        last=STEPS,
+        last=last,
         clock=cluster.clock,
         changed={f"objective.{name}": value for name, value in changed.items()},
     )
@@ -101,6 +101,44 @@ def test_step_trained_again_with_another_objective_gives_other_weights(cluster: 
     lines = again(cluster, kind="topr")
     assert [line.replayed.equal for line in lines] == [False]
     assert lines[0].replayed.step == 0
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora__rank": 2}], ids=["whole", "adapter"])
+def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
+    tmp_path: Path, lora: dict[str, int]
+) -> None:
+    config = make_config(
+        run__steps=6,
+        run__name="moving",
+        sampling__max_tokens=12,
+        objective__kl=0.1,
+        objective__reference_every=2,
+        trainer__learning_rate=1e-3,
+        trainer__schedule="cosine",
+        trainer__warmup_steps=2,
+        trainer__weight_decay=0.1,
+        trainer__checkpoint_every=3,
+        store__keep_every=3,
+        **lora,
+    )
+    parts = TorchParts(make_qwen2(tmp_path / "model"))
+    with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
+        running.until(lambda: running.version >= 4)
+        running.restart("trainer")
+        running.run()
+        report = audit(running.bus, running.topics, running.store.root)
+        assert report.holds, [violation.line for violation in report.violations]
+        commits = commits_of(running)
+        assert [one.settings["trainer.reference"] for one in commits] == [0, 0, 2, 2, 4, 4]
+        rates = [float(one.settings["trainer.learning_rate"]) for one in commits]
+        assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+        kls = [one.figures["kl"] for one in commits]
+        assert kls[2] == kls[4] == 0.0 < min(kls[1], kls[3], kls[5])
+        gone = {version for one in commits for version in one.dropped}
+        assert gone and not gone & {0, 2, 4, 6}
+        for first in (0, 4):
+            lines = again(running, first, last=6)
+            assert all(line.equal for line in lines), [line.figures for line in lines]
 
 
 def test_mismatch_of_a_step_is_split_by_its_causes(

@@ -35,7 +35,6 @@ class Open(RankCommand, frozen=True, kw_only=True, tag="open"):
     """Make an engine. Paths are rank 0's; a rank on another machine has its own store."""
 
     assets: str
-    reference: str
     log: LogLocation | None
     options: dict[str, Any]
     """Of `EngineOptions`, without the device."""
@@ -81,6 +80,9 @@ class Train(RankCommand, frozen=True, kw_only=True, tag="train"):
     """Train one step: first read the share and say so, then, if all could, compute."""
 
     settings: dict[str, Plain]
+    reference: str
+    """The weights that the KL is to, as rank 0 sees the file; a rank on another machine has its own
+    store."""
     updates: list[list[list[PassCommand]]]
     """By update and rank. Ranks without a pass stand idle in step with the others."""
 

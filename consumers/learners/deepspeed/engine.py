@@ -8,7 +8,7 @@ be called by every rank in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -136,10 +136,11 @@ class Engine:
         found: Tensor = self._engine(passage.ids, passage.places, passage.targets)
         return found
 
-    def base_logprobs(self, passage: Passage) -> Tensor:
-        """As `logprobs`, without the adapter: those of version 0; likewise collective."""
+    def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:
+        """As `logprobs`, with another adapter, or without any: those of the base; likewise
+        collective."""
         assert self.pairs is not None, "whole weights have no base"
-        with torch.no_grad(), self.pairs.off():
+        with torch.no_grad(), self.pairs.instead(matrices):
             return self.logprobs(passage)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -39,7 +39,11 @@ from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank import Rank, engine_options
 from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
-from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, step_settings
+from dora_pipe.consumers.learners.settings import (
+    MICRO_BATCH_TOKENS,
+    StepSettings,
+    step_settings,
+)
 from dora_pipe.consumers.learners.step import (
     Pass,
     Sums,
@@ -57,6 +61,7 @@ from dora_pipe.consumers.learners.torch.model import (
     tensor_source,
 )
 from dora_pipe.consumers.learners.torch.optimizer import STEPS
+from dora_pipe.consumers.objectives.registry import needs_reference
 from dora_pipe.core.errors import InvariantBroken, NonFinite, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.log_location import LogLocation
@@ -66,8 +71,8 @@ from dora_pipe.store.safetensors_file import (
     file_sources,
     manifest_in_memory,
     mapped,
+    need_digest,
     read_entries,
-    read_manifest,
     write_tensors,
 )
 
@@ -123,13 +128,15 @@ class DeepspeedLearner:
         self._options = options or DeepspeedOptions()
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
+        self._first = reference
+        self._referred = ""
+        """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
         self._adapter_base = AdapterBase(reference, lora) if lora else None
         command = Open(
             learner=self._number,
             retired=_retired(),
             assets=str(assets),
-            reference=str(reference),
             log=log,
             options=engine_options(self._options.engine),
             threads=self._options.threads,
@@ -145,9 +152,7 @@ class DeepspeedLearner:
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
-        found = read_manifest(weights).digest
-        if found != digest:
-            raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
+        need_digest(weights, digest)
         moments: dict[str, Entry] = {}
         updates = 0
         if optimizer is not None:
@@ -183,6 +188,7 @@ class DeepspeedLearner:
             learner=self._number,
             retired=_retired(),
             settings=dict(logged),
+            reference=str(self._reference_of(batch, step)),
             updates=[
                 [[pass_command(one, places) for one in own] for own in by_rank]
                 for by_rank in shared
@@ -193,10 +199,23 @@ class DeepspeedLearner:
         if self._adapter_base is not None and sums.updates:
             self._adapter_base.updated = True
         return StepResult(
-            figures=figures_of(items, sums),
+            figures=figures_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
+
+    def _reference_of(self, batch: TrainBatch, step: StepSettings) -> Path:
+        """The weights that the KL is to. Raises PolicyError where they are not what they were."""
+        wanted = batch.reference
+        if wanted is None or not needs_reference(step.objective):
+            return self._first
+        if wanted.digest != self._referred:
+            need_digest(wanted.weights, wanted.digest)
+            if self._adapter_base is not None:
+                assert self._engine.pairs is not None
+                self._adapter_base.other(wanted.weights, self._engine.pairs.layers)
+            self._referred = wanted.digest
+        return wanted.weights
 
     def manifest(self) -> Manifest:
         """The manifest of the present weights."""

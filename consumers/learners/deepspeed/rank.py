@@ -31,6 +31,7 @@ from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
 from dora_pipe.consumers.learners.port import LoggedAt
 from dora_pipe.consumers.learners.settings import StepSettings, step_settings
 from dora_pipe.consumers.learners.torch.device import deterministic
+from dora_pipe.consumers.learners.torch.lora import read_matrices
 from dora_pipe.consumers.learners.torch.model import (
     Passage,
     TorchModel,
@@ -51,6 +52,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import sha256_hex
+from dora_pipe.store.adapters import base_of
 from dora_pipe.store.store import PolicyStore
 
 GAP: Final = 2
@@ -128,11 +130,15 @@ class Rank:
         self._threads = command.threads
         self._modules = command.modules
         self._assets = _assets(command.assets, store)
-        self._reference_path = _reference(command.reference, store)
+        self._store = store
+        self._reference_path = ""
+        """Of what the KL is to at present, as rank 0 sees it; empty for nothing yet."""
         self._place = command.log
         self._bus: Bus | None = None
         self._reader: ShareReader | None = None
         self._reference: TorchModel | None = None
+        self._adapter: dict[str, Tensor] = {}
+        """Of the reference, on the base; none where it is the base."""
         self._device = group.device
         options = msgspec.convert({**command.options, "device": group.device}, EngineOptions)
         with deterministic(self._threads), group.together():
@@ -223,6 +229,8 @@ class Rank:
         objective_kind(step.objective.kind, self._modules)
         following = iter(trajectories)
         with deterministic(self._threads), self._group.together():
+            if needs_reference(step.objective) and command.reference != self._reference_path:
+                self._refer_to(command.reference)
             updates = [self._passes(by_rank, following) for by_rank in command.updates]
             if needs_proximal(step.objective):
                 self._score_later(updates)
@@ -303,17 +311,29 @@ class Rank:
         return loss
 
     def _base_logprobs(self, one: _Pass, step: StepSettings) -> Tensor | None:
-        """An adapter's reference is its base; idle or not, the ranks ask for it together."""
+        """An adapter's reference is its base, or another adapter on it; idle or not, the ranks ask
+        for it together."""
         if self.engine.pairs is None or not needs_reference(step.objective):
             return None
-        return self.engine.base_logprobs(one.passage)
+        return self.engine.logprobs_instead(one.passage, self._adapter)
 
-    def _reference_logprobs(self, passage: Passage) -> Tensor:
-        if self._reference is None:
-            self._reference = TorchModel(
+    def _refer_to(self, path: str) -> None:
+        """Have the weights that the KL is to: whole, or an adapter on the base."""
+        weights, pairs = _reference(path, self._store), self.engine.pairs
+        if pairs is not None:
+            lora = self.engine.options.lora
+            assert lora is not None
+            found = {} if base_of(weights) is None else read_matrices(weights, pairs.layers, lora)
+            self._adapter = {name: one.to(self._device) for name, one in found.items()}
+        else:
+            self._reference = self._reference or TorchModel(
                 self._assets, device=self._device, temperature=self.engine.options.temperature
             )
-            self._reference.load(self._reference_path)
+            self._reference.load(weights)
+        self._reference_path = path
+
+    def _reference_logprobs(self, passage: Passage) -> Tensor:
+        assert self._reference is not None
         with torch.no_grad():
             return self._reference.logprobs(passage)
 
@@ -329,7 +349,7 @@ def _assets(path: str, store: PolicyStore | None) -> Path:
 
 
 def _reference(path: str, store: PolicyStore | None) -> Path:
-    """The weights of version 0, likewise: the file is named by their digest."""
+    """The weights of a version, likewise: the file is named by their digest."""
     there = Path(path)
     return there if store is None or there.is_file() else store.held_weights(there.stem)
 

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from dora_pipe.config.model import WeightDecayExclude
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import (
     Pass,
@@ -45,10 +45,10 @@ from dora_pipe.consumers.learners.torch.model import (
     temperature_numerics,
 )
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
-from dora_pipe.consumers.objectives.registry import needs_proximal
-from dora_pipe.core.errors import NonFinite, PolicyError
+from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference
+from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store.safetensors_file import manifest_in_memory, read_manifest, write_tensors
+from dora_pipe.store.safetensors_file import manifest_in_memory, need_digest, write_tensors
 
 VERSION: Final = "1"
 """Of the arithmetic; part of the numerics fingerprint."""
@@ -91,13 +91,13 @@ class TorchLearner:
         self._options = options or TorchOptions()
         self._model = _model(assets, reference, self._options)
         self._reference: TorchModel | None = None
+        self._reference_digest: str | None = None
+        """Of a version that was named; empty for version 0, None for nothing yet."""
         self._optimizer = self._fresh_optimizer()
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
-        found = read_manifest(weights).digest
-        if found != digest:
-            raise PolicyError(f"{weights} holds other weights ({found[:12]}...)")
+        need_digest(weights, digest)
         with deterministic(self._options.threads):
             self._model.load(weights)
         self._optimizer = self._fresh_optimizer()
@@ -112,12 +112,14 @@ class TorchLearner:
         items, updates = updates_of(batch, step)
         sums = Sums()
         with deterministic(self._options.threads):
+            if needs_reference(step.objective):
+                self._refer_to(batch.reference)
             if needs_proximal(step.objective):
                 self._score_later(updates)
             for passes in updates:
                 self._update(passes, step, sums)
         return StepResult(
-            figures=figures_of(items, sums),
+            figures=figures_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
@@ -234,15 +236,27 @@ class TorchLearner:
         ]
         return passage_of(rows, width=one.micro.width, device=self._options.device)
 
-    def _reference_logprobs(self, passage: Passage) -> Tensor:
+    def _refer_to(self, wanted: Reference | None) -> None:
+        """Have the weights that the KL is to; None is version 0. Raises PolicyError."""
+        digest = "" if wanted is None else wanted.digest
+        if digest == self._reference_digest:
+            return
+        if wanted is not None:
+            need_digest(wanted.weights, digest)
         if isinstance(self._model, LoraModel):
-            return self._model.base_logprobs(passage)
-        if self._reference is None:
+            self._model.refer_to(None if wanted is None else wanted.weights)
+        else:
             options = self._options
-            self._reference = TorchModel(
+            self._reference = self._reference or TorchModel(
                 self._assets, device=options.device, temperature=options.temperature
             )
-            self._reference.load(self._reference_path)
+            self._reference.load(self._reference_path if wanted is None else wanted.weights)
+        self._reference_digest = digest
+
+    def _reference_logprobs(self, passage: Passage) -> Tensor:
+        if isinstance(self._model, LoraModel):
+            return self._model.reference_logprobs(passage)
+        assert self._reference is not None
         with torch.no_grad():
             return self._reference.logprobs(passage)
 

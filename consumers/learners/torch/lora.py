@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,10 +59,11 @@ class Pair(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.zeros(out, options.rank, device=weight.device))
         self._scale = options.scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        """scale (x A^T) B^T."""
+    def forward(self, x: Tensor, other: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """scale (x A^T) B^T, of its own matrices or of others."""
         linear = torch.nn.functional.linear
-        return linear(linear(x, self.a), self.b) * self._scale
+        a, b = (self.a, self.b) if other is None else other
+        return linear(linear(x, a), b) * self._scale
 
 
 class Pairs(torch.nn.Module):
@@ -76,14 +77,14 @@ class Pairs(torch.nn.Module):
         """Raises PolicyError where the network has none of the layers."""
         super().__init__()
         network.requires_grad_(False)
-        self._on = True
+        self._instead: Mapping[str, Tensor] | None = None
         self._by_layer: dict[str, Pair] = {}
         self.layers: dict[str, tuple[int, int]] = {}
         """Adapted layers, sorted, with their (out, in)."""
         for name, linear in _adapted(network, options.targets):
             self._by_layer[name] = Pair(linear.weight, options)
             self.layers[name] = tuple(linear.weight.shape)
-            linear.register_forward_hook(self._adding(self._by_layer[name]))
+            linear.register_forward_hook(self._adding(name, self._by_layer[name]))
         self.modules_ = torch.nn.ModuleList(self._by_layer.values())
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -93,18 +94,25 @@ class Pairs(torch.nn.Module):
             yield b_name(layer), pair.b
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """The network is its base: version 0."""
-        self._on = False
+    def instead(self, matrices: Mapping[str, Tensor]) -> Iterator[None]:
+        """The network has another adapter, by names in a file; without any it is its base."""
+        self._instead = matrices
         try:
             yield
         finally:
-            self._on = True
+            self._instead = None
 
-    def _adding(self, pair: Pair) -> Callable[[Any, Any, Tensor], Tensor]:
+    def _adding(self, layer: str, pair: Pair) -> Callable[[Any, Any, Tensor], Tensor]:
+        a, b = a_name(layer), b_name(layer)
+
         def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
-            added: Tensor = output + pair(inputs[0]) if self._on else output
-            return added
+            others = self._instead
+            if others is None:
+                added: Tensor = output + pair(inputs[0])
+                return added
+            if not others:
+                return output
+            return output + cast("Tensor", pair(inputs[0], (others[a], others[b])))
 
         return add
 
@@ -144,13 +152,28 @@ class AdapterBase:
         if base is None:
             matrices = _begun(digest, layers, self._options.rank)
         else:
-            matrices = _read(weights, layers, self._options)
+            matrices = read_matrices(weights, layers, self._options)
         if digest != self._digest:
             self._digest = ""
             have(path)
             self._digest = digest
         self.base, self.updated = path, base is not None
         return matrices
+
+    def other(
+        self, weights: Path | None, layers: Mapping[str, tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """The matrices of another version; none of one that is version 0, as None is.
+
+        Raises PolicyError if it stands on another base.
+        """
+        if weights is None:
+            return {}
+        base = base_of(weights)
+        stands_on = read_manifest(weights).digest if base is None else base
+        if stands_on != self._digest:
+            raise PolicyError(f"{weights} stands on {stands_on[:12]}, not on {self._digest[:12]}")
+        return {} if base is None else read_matrices(weights, layers, self._options)
 
     def base_tensors(self) -> list[TensorSource]:
         """What the file of an adapter says of its base."""
@@ -175,6 +198,7 @@ class LoraModel(TorchModel):
         super().__init__(assets, device=device, temperature=temperature)
         self.pairs = Pairs(self.network, options)
         self._adapter_base = AdapterBase(base, options)
+        self._reference: Mapping[str, Tensor] = {}
 
     def load(self, weights: Path) -> None:
         """Take whole weights, on which an adapter begins, or an adapter on version 0.
@@ -190,9 +214,14 @@ class LoraModel(TorchModel):
         """Name and matrix of the adapter."""
         yield from self.pairs.named()
 
-    def base_logprobs(self, passage: Passage) -> Tensor:
-        """As `logprobs`, under the base, which is version 0; no second copy of it is needed."""
-        with torch.no_grad(), self.pairs.off():
+    def refer_to(self, weights: Path | None) -> None:
+        """Have the adapter of another version at hand; None is version 0. Raises PolicyError."""
+        found = self._adapter_base.other(weights, self.pairs.layers)
+        self._reference = {name: one.to(self.device) for name, one in found.items()}
+
+    def reference_logprobs(self, passage: Passage) -> Tensor:
+        """As `logprobs`, under that version; no second copy of the base is needed."""
+        with torch.no_grad(), self.pairs.instead(self._reference):
             return self.logprobs(passage)
 
     def sources(self) -> list[TensorSource]:
@@ -230,7 +259,7 @@ def _begun(base: str, layers: Mapping[str, tuple[int, int]], rank: int) -> dict[
     return found
 
 
-def _read(
+def read_matrices(
     weights: Path, layers: Mapping[str, tuple[int, int]], options: LoraOptions
 ) -> dict[str, Tensor]:
     """The matrices of an adapter's file, which must be one of these layers."""

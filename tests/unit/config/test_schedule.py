@@ -14,6 +14,7 @@ from dora_pipe.config.load import ELSEWHERE, from_plain, leaves
 from dora_pipe.config.logged import learning_rate, logged_config, settings_in_force
 from dora_pipe.config.schedule import rate_of
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.orchestrator.apply_command import with_settings
 
 FALLING = st.sampled_from(["linear", "cosine"])
 SHAPES = st.tuples(st.integers(0, 50), st.integers(1, 400)).map(
@@ -22,9 +23,10 @@ SHAPES = st.tuples(st.integers(0, 50), st.integers(1, 400)).map(
 LEAST = st.floats(0, 1)
 
 
-def config(**trainer: Any) -> Any:
+def config(objective: Any = None, **trainer: Any) -> Any:
     return from_plain(
         {
+            "objective": objective or {},
             "run": {"name": "r", "steps": 40},
             "model": {"path": "m"},
             "task": {"kind": "arithmetic"},
@@ -83,6 +85,27 @@ def test_settings_of_a_step_have_its_rate_and_no_other_key_of_the_schedule() -> 
     assert settings_in_force(falling, 4)["trainer.learning_rate"] == 0.25
     assert settings_in_force(falling, 25)["trainer.learning_rate"] == 0.25
     assert settings_in_force(falling, 9) == settings_in_force(plain, 9)
+
+
+def test_settings_of_a_step_name_the_reference_where_it_moves() -> None:
+    def settings(step: int, **objective: Any) -> dict[str, Any]:
+        return settings_in_force(config(objective=objective), step)
+
+    assert "trainer.reference" not in settings(9, kl=0.1)
+    named = [settings(step, kl=0.1, reference_every=4)["trainer.reference"] for step in range(9)]
+    assert named == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+    with pytest.raises(ConfigError, match="no KL to a reference"):
+        config(objective={"reference_every": 4})
+
+
+def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
+    before = config(objective={"kl": 0.1, "reference_every": 4})
+    other = with_settings(before, {"objective.kind": "dapo"})
+    assert "trainer.reference" not in settings_in_force(other, 8)
+    again = with_settings(other, {"objective.kind": "gspo", "objective.kl": 0.2})
+    assert settings_in_force(again, 9)["trainer.reference"] == 8
+    with pytest.raises(ValueError, match="not a logged key"):
+        with_settings(before, {"objective.reference_every": 2})
 
 
 def test_log_without_these_keys_keeps_one_rate_and_decays_everything() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -247,6 +248,17 @@ def test_a_checkpoint_that_was_kept_for_its_number_is_kept_by_every_later_commit
     later = retained(commits(steps + 5, 2), {steps + 5}, keep_every)
     numbered = {version for version in now if version and version % (2 * keep_every) == 0}
     assert numbered <= later
+
+
+def test_versions_that_are_references_stay() -> None:
+    history = Commits(40).history
+    config = {"objective": {"reference_every": 7}}
+    started = run_started("v0")
+    history.run_started = msgspec.structs.replace(started, config=config)
+    gone = droppable(history, None, (history.next_step,), 1)
+    assert gone and not [version for version in gone if version % 7 == 0]
+    history.run_started = started
+    assert set(gone) < set(droppable(history, None, (history.next_step,), 1))
 
 
 def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.config.model import Config
+from dora_pipe.consumers.learners.port import Reference
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.model import passage_of
@@ -121,9 +122,32 @@ def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
     passage = passage_of([(ids, mask, [0.0] * len(ids))], width=len(ids), device="cpu")
     whole = policy.trainer(None)
     model: Any = trainer._model
-    found = model.base_logprobs(passage)
+    model.refer_to(None)
+    found = model.reference_logprobs(passage)
     assert found.equal(whole._model.logprobs(passage).detach())
     assert not found.equal(model.logprobs(passage).detach()), "and it is on again"
+
+
+def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    trainer = policy.trainer()
+    trainer.train(make_batch(seed=1), settings)
+    first = policy.saved(trainer)
+    found = []
+    for seed, digest in ((2, first.digest), (3, first.digest), (4, policy.manifest.digest)):
+        weights = policy.store.weights_path(digest)
+        reference = Reference(version=int(seed < 4), digest=digest, weights=weights)
+        batch = dataclasses.replace(make_batch(seed=seed), reference=reference)
+        named = {**settings, "trainer.reference": reference.version}
+        found.append(trainer.train(batch, named).figures["kl"])
+    assert found[0] == 0.0 < found[1] < found[2]
+
+
+def test_reference_on_another_base_is_refused(policy: Policy) -> None:
+    stray = publish(policy.store, random_adapter(policy.base, "f" * 64, seed=1))
+    model: Any = policy.trainer()._model
+    with pytest.raises(PolicyError, match="stands on ffffffffffff"):
+        model.refer_to(policy.store.weights_path(stray.digest))
 
 
 def test_adapter_that_is_loaded_forgets_the_one_before(policy: Policy) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.port import Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.core.errors import ConfigError, NonFinite, PolicyError
@@ -134,6 +134,36 @@ def test_step_is_that_of_a_plain_implementation(
         # AdamW's first update is the sign of the gradient: where that is noise, it may differ.
         close = torch.isclose(ours, parameter, atol=1e-5)
         assert close.float().mean() > 0.995, name
+
+
+def test_kl_is_to_the_version_that_the_batch_names(policy: Policy) -> None:
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    trainer = policy.trainer()
+    trainer.train(make_batch(seed=1), settings)
+    first = policy.store.publish_weights(trainer.save_weights)
+    path = policy.store.weights_path(first.digest)
+
+    def step(seed: int, version: int) -> float:
+        named = {0: (policy.manifest.digest, policy.weights), 1: (first.digest, path)}[version]
+        reference = Reference(version=version, digest=named[0], weights=named[1])
+        batch = replace(make_batch(seed=seed), reference=reference)
+        result = trainer.train(batch, {**settings, "trainer.reference": version})
+        assert result.figures["reference_version"] == version
+        return result.figures["kl"]
+
+    assert step(2, 1) == 0.0, "the weights themselves"
+    to_first, to_zero = step(3, 1), step(4, 0)
+    assert 0 < to_first < to_zero
+    plain = trainer.train(make_batch(seed=5), settings).figures
+    assert plain["kl"] > 0 and "reference_version" not in plain
+
+
+def test_reference_of_other_weights_than_named_is_refused(qwen2: Policy) -> None:
+    wrong = Reference(version=1, digest="0" * 64, weights=qwen2.weights)
+    batch = replace(make_batch(seed=1), reference=wrong)
+    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    with pytest.raises(PolicyError, match="holds other weights"):
+        qwen2.trainer().train(batch, settings)
 
 
 @pytest.mark.parametrize("exclude", ["none", "vectors"])

@@ -53,6 +53,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
     "exact": BuiltIn(options="texts:Exact"),
     "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
     "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
+    "code": BuiltIn(options="programs:Code", sources=("sandbox", "texts")),
 }
 
 

@@ -1,0 +1,263 @@
+"""The reward `code`: a row's tests are run on the program in the text, in `sandbox`.
+
+It decides what the program is (the last fenced block, or all of the text), what kind of tests a row
+has, and when one has passed. The tests and the program share a process where tests are Python: what
+sets out to cheat them can. `docs/rewards.md` says what is isolated from what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.sandbox import Ended, Order, Run
+from dora_pipe.producers.rewards.texts import last_block
+from dora_pipe.producers.tasks.port import Retry, Reward, Row
+
+SANDBOX: Final = Path(__file__).with_name("sandbox.py")
+
+BESIDE_S: Final = 1.0
+"""What starting and ending take beside the programs, on a busy machine."""
+
+TESTS_MAX: Final = 1000
+"""Of one row."""
+
+MEBIBYTE: Final = 1 << 20
+
+_HARNESS: Final = """
+import json, os, sys
+
+def main():
+    order = json.load(sys.stdin)
+    pipe = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    names = {"__name__": "answer"}
+    exec(compile(order["answer"], "answer.py", "exec"), names)
+    for place, test in enumerate(order["tests"]):
+        try:
+            exec(compile(test, f"test {place}", "exec"), names)
+        except BaseException:
+            continue
+        os.write(pipe, f"{order['token']} {place}\\n".encode())
+
+main()
+"""
+"""Python's tests, one after the other; each that passes is a line with a word that the program is
+not told."""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """What a program reads, and what it has to print."""
+
+    input: str
+    output: str
+
+
+Limit = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Code(Options, frozen=True, kw_only=True):
+    """Whether the text's program passes the row's tests. Part `passed`: the share that did.
+
+    Tests are Python (a text, or a list of texts: `assert add(1, 2) == 3`), or what a program reads
+    and has to print (a list of `{input, output}`, or `{inputs = [...], outputs = [...]}`); all of
+    it also as JSON in a text.
+    """
+
+    column: str = "tests"
+    """The row's column with its tests."""
+    share: bool = False
+    """The score is the share of tests that passed, not whether all did."""
+    wall_s: Limit = 6.0
+    """For all tests of a text."""
+    cpu_s: Count = 4
+    """Seconds of the processor, of one program."""
+    memory_mb: Count = 512
+    """Of address space, of each process."""
+    file_mb: Count = 16
+    """Of one file, and of what is printed; all files together may have four times that."""
+    processes: Count = 16
+    """At the same time."""
+    at_once: Count = 4
+    """Texts whose programs run at the same time, in one task process; others wait."""
+    isolation: Annotated[str, Meta(pattern=r"^(where-possible|required)\Z")] = "where-possible"
+    """`required`: not without namespaces of the kernel."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options. Runs a program, to learn whether this machine isolates it."""
+        if self.wall_s + BESIDE_S > around.limit_s:
+            raise ConfigError(
+                f"{where}: wall_s is {self.wall_s:g}, and task.reward_timeout_s {around.limit_s:g}",
+                hint=f"the time of the reward is {BESIDE_S:g} s more than that of its programs",
+            )
+        return Programs(self, where, around).score
+
+
+class Programs:
+    """The programs of a task process; so many at a time."""
+
+    def __init__(self, options: Code, where: str, around: Surroundings) -> None:
+        """Raises TaskError where isolation is required and there is none."""
+        self._options = options
+        self._patience_s = around.limit_s - options.wall_s - BESIDE_S
+        self._room = asyncio.Semaphore(options.at_once)
+        if not self._is_isolated():
+            why = f"{where}: this kernel gives no namespaces: programs see files and network"
+            if options.isolation == "required":
+                raise TaskError(why, hint="isolation = 'where-possible' runs them all the same")
+            sys.stderr.write(f"{why}\n")
+
+    async def score(self, row: Row, text: str) -> Reward:
+        """Whether, or how far, the tests pass. Raises ValueError where the row's tests are none,
+        Retry where there is no room to run them."""
+        tests = read_tests(row[self._options.column])
+        program = last_block(text)
+        if isinstance(tests[0], Pair):
+            pairs = [one for one in tests if isinstance(one, Pair)]
+            passed = await self._printed(program, pairs)
+        else:
+            passed = await self._asserted(program, [str(one) for one in tests])
+        share = passed / len(tests)
+        value = share if self._options.share else float(passed == len(tests))
+        return Reward(value=value, parts={"passed": share})
+
+    async def _asserted(self, program: str, tests: Sequence[str]) -> int:
+        token = secrets.token_hex(16)
+        told = {"answer": program, "tests": tests, "token": token}
+        run = Run(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(told).decode())
+        ended = await self._ended(self._order([run], {}))
+        lines = {line for one in ended for line in one["output"].split("\n")}
+        return sum(f"{token} {place}" in lines for place in range(len(tests)))
+
+    async def _printed(self, program: str, tests: Sequence[Pair]) -> int:
+        runs = [Run(arguments=["answer.py"], stdin=one.input) for one in tests]
+        ended = await self._ended(self._order(runs, {"answer.py": program}))
+        return sum(
+            one["status"] == 0 and _lines(one["output"]) == _lines(test.output)
+            for test, one in zip(tests, ended, strict=False)
+        )
+
+    def _order(self, runs: list[Run], files: dict[str, str]) -> Order:
+        limits = self._options
+        return Order(
+            runs=runs,
+            files=files,
+            isolate=True,
+            stop=not limits.share,
+            wall_s=limits.wall_s,
+            cpu_s=limits.cpu_s,
+            memory_bytes=limits.memory_mb * MEBIBYTE,
+            file_bytes=limits.file_mb * MEBIBYTE,
+            processes=limits.processes,
+        )
+
+    async def _ended(self, order: Order) -> list[Ended]:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._room.acquire()
+        except TimeoutError:
+            raise Retry(f"{self._options.at_once} programs run already (at_once)") from None
+        try:
+            return await self._run(order)
+        finally:
+            self._room.release()
+
+    async def _run(self, order: Order) -> list[Ended]:
+        directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_command(directory), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            try:
+                said, _ = await process.communicate(msgspec.json.encode(order))
+            finally:
+                if process.returncode is None:
+                    process.terminate()  # It ends what it has started, then itself.
+                    await process.wait()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        return _read(said, process.returncode)
+
+    def _is_isolated(self) -> bool:
+        directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
+        try:
+            order = self._order([Run(arguments=["-c", ""], stdin="")], {})
+            done = subprocess.run(
+                _command(directory), input=msgspec.json.encode(order), capture_output=True
+            )
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        return _read(done.stdout, done.returncode)[0]["isolated"]
+
+
+def _command(directory: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(SANDBOX), str(os.getpid()), directory]
+
+
+def _read(said: bytes, status: int | None) -> list[Ended]:
+    """What the sandbox says. Raises Retry where it came to no end: then it is the machine's."""
+    try:
+        return msgspec.json.decode(said, type=list[Ended])
+    except msgspec.DecodeError:
+        raise Retry(f"what runs programs ended with status {status}") from None
+
+
+def read_tests(value: Any) -> list[str | Pair]:
+    """The tests of a row, whatever way they are written in. Raises ValueError."""
+    found = _tests(value)
+    if not found or len(found) > TESTS_MAX:
+        raise ValueError(f"a row has {len(found)} tests; from 1 to {TESTS_MAX} can be run")
+    return found
+
+
+def _tests(value: Any) -> list[str | Pair]:
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            return [value]  # Python may begin so too.
+    match value:
+        case str():
+            return [value]
+        case {"fn_name": str(name)}:
+            raise ValueError(f"tests call `{name}` with values: write them as Python")
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            return [Pair(_text(said), _text(wanted)) for said, wanted in pairs]
+        case [*items]:
+            return [_test(one) for one in items]
+    raise ValueError(f"tests are {type(value).__name__}: neither Python nor input and output")
+
+
+def _test(value: Any) -> str | Pair:
+    match value:
+        case str():
+            return value
+        case {"input": said, "output": wanted}:
+            return Pair(_text(said), _text(wanted))
+    raise ValueError("a test is neither a text of Python nor a table with `input` and `output`")
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lines(text: str) -> list[str]:
+    """White space at the ends of lines, and empty lines at the end, do not count."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

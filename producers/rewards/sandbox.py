@@ -1,0 +1,296 @@
+"""Runs programs that nobody trusts, one after the other, with limits; decides nothing of them.
+
+Where the kernel lets it, each is alone: namespaces of its own for users, mounts, processes, network
+and IPC. It then sees a file system that is read-only but for an empty temporary one in memory, no
+network but itself, no other process, an empty /proc, /run and /tmp; and when it ends, all it
+started ends. Elsewhere only the limits hold: time, memory, files, processes.
+
+What it can do all the same: read what its user can read, and use processor and memory up to the
+limits. Namespaces are the kernel's; a fault of the kernel opens them.
+
+A program by itself, of the standard library alone: ``python -I -S sandbox.py < ORDER``, one JSON
+object each way (`Order`, and a list of `Ended`). It ends with the process that started it, and
+every program with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+
+INNER_ID: Final = 1000
+"""User and group inside, so that starting the program takes the namespaces' rights away."""
+
+HIDDEN: Final = ("/proc", "/run", "/tmp", "/var/tmp", "/dev/shm")
+"""Empty inside, but where Python itself lies there."""
+
+LOOK_FIRST_S, LOOK_MAX_S = 0.002, 0.03
+"""Between two looks at a running program."""
+
+ROUNDS_MAX: Final = 200
+"""Of killing what is left of a program without a namespace."""
+
+ROOM: Final = 4
+"""The temporary file system holds so many times the largest file."""
+
+BESIDE: Final = 2
+"""Processes that are ours below the one between."""
+
+OUTPUT_BYTES_MAX: Final = 8 << 20
+"""Of a program's output that is told."""
+
+
+class Run(TypedDict):
+    """One program: Python's arguments, and what it reads."""
+
+    arguments: list[str]
+    stdin: str
+
+
+class Order(TypedDict):
+    """What to run, with which limits; `stop`: not on behind the first that fails."""
+
+    runs: list[Run]
+    files: dict[str, str]
+    isolate: bool
+    stop: bool
+    wall_s: float
+    cpu_s: int
+    memory_bytes: int
+    file_bytes: int
+    processes: int
+
+
+class Ended(TypedDict):
+    """`status`: of its exit, or -signal; None where it was too late or too many. `isolated`:
+    whether it was alone."""
+
+    status: int | None
+    output: str
+    isolated: bool
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError where a call of the C library failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent is."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def enter_namespaces() -> None:
+    """Be alone; the next process that is started is the first of the new namespace. Raises OSError
+    where the kernel, or what contains this machine, does not let us."""
+    user, group = os.getuid(), os.getgid()
+    flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    check(LIBC.unshare(flags), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{INNER_ID} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{INNER_ID} {group} 1")
+
+
+def mount(kind: str, place: str, flags: int, options: str) -> None:
+    """mount(2)."""
+    done = LIBC.mount(b"none", place.encode(), kind.encode(), flags, options.encode())
+    check(done, f"mount {place}")
+
+
+def hide_files(directory: str, room_bytes: int) -> None:
+    """Everything read-only; `directory` empty, writable, in memory; what is `HIDDEN` empty."""
+    mount("", "/", MS_REC | MS_PRIVATE, "")
+    read_only = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)  # attr_set, clr, ...
+    size = ctypes.sizeof(read_only)
+    done = LIBC.syscall(
+        SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(read_only), size
+    )
+    check(done, "mount_setattr")
+    needed = (sys.base_prefix, sys.prefix, sys.executable)
+    hidden = [
+        place
+        for place in HIDDEN
+        if Path(place).is_dir() and not any(one.startswith(f"{place}/") for one in needed)
+    ]
+    writable = next((place for place in hidden if directory.startswith(f"{place}/")), directory)
+    for place in hidden:
+        if place != writable:
+            mount("tmpfs", place, MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
+    mount("tmpfs", writable, MS_NOSUID | MS_NODEV, f"size={room_bytes},mode=700")
+    Path(directory).mkdir(parents=True, exist_ok=True)
+
+
+def limit(order: Order, *, isolated: bool) -> None:
+    """Of the calling process and what it starts."""
+    for what, bound in (
+        (resource.RLIMIT_CPU, order["cpu_s"]),
+        (resource.RLIMIT_AS, order["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, order["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (bound, bound))
+    if isolated:  # Elsewhere it counts what else the user runs.
+        resource.setrlimit(resource.RLIMIT_NPROC, (order["processes"] + BESIDE,) * 2)
+
+
+def run(order: Order, one: Run, directory: str, end: float) -> Ended:
+    """Run a program to its end, or to a limit."""
+    given, output = os.memfd_create("input"), os.memfd_create("output")
+    os.write(given, one["stdin"].encode(errors="replace"))
+    os.lseek(given, 0, os.SEEK_SET)
+    told, tell = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            _between(order, one, directory, parent, (given, output), tell)
+        os._exit(127)
+    os.close(tell)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(child, child)
+    try:
+        in_time = _wait(child, order["processes"], end)
+    finally:
+        kill(child)
+    words = os.read(told, 100).decode().split()
+    size = min(os.fstat(output).st_size, OUTPUT_BYTES_MAX)
+    said = os.pread(output, size, 0).decode(errors="replace")
+    for number in (told, output, given):
+        os.close(number)
+    status = int(words[1]) if in_time and len(words) == 2 else None
+    return {"status": status, "output": said, "isolated": words[:1] == ["alone"]}
+
+
+def _between(
+    order: Order, one: Run, directory: str, parent: int, pipes: tuple[int, int], tell: int
+) -> None:
+    """A process between this one and the program: it makes the namespaces, and takes them away."""
+    die_with(parent)
+    os.setpgid(0, 0)
+    isolated = False
+    if order["isolate"]:
+        with contextlib.suppress(OSError):
+            enter_namespaces()
+            hide_files(directory, order["file_bytes"] * ROOM)
+            isolated = True
+    os.write(tell, b"alone " if isolated else b"among ")
+    for name, text in order["files"].items():
+        (Path(directory) / name).write_text(text, errors="replace")
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        os._exit(0)
+    # The first of its namespace: signals do not end it, and with it everything there ends.
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    program = os.fork()
+    if program == 0:
+        _become(order, one, directory, pipes, isolated=isolated)
+    _, status = os.waitpid(program, 0)
+    os.write(tell, str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(
+    order: Order, one: Run, directory: str, pipes: tuple[int, int], *, isolated: bool
+) -> None:
+    """Be the program."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.chdir(directory)
+    for number, what in enumerate((*pipes, os.open(os.devnull, os.O_WRONLY))):
+        os.dup2(what, number)
+    limit(order, isolated=isolated)
+    environment = {
+        "HOME": directory,
+        "TMPDIR": directory,
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    os.execve(sys.executable, [sys.executable, "-s", "-P", "-B", *one["arguments"]], environment)
+
+
+def _wait(child: int, processes: int, end: float) -> bool:
+    """Whether it ended by itself, in time, and never was more than so many processes."""
+    pause = LOOK_FIRST_S
+    most = processes + BESIDE
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > end or len(descendants(child, most + 1)) > most:
+            return False
+        time.sleep(pause)
+        pause = min(LOOK_MAX_S, pause * 1.5)
+    return True
+
+
+def descendants(process: int, most: int) -> list[int]:
+    """Processes below a process, `most` at most."""
+    found: list[int] = []
+    look = [process]
+    while look and len(found) < most:
+        one = look.pop()
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                below = [int(word) for word in (task / "children").read_text().split()]
+                found += below
+                look += below
+    return found
+
+
+def kill(child: int) -> None:
+    """Everything that a program started and that is left of it: children of ours by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    for _ in range(ROUNDS_MAX):
+        for one in descendants(os.getpid(), 10_000):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(LOOK_FIRST_S)
+
+
+def main() -> None:
+    """Do what the order says."""
+    die_with(int(sys.argv[1]))
+    directory = sys.argv[2]
+    order: Order = json.load(sys.stdin)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    end = time.monotonic() + order["wall_s"]
+    ended: list[Any] = []
+    for one in order["runs"]:
+        ended.append(run(order, one, directory, end))
+        if ended[-1]["status"] is None or (order["stop"] and ended[-1]["status"] != 0):
+            break
+    json.dump(ended, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""The reward `code`: right programs pass, and what is wrong, endless, greedy or hostile does not,
+and is gone afterwards.
+
+Method: programs that try what a sandbox is there for, with namespaces (where this machine gives
+them) and without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_pipe.config import model
+from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.rewards import programs
+from dora_pipe.producers.rewards.programs import Pair, read_tests
+from dora_pipe.producers.rewards.registry import Rewards
+from dora_pipe.producers.rewards.sandbox import Order
+from dora_pipe.producers.tasks.port import Completion, Retry, Reward
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]
+PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]
+SUM = "print(sum(map(int, input().split())))"
+MARK = "dora_pipe_test_of_code"
+"""In the command line of what a program leaves behind."""
+
+
+async def _score(text: str, tests: Any, **options: Any) -> Reward:
+    rewards = Rewards([model.RewardUse(use="code", options=options)])
+    found = await rewards.score({"tests": tests}, Completion(text=text))  # type: ignore[misc]
+    assert isinstance(found, Reward)
+    return found
+
+
+def score(text: str, tests: Any, **options: Any) -> Reward:
+    return asyncio.run(_score(text, tests, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "tests"),
+    [
+        (ADD, ASSERTS),
+        (f"First a try:\n```\nno\n```\nThen:\n{ADD}\nDone.", "\n".join(ASSERTS)),
+        ("def add(a, b): return a + b", msgspec.json.encode(ASSERTS).decode()),
+        (SUM, PAIRS),
+        (SUM, {"inputs": ["1 2", ["3 4", "5"]], "outputs": ["3", ["7"]]}),
+        ("import numpy\ndef add(a, b): return a + b", ASSERTS),
+    ],
+)
+def test_a_right_program_passes(text: str, tests: Any) -> None:
+    assert score(text, tests) == Reward(value=1.0, raw=1.0, parts={"code": 1.0, "code.passed": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "passed"),
+    [
+        ("def add(a, b): return a - b", ASSERTS, 1 / 3),
+        ("def add(a, b): return int(a) + int(b)", ASSERTS, 2 / 3),
+        ("def add(a, b: return", ASSERTS, 0.0),
+        ("", ASSERTS, 0.0),
+        ("print(3)", PAIRS, 1 / 2),
+        ("print(3); exit(1)", PAIRS, 0.0),
+        ("raise SystemExit(0)", ASSERTS, 0.0),
+        ("import os; os._exit(0)", ASSERTS, 0.0),
+        ("print('0\\n1\\n2')", ASSERTS, 0.0),
+        ("while True: pass", ASSERTS, 0.0),
+        ("\x00\uffff", ASSERTS, 0.0),
+    ],
+)
+def test_a_wrong_program_does_not(text: str, tests: Any, passed: float) -> None:
+    options = {"cpu_s": 1, "wall_s": 4.0}
+    assert score(text, tests, share=True, **options).value == pytest.approx(passed)
+    assert score(text, tests, **options).value == 0.0
+
+
+HOSTILE = {
+    "computes for ever": "while True: pass",
+    "sleeps": "import time; time.sleep(600)",
+    "fills memory": "x = []\nwhile True: x.append('a' * 1_000_000)",
+    "prints 100 MB": "import sys\nfor _ in range(100): sys.stdout.write('a' * 1_000_000)",
+    "writes a big file": "f = open('big', 'w')\nwhile True: f.write('a' * 1_000_000)",
+    "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+}
+LEAVES = f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{MARK}"])
+    os._exit(0)
+time.sleep(0.3)
+print(3)
+"""
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["isolated", "not isolated"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_greedy_program_ends_by_a_limit(
+    name: str, isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _isolation(monkeypatch, isolate)
+    began = time.monotonic()
+    found = score(HOSTILE[name], PAIRS, wall_s=3.0, cpu_s=1, memory_mb=256, file_mb=4)
+    assert found.value == 0.0
+    assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["isolated", "not isolated"])
+def test_what_a_program_starts_is_ended_with_it(
+    isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _isolation(monkeypatch, isolate)
+    assert score(LEAVES, PAIRS[:1]).value == 1.0
+    assert MARK.encode() not in b"".join(_command_lines())
+
+
+def test_nobody_waits_any_more_and_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def given_up() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await _score(f"import time; time.sleep(600)  # {MARK}", ASSERTS, wall_s=8.0)
+
+    asyncio.run(given_up())
+    assert not list(Path(programs.tempfile.gettempdir()).glob("dora-pipe-code-*"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> None:
+    if not programs.Programs(programs.Code(), "", programs.Surroundings())._is_isolated():
+        pytest.skip("the kernel gives no namespaces here")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_isolated_program_sees_no_network_no_process_and_writes_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        text = f"""
+import os, socket
+seen = []
+try: socket.create_connection(("127.0.0.1", {port}), 1)
+except OSError: seen.append("no network")
+try: open({str(tmp_path / "there")!r}, "w")
+except OSError: seen.append("no file")
+try: os.kill({os.getpid()}, 0)
+except OSError: seen.append("no process")
+if not os.listdir("/proc"): seen.append("no proc")
+if "HOME" in os.environ and os.listdir(os.environ["HOME"]) == ["answer.py"]: seen.append("alone")
+if "SECRET" not in os.environ: seen.append("no secret")
+print(seen)
+"""
+        wanted = ["no network", "no file", "no process", "no proc", "alone", "no secret"]
+        os.environ["SECRET"] = "s"
+        try:
+            found = score(text, [{"input": "", "output": str(wanted)}])
+        finally:
+            del os.environ["SECRET"]
+    assert found.value == 1.0
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_isolated_program_cannot_take_its_file_system_back() -> None:
+    remount = 32 | 4096
+    text = f"import ctypes; print(ctypes.CDLL(None).mount(b'none', b'/', b'', {remount}, b''))"
+    assert score(text, [{"input": "", "output": "-1"}]).value == 1.0
+
+
+def test_isolation_may_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    _isolation(monkeypatch, False)
+    with pytest.raises(TaskError, match="this kernel gives no namespaces"):
+        score(ADD, ASSERTS, isolation="required")
+
+
+def test_programs_that_find_no_room_are_asked_again() -> None:
+    async def two() -> list[Reward | BaseException]:
+        options = {"at_once": 1, "wall_s": 8.5, "cpu_s": 8}
+        rewards = Rewards([model.RewardUse(use="code", options=options)])
+        row, said = {"tests": PAIRS[:1]}, Completion(text=f"import time; time.sleep(3)\n{SUM}")
+        asked = [rewards.score(row, said) for _ in range(2)]
+        return await asyncio.gather(*asked, return_exceptions=True)  # type: ignore[arg-type]
+
+    first, second = asyncio.run(two())
+    assert isinstance(first, Reward)
+    assert isinstance(second, Retry)
+
+
+def test_the_reward_needs_more_time_than_its_programs() -> None:
+    with pytest.raises(ConfigError, match=r"wall_s is 10, and task.reward_timeout_s 10"):
+        score(ADD, ASSERTS, wall_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "a row has 0 tests"),
+        (3, "tests are int"),
+        ([{"input": "1"}], "neither a text of Python nor a table"),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [1]}, "tests call `f`"),
+    ],
+)
+def test_tests_that_are_none_are_named(tests: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_tests(tests)
+
+
+def test_pairs_may_be_numbers_and_lists() -> None:
+    assert read_tests({"inputs": [1, ["a", 2]], "outputs": [["x"], 3]}) == [
+        Pair("1", "x"),
+        Pair("a\n2", "3"),
+    ]
+
+
+def _isolation(monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
+    if isolate:
+        return
+    order: Callable[..., Order] = programs.Programs._order
+    monkeypatch.setattr(
+        programs.Programs, "_order", lambda *given: {**order(*given), "isolate": False}
+    )
+
+
+def _command_lines() -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes())
+    return found

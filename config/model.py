@@ -59,7 +59,7 @@ class RewardUse(Section, frozen=True, kw_only=True):
     """One of the rewards whose weighted sum is trained."""
 
     use: str
-    """`math`, `exact`, `regex`, `json-schema`, `code`, or `module:function` of a user's."""
+    """`math`, `exact`, `regex`, `json-schema`, `code`, `judge`, or `module:function`."""
     weight: float = 1.0
     """What its score is multiplied with."""
     name: Annotated[str, Meta(pattern=f"^$|{PATTERN}")] = ""

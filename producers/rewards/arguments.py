@@ -45,6 +45,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         raise NotImplementedError
 
+    def digested(self, where: str, around: Surroundings) -> tuple[str, ...]:
+        """What decides the score and stands elsewhere. Raises ConfigError where it is not there."""
+        return ()
+
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

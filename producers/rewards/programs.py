@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
-from dora_pipe.producers.rewards.sandbox import Ended, Order, Run
+from dora_pipe.producers.rewards.sandbox import Ended, Order, Program
 from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.port import Retry, Reward, Row
 
@@ -61,7 +61,7 @@ main()
 not told."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class Expected(msgspec.Struct, frozen=True):
     """What a program reads, and what it has to print."""
 
     input: str
@@ -128,8 +128,8 @@ class Programs:
         Retry where there is no room to run them."""
         tests = read_tests(row[self._options.column])
         program = last_block(text)
-        if isinstance(tests[0], Pair):
-            pairs = [one for one in tests if isinstance(one, Pair)]
+        if isinstance(tests[0], Expected):
+            pairs = [one for one in tests if isinstance(one, Expected)]
             passed = await self._printed(program, pairs)
         else:
             passed = await self._asserted(program, [str(one) for one in tests])
@@ -140,20 +140,20 @@ class Programs:
     async def _asserted(self, program: str, tests: Sequence[str]) -> int:
         token = secrets.token_hex(16)
         told = {"answer": program, "tests": tests, "token": token}
-        run = Run(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(told).decode())
+        run = Program(arguments=["-c", _HARNESS], stdin=msgspec.json.encode(told).decode())
         ended = await self._ended(self._order([run], {}))
         lines = {line for one in ended for line in one["output"].split("\n")}
         return sum(f"{token} {place}" in lines for place in range(len(tests)))
 
-    async def _printed(self, program: str, tests: Sequence[Pair]) -> int:
-        runs = [Run(arguments=["answer.py"], stdin=one.input) for one in tests]
+    async def _printed(self, program: str, tests: Sequence[Expected]) -> int:
+        runs = [Program(arguments=["answer.py"], stdin=one.input) for one in tests]
         ended = await self._ended(self._order(runs, {"answer.py": program}))
         return sum(
             one["status"] == 0 and _lines(one["output"]) == _lines(test.output)
             for test, one in zip(tests, ended, strict=False)
         )
 
-    def _order(self, runs: list[Run], files: dict[str, str]) -> Order:
+    def _order(self, runs: list[Program], files: dict[str, str]) -> Order:
         limits = self._options
         return Order(
             runs=runs,
@@ -197,7 +197,7 @@ class Programs:
     def _is_isolated(self) -> bool:
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
         try:
-            order = self._order([Run(arguments=["-c", ""], stdin="")], {})
+            order = self._order([Program(arguments=["-c", ""], stdin="")], {})
             done = subprocess.run(
                 _command(directory), input=msgspec.json.encode(order), capture_output=True
             )
@@ -218,7 +218,7 @@ def _read(said: bytes, status: int | None) -> list[Ended]:
         raise Retry(f"what runs programs ended with status {status}") from None
 
 
-def read_tests(value: Any) -> list[str | Pair]:
+def read_tests(value: Any) -> list[str | Expected]:
     """The tests of a row, whatever way they are written in. Raises ValueError."""
     found = _tests(value)
     if not found or len(found) > TESTS_MAX:
@@ -226,7 +226,7 @@ def read_tests(value: Any) -> list[str | Pair]:
     return found
 
 
-def _tests(value: Any) -> list[str | Pair]:
+def _tests(value: Any) -> list[str | Expected]:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = msgspec.json.decode(value)
@@ -239,18 +239,18 @@ def _tests(value: Any) -> list[str | Pair]:
             raise ValueError(f"tests call `{name}` with values: write them as Python")
         case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
             pairs = zip(inputs, outputs, strict=True)
-            return [Pair(_text(said), _text(wanted)) for said, wanted in pairs]
+            return [Expected(_text(said), _text(wanted)) for said, wanted in pairs]
         case [*items]:
             return [_test(one) for one in items]
     raise ValueError(f"tests are {type(value).__name__}: neither Python nor input and output")
 
 
-def _test(value: Any) -> str | Pair:
+def _test(value: Any) -> str | Expected:
     match value:
         case str():
             return value
         case {"input": said, "output": wanted}:
-            return Pair(_text(said), _text(wanted))
+            return Expected(_text(said), _text(wanted))
     raise ValueError("a test is neither a text of Python nor a table with `input` and `output`")
 
 

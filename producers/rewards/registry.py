@@ -53,6 +53,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
     "exact": BuiltIn(options="texts:Exact"),
     "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
     "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
+    "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("texts",)),
     "code": BuiltIn(options="programs:Code", sources=("sandbox", "texts")),
 }
 
@@ -86,7 +87,7 @@ class Rewards:
     ) -> None:
         """`key`: where they stand in the configuration."""
         self._uses = tuple(uses)
-        self._key = key
+        self.key = key
         self._around = around or Surroundings()
         self._bare = key == SINGLE and ":" in uses[0].use
 
@@ -120,7 +121,7 @@ class Rewards:
     def _parts(self) -> tuple[Part, ...]:
         named = enumerate(self._uses)
         return tuple(
-            _open(self._key if self._key == SINGLE else f"{self._key}[{place}]", use, self._around)
+            _open(self.key if self.key == SINGLE else f"{self.key}[{place}]", use, self._around)
             for place, use in named
         )
 
@@ -223,6 +224,7 @@ def _built_in(
         chosen = msgspec.convert(dict(given), options)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from None
+    sources += chosen.digested(where, around)
     return chosen.open(where, around), (options, *sources)
 
 

@@ -54,7 +54,7 @@ OUTPUT_BYTES_MAX: Final = 8 << 20
 """Of a program's output that is told."""
 
 
-class Run(TypedDict):
+class Program(TypedDict):
     """One program: Python's arguments, and what it reads."""
 
     arguments: list[str]
@@ -64,7 +64,7 @@ class Run(TypedDict):
 class Order(TypedDict):
     """What to run, with which limits; `stop`: not on behind the first that fails."""
 
-    runs: list[Run]
+    runs: list[Program]
     files: dict[str, str]
     isolate: bool
     stop: bool
@@ -155,8 +155,8 @@ def limit(order: Order, *, isolated: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (order["processes"] + BESIDE,) * 2)
 
 
-def run(order: Order, one: Run, directory: str, end: float) -> Ended:
-    """Run a program to its end, or to a limit."""
+def run(order: Order, one: Program, directory: str, end: float) -> Ended:
+    """Program a program to its end, or to a limit."""
     given, output = os.memfd_create("input"), os.memfd_create("output")
     os.write(given, one["stdin"].encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
@@ -184,7 +184,7 @@ def run(order: Order, one: Run, directory: str, end: float) -> Ended:
 
 
 def _between(
-    order: Order, one: Run, directory: str, parent: int, pipes: tuple[int, int], tell: int
+    order: Order, one: Program, directory: str, parent: int, pipes: tuple[int, int], tell: int
 ) -> None:
     """A process between this one and the program: it makes the namespaces, and takes them away."""
     die_with(parent)
@@ -213,7 +213,7 @@ def _between(
 
 
 def _become(
-    order: Order, one: Run, directory: str, pipes: tuple[int, int], *, isolated: bool
+    order: Order, one: Program, directory: str, pipes: tuple[int, int], *, isolated: bool
 ) -> None:
     """Be the program."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -43,14 +43,15 @@ def open_task(config: model.Task) -> Task:
     """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
 
     A class or function is called with `options`, and with those keys of `HANDED` that are set (of
-    `task.rewards` as a scorer: `rewards.registry.Rewards`); a Task object is taken as it is. Raises
-    ConfigError for an unknown kind or option (with the nearest name), TaskError where the user's
-    module or data cannot be used.
-    A user's module runs in the calling process: roles ask a pool instead (`pool.survey`).
+    `task.rewards`, and for a built-in task of `task.reward`, as a scorer: `rewards.registry`); a
+    Task object is taken as it is. Raises ConfigError for an unknown kind or option (with the
+    nearest name), TaskError where the user's module or data cannot be used. A user's module
+    runs in the calling process: roles ask a pool instead (`pool.survey`).
     """
     factory = _factory(config.kind)
     given = {key: getattr(config, key) for key in HANDED}
-    given["reward"] = open_rewards(config) if config.rewards else config.reward
+    scored = config.rewards or (config.reward and config.kind in BUILT_IN)
+    given["reward"] = open_rewards(config) if scored else config.reward
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
         if arguments:
@@ -93,7 +94,7 @@ def _check_arguments(
         if name not in takes:
             where = f"task.{name}" if name in keys else f"task.options.{name}"
             if isinstance(arguments[name], Rewards):
-                where = "task.rewards"
+                where = arguments[name].key
             raise ConfigError(f"{where}: `{kind}` does not take it", hint=nearest(name, takes))
     try:
         signature.bind(**arguments)

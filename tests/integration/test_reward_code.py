@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards import programs
-from dora_pipe.producers.rewards.programs import Pair, read_tests
+from dora_pipe.producers.rewards.arguments import Surroundings
+from dora_pipe.producers.rewards.programs import Expected, read_tests
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.rewards.sandbox import Order
 from dora_pipe.producers.tasks.port import Completion, Retry, Reward
@@ -124,19 +126,24 @@ def test_what_a_program_starts_is_ended_with_it(
     assert MARK.encode() not in b"".join(_command_lines())
 
 
-def test_nobody_waits_any_more_and_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_any_more_and_the_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     async def given_up() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.5):
-                await _score(f"import time; time.sleep(600)  # {MARK}", ASSERTS, wall_s=8.0)
+                await _score(LEAVES + "time.sleep(600)", PAIRS, wall_s=8.0)
 
     asyncio.run(given_up())
-    assert not list(Path(programs.tempfile.gettempdir()).glob("dora-pipe-code-*"))
+    assert not list(tmp_path.iterdir())
+    assert MARK.encode() not in b"".join(_command_lines())
 
 
 @pytest.fixture(scope="module")
 def alone() -> None:
-    if not programs.Programs(programs.Code(), "", programs.Surroundings())._is_isolated():
+    if not programs.Programs(programs.Code(), "", Surroundings())._is_isolated():
         pytest.skip("the kernel gives no namespaces here")
 
 
@@ -215,8 +222,8 @@ def test_tests_that_are_none_are_named(tests: Any, message: str) -> None:
 
 def test_pairs_may_be_numbers_and_lists() -> None:
     assert read_tests({"inputs": [1, ["a", 2]], "outputs": [["x"], 3]}) == [
-        Pair("1", "x"),
-        Pair("a\n2", "3"),
+        Expected("1", "x"),
+        Expected("a\n2", "3"),
     ]
 
 

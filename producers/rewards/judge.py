@@ -1,0 +1,362 @@
+"""The reward `judge`: a model behind an endpoint of OpenAI's chat completions gives a score.
+
+It decides what is asked (a template over row, text, turns and messages), what of an answer is the
+score, and what of a failure passes: an endpoint that is busy, away, or gives no score is asked
+again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content of their
+question, so that the same question has one answer for ever, and costs once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from dora_pipe.core.errors import ConfigError, TaskError, one_line
+from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.texts import last_block
+from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
+from dora_pipe.schemas.wire import canonical
+
+if TYPE_CHECKING:
+    import jinja2
+    import requests
+
+SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
+"""What counts as a score by default: "Score: 7", "**score** = 0.5"."""
+
+ANSWER_BYTES_MAX: Final = 4 << 20
+ANSWER_CHARACTERS_MAX: Final = 20_000
+"""Of the judge's words, in which the score is looked for."""
+
+_QUOTED: Final = 200
+_PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
+"""Statuses that another time may be other ones."""
+_OBJECT: Final = re.compile(r"\{[^{}]*\}")
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Judge(Options, frozen=True, kw_only=True):
+    """What another model says of the text. Parts `prompt_tokens`, `completion_tokens` and, with
+    `price`, `cost`: of the answer when it was asked for."""
+
+    model: str
+    url: str = ""
+    """Of the API: what `/chat/completions` is put behind."""
+    url_env: str = ""
+    """The environment variable that has it, where it is no run's business."""
+    key_env: str = ""
+    """The environment variable with the key. A key stands in no configuration."""
+    prompt: str = ""
+    """A Jinja template with the rubric; `row`, `text`, `turns` and `messages` are known in it."""
+    prompt_file: str = ""
+    """The file that has it, relative to `task.directory`."""
+    system: str = ""
+    """A system message before it."""
+    pattern: str = SCORE
+    """Its last match in the answer has the score in its first group."""
+    field: str = ""
+    """In place of a pattern: the field of a JSON object in the answer."""
+    range: tuple[float, float] = (0.0, 1.0)
+    """Of the judge's scores; they become 0 to 1. What lies outside is no score."""
+    max_tokens: Count = 512
+    body: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What else stands in the request: `{reasoning_effort = "low"}`."""
+    price: tuple[float, float] = (0.0, 0.0)
+    """Of a million prompt tokens and of a million completion tokens."""
+    at_once: Annotated[int, Meta(ge=1, le=256)] = 64
+    """Questions in flight, of one task process."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 8.0
+    """For one answer."""
+    cache: str = ""
+    """A folder of answers, relative to `task.directory`; empty: the user's (`docs/rewards.md`)."""
+
+    def open(self, where: str, around: Surroundings) -> Function:
+        """See Options. Raises ConfigError for what is missing or does not fit."""
+        if bool(self.url) == bool(self.url_env):
+            raise ConfigError(f"{where}: takes one of the options `url` and `url_env`")
+        if "@" in self.url:  # It is stored and printed: this line must not repeat it.
+            raise ConfigError(f"{where}: no names and passwords in an address; see `key_env`")
+        if self.timeout_s >= around.limit_s:
+            raise ConfigError(
+                f"{where}: timeout_s is {self.timeout_s:g}, and task.reward_timeout_s"
+                f" {around.limit_s:g}",
+                hint="give the reward more time than one answer",
+            )
+        low, high = self.range
+        if not low < high:
+            raise ConfigError(f"{where}: range: {low:g} is not below {high:g}")
+        return JudgeClient(self, where, around).score
+
+    def digested(self, where: str, around: Surroundings) -> tuple[str, ...]:
+        """The template, which may stand in a file."""
+        return (self.template(where, around),)
+
+    def template(self, where: str, around: Surroundings) -> str:
+        """The prompt's text. Raises ConfigError where there is none."""
+        if bool(self.prompt) == bool(self.prompt_file):
+            raise ConfigError(f"{where}: takes one of the options `prompt` and `prompt_file`")
+        if self.prompt:
+            return self.prompt
+        try:
+            return (Path(around.directory) / self.prompt_file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: prompt_file: {error}") from None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer as it is kept.
+
+    Example: ``Verdict(said="Score: 7", prompt_tokens=120, completion_tokens=4)``.
+    """
+
+    said: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class JudgeClient:
+    """One judge of a task process, with its connections and what it has answered."""
+
+    def __init__(self, options: Judge, where: str, around: Surroundings) -> None:
+        """Raises ConfigError for a template or pattern that is none, a variable that is not set."""
+        self._options = options
+        self._template = _template(where, options.template(where, around))
+        self._url = (options.url or _variable(where, "url_env", options.url_env)).rstrip("/")
+        self._key = _variable(where, "key_env", options.key_env) if options.key_env else ""
+        try:
+            groups = re.compile(options.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"{where}: pattern: {error}") from None
+        if not groups:
+            raise ConfigError(f"{where}: pattern: it needs a group around the score")
+        kept = Path(options.cache).expanduser() if options.cache else cache_folder()
+        self._kept = Path(around.directory) / kept
+        self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
+        self._session: requests.Session | None = None
+        self._opening = threading.Lock()
+
+    async def score(
+        self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
+    ) -> Reward:
+        """The score, from 0 to 1. Raises Retry where another try may do better, TaskError where the
+        endpoint refuses."""
+        prompt = self._template.render(row=row, text=text, turns=turns, messages=messages)
+        question = self._question(prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._judged, question)
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+        self._threads.shutdown()
+        if self._session is not None:
+            self._session.close()
+
+    def _question(self, prompt: str) -> dict[str, Any]:
+        options = self._options
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        return {
+            "model": options.model,
+            "messages": [*system, {"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": options.max_tokens,
+            **options.body,
+        }
+
+    def _judged(self, question: Mapping[str, Any]) -> Reward:
+        name = hashlib.sha256(canonical(question)).hexdigest()
+        path = self._kept / name[:2] / f"{name}.json"
+        verdict = _kept(path)
+        if verdict is None:
+            verdict = self._ask(question)
+            value = self._read(verdict.said)
+            _keep(path, verdict)
+        else:
+            value = self._read(verdict.said)
+        spent = (verdict.prompt_tokens, verdict.completion_tokens)
+        parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
+        if any(self._options.price):
+            prices = zip(spent, self._options.price, strict=True)
+            parts["cost"] = sum(tokens * price for tokens, price in prices) / 1e6
+        return Reward(value=value, parts=parts)
+
+    def _read(self, said: str) -> float:
+        """The score in an answer, from 0 to 1. Raises Retry where there is none."""
+        said = said[-ANSWER_CHARACTERS_MAX:]
+        found = _field(said, self._options.field) if self._options.field else None
+        if not self._options.field:
+            for match in re.finditer(self._options.pattern, said):
+                found = _number(match[1])
+        low, high = self._options.range
+        if found is None or not low <= found <= high:
+            raise Retry(f"the judge gave no score from {low:g} to {high:g}: {_quoted(said)}")
+        return (found - low) / (high - low)
+
+    def _ask(self, question: Mapping[str, Any]) -> Verdict:
+        import requests
+
+        end = time.monotonic() + self._options.timeout_s
+        try:
+            with self._connected().post(
+                f"{self._url}/chat/completions",
+                json=question,
+                auth=self._sign,
+                timeout=self._options.timeout_s,
+                allow_redirects=False,
+                stream=True,
+            ) as answer:
+                body = _body(answer, end)
+                status = answer.status_code
+        except requests.RequestException as error:
+            raise Retry(f"the judge at {self._url} does not answer: {error}") from None
+        if status in _PASSES:
+            raise Retry(f"the judge at {self._url} says {status}: {self._shown(body)}")
+        if status != 200:
+            raise TaskError(f"the judge at {self._url} refuses with {status}: {self._shown(body)}")
+        return _verdict(body)
+
+    def _connected(self) -> requests.Session:
+        import requests
+        from requests.adapters import HTTPAdapter
+
+        with self._opening:
+            if self._session is None:
+                self._session = requests.Session()
+                adapter = HTTPAdapter(pool_maxsize=self._options.at_once)
+                self._session.mount("http://", adapter)
+                self._session.mount("https://", adapter)
+            return self._session
+
+    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """The key goes into this request's header, and nothing of a .netrc does."""
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+    def _shown(self, body: bytes) -> str:
+        """What an endpoint says of a failure, without the key, should it repeat that."""
+        said = body.decode(errors="replace")
+        return _quoted(said.replace(self._key, "...") if self._key else said)
+
+
+def cache_folder() -> Path:
+    """Where answers are kept that no option says the place of."""
+    from dora_pipe.producers.data.prepare import cache_folder as of_data
+
+    return of_data().with_name("judge")
+
+
+def _template(where: str, text: str) -> jinja2.Template:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"{where}: prompt, line {error.lineno}: {error.message}") from None
+
+
+def _variable(where: str, option: str, name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{where}: {option}: the environment variable {name} is not set")
+    return value
+
+
+def _body(answer: requests.Response, end: float) -> bytes:
+    """What comes until `end`, and no more than `ANSWER_BYTES_MAX`."""
+    body = b""
+    for piece in answer.iter_content(1 << 16):
+        body += piece
+        if len(body) > ANSWER_BYTES_MAX or time.monotonic() > end:
+            raise Retry(f"the judge's answer is too long or too late ({len(body)} bytes)")
+    return body
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Said
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+def _verdict(body: bytes) -> Verdict:
+    try:
+        found = msgspec.json.decode(body, type=_Completion)
+        said = found.choices[0].message.content
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        raise Retry(f"the judge's answer is no chat completion: {error}") from None
+    usage = found.usage or _Usage()
+    return Verdict(
+        said=said or "",
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+    )
+
+
+def _kept(path: Path) -> Verdict | None:
+    """An answer of before; one that cannot be read is asked for again."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Verdict)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _keep(path: Path, verdict: Verdict) -> None:
+    """Where there is no room for it, the answer is used all the same."""
+    partial = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(verdict))
+        partial.replace(path)
+    except OSError as error:
+        sys.stderr.write(f"judge: an answer is not kept: {error}\n")
+
+
+def _field(said: str, field: str) -> float | None:
+    """A field of the answer, or of the last object in it."""
+    for text in (last_block(said), *_OBJECT.findall(said)[-1:]):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and field in found:
+            return _number(found[field])
+    return None
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _quoted(said: str) -> str:
+    return one_line(" ".join(said.split()), _QUOTED)

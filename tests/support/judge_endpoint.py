@@ -1,0 +1,84 @@
+"""A stand-in for the endpoint of a judge: it answers, late or at once, or refuses."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, bytes]
+
+
+def said(text: str) -> Answer:
+    """A completion that says this."""
+    message = {"role": "assistant", "content": text}
+    usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    body = {"id": "1", "choices": [{"index": 0, "message": message}], "usage": usage}
+    return 200, json.dumps(body).encode()
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """What was asked of it, and what it answers to the prompt of the n-th question."""
+
+    answer: Callable[[int, str], Answer]
+    delay_s: float = 0.0
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    most: int = 0
+    """Questions that it worked on at the same time."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
+@contextmanager
+def judge_endpoint(
+    answer: Callable[[int, str], Answer], delay_s: float = 0.0
+) -> Iterator[Endpoint]:
+    """Listens on this machine while the block lasts."""
+    endpoint = Endpoint(answer, delay_s)
+    lock = threading.Lock()
+    now = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            nonlocal now
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                now += 1
+                endpoint.most = max(endpoint.most, now)
+                number = len(endpoint.asked)
+                endpoint.asked.append(body)
+                endpoint.keys.append(self.headers.get("Authorization", ""))
+            time.sleep(endpoint.delay_s)
+            status, text = endpoint.answer(number, body["messages"][-1]["content"])
+            with lock:
+                now -= 1
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nobody reads it."""
+
+    with _Server(("127.0.0.1", 0), Handler) as server:
+        endpoint.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield endpoint
+        finally:
+            server.shutdown()
+            thread.join()

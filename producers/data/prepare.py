@@ -30,6 +30,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core import errors
+from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import DoraError, ResourceError, TaskError
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.data.conversations import conversation_of
@@ -101,11 +102,15 @@ def open_rows(spec: DataSpec) -> DataRows:
 
 
 def cache_folder() -> Path:
-    """Where files of rows lie on this machine."""
+    """Where files of rows lie on this machine. Raises ResourceError where nothing says so."""
     own = os.environ.get(CACHE_VARIABLE)
     if own:
         return Path(own) / "data"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora-pipe" / "data"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # somebody without a home
+        raise ResourceError(str(error), hint=f"{CACHE_VARIABLE} names a folder for data") from error
+    return folder / "dora-pipe" / "data"
 
 
 def chosen(
@@ -138,12 +143,9 @@ def _renamed(row: dict[str, Any], spec: DataSpec) -> dict[str, Any]:
     for old in spec.columns.values():
         if old and old not in row:
             raise TaskError(f"no column `{old}`", hint=nearest(old, row) or _columns(row))
-    new_names = {old: new for new, old in spec.columns.items() if old}
-    return {
-        new_names.get(name, name): value
-        for name, value in row.items()
-        if name in new_names or name not in spec.columns
-    }
+    touched = {*spec.columns, *spec.columns.values()}
+    kept = {name: value for name, value in row.items() if name not in touched}
+    return kept | {new: row[old] for new, old in spec.columns.items() if old}
 
 
 def _on_this_side(row: dict[str, Any], spec: DataSpec) -> bool:
@@ -256,6 +258,7 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
                 undone.callback(unfinished.unlink)
                 footer = write_rows(chosen(sources_of(spec), spec, report), file)
                 undone.pop_all()
+            sync(unfinished)
             unfinished.replace(path)
             report(f"{footer.rows} rows are ready, {path.stat().st_size >> 20} MiB")
             make_room(path)

@@ -111,17 +111,20 @@ class DatasetTask(Task):
         """See Task."""
         return self._rewards.score(self._answered(row), completion, answer_column=self._answer)
 
-    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]]:
-        """Prompts and answers of the training data, in an order drawn from `seed`, again and again.
+    def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
+        """Prompts and answers of the training data, in an order drawn from `seed`, again and again;
+        conversations where prompts are messages.
 
-        Raises TaskError where a row has no answer, or its prompt is no text.
+        Raises TaskError where a row has no answer, or is not of the kind of the others.
         """
         rows = self.rows("train")
         chance = random.Random(derive_seed("jsonl", "demonstrations", seed))
-        chosen = [self._shown(place, rows[place]) for place in _drawn(chance, len(rows), count)]
-        if not chosen:
+        places = list(_drawn(chance, len(rows), count))
+        if not places:
             raise TaskError(f"{self._where}: has no rows")
-        return chosen
+        if isinstance(self.prompt(rows[places[0]]), str):
+            return [self._pair(place, rows[place]) for place in places]
+        return [self._conversation(place, rows[place]) for place in places]
 
     def reward_sources(self) -> Sequence[Any]:
         """Of the rewards, this class, and the tools."""
@@ -149,13 +152,28 @@ class DatasetTask(Task):
         answer = self._parts(row)[1]
         return row if answer is None else {**row, self._answer: text_of(answer)}
 
-    def _shown(self, place: int, row: Row) -> tuple[str, str]:
+    def _pair(self, place: int, row: Row) -> tuple[str, str]:
         prompt, answer = self.prompt(row), row.get(self._answer)
         if isinstance(prompt, str) and isinstance(answer, str):
             return prompt, answer
         column = self._answer if isinstance(prompt, str) else self._prompt
-        raise TaskError(
-            f"{self._where}: row {place} has no text in `{column}`, so it is no demonstration"
+        raise self._no_demonstration(place, column)
+
+    def _conversation(self, place: int, row: Row) -> Row:
+        """Prompt and answer: the message that the data end with, else the text of the answer."""
+        asked, said = self._parts(row)
+        if said is None and isinstance(answer := row.get(self._answer), str):
+            said = {"role": "assistant", "content": answer}
+        if said is None:
+            raise self._no_demonstration(place, self._answer)
+        if isinstance(asked, str):
+            raise self._no_demonstration(place, self._prompt, "messages")
+        tools = {"tools": self.tools(row)} if self._tool_names else {}
+        return {"messages": [*asked, said], **tools}
+
+    def _no_demonstration(self, place: int, column: str, what: str = "text") -> TaskError:
+        return TaskError(
+            f"{self._where}: row {place} has no {what} in `{column}`, so it is no demonstration"
         )
 
 

@@ -97,6 +97,20 @@ def test_relative_paths_are_seen_from_the_folder_of_the_file(
     assert read.bus.url == f"sqlite:{folder / 'log.sqlite'}"
 
 
+def test_several_sources_of_data_are_paths_globs_and_names_of_the_hub(file: Path) -> None:
+    file.write_text(
+        SMALL + 'data = ["a/*.parquet", "hf:openai/gsm8k:main"]\ncolumns = {prompt = "question"}\n'
+    )
+    read = load_config(file, ["task.eval_data=hf:some/name", "task.columns.answer=solution"])
+    assert read.task.data == (str(file.parent / "a/*.parquet"), "hf:openai/gsm8k:main")
+    assert read.task.eval_data == "hf:some/name"
+    assert read.task.columns == {"prompt": "question", "answer": "solution"}
+    file.write_text(dump_toml(read))
+    assert load_config(file, ()) == read
+    with pytest.raises(ConfigError, match=r"task\.data"):
+        load_config(file, ["task.data=[3]"])
+
+
 def test_users_modules_are_looked_for_beside_the_file_by_default(file: Path) -> None:
     assert load_config(file, ()).task.directory == str(file.parent)
 

@@ -194,6 +194,19 @@ def test_columns_are_renamed_before_rows_are_chosen(tmp_path: Path) -> None:
         filter='answer in ("1", "2")',
     )
     assert list(found) == [{"prompt": "q1", "answer": "1"}, {"prompt": "q2", "answer": "2"}]
+    twice = of(tmp_path / "a.jsonl", columns={"prompt": "question", "text": "question"})
+    assert twice[0] == {"prompt": "q0", "text": "q0", "answer": "long", "short": "0"}
+
+
+def test_keys_keep_their_order_whatever_the_digest_says(tmp_path: Path) -> None:
+    rows = [{"type": "function", "function": {"name": "add", "description": ""}, "a": 1}]
+    for name, write in TYPED.items():
+        write(tmp_path / name, rows)
+        found = of(tmp_path / name)[0]
+        assert [list(found), list(found["function"])] == [
+            ["type", "function", "a"],
+            ["name", "description"],
+        ]
 
 
 @settings(max_examples=20)

@@ -232,3 +232,36 @@ def test_splits_of_one_data_set_train_and_evaluate(tmp_path: Path) -> None:
         [{"prompt": "a"}],
         [{"prompt": "b"}],
     ]
+
+
+def test_demonstrations_of_conversations_end_with_the_answer(write: Write, module: str) -> None:
+    rows = [{"prompt": [USER, SAID]}, {"prompt": [USER], "answer": "two"}]
+    path = write("".join(json.dumps(row) + "\n" for row in rows))
+    task = DatasetTask(data=str(path), reward="a:b", system_prompt="be terse")
+    shown = task.demonstrations(seed=1, count=2)
+    said = {"role": "assistant", "content": "two"}
+    assert [one["messages"] for one in shown if isinstance(one, dict)] in (
+        [[SYSTEM, USER, SAID], [SYSTEM, USER, said]],
+        [[SYSTEM, USER, said], [SYSTEM, USER, SAID]],
+    )
+    with_tools = DatasetTask(data=str(path), reward="a:b", tools=(f"{module}:add",))
+    (first, _) = with_tools.demonstrations(seed=1, count=2)
+    assert isinstance(first, dict)
+    assert [tool.__name__ for tool in first["tools"]] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": [USER]}], "row 0 has no text in `answer`"),
+        ([{"prompt": [USER, SAID]}, {"prompt": "a", "answer": "b"}], "row . has no "),
+    ],
+)
+def test_demonstrations_are_of_one_kind_and_have_answers(
+    write: Write, rows: list[dict[str, Any]], message: str
+) -> None:
+    task = DatasetTask(
+        data=str(write("".join(json.dumps(row) + "\n" for row in rows))), reward="a:b"
+    )
+    with pytest.raises(TaskError, match=message):
+        task.demonstrations(seed=1, count=2)

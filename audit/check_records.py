@@ -49,7 +49,8 @@ def _asked(**checks: Check) -> _Asked:
 _OF_HEADERS: Final = _asked(group="records", partition="records", deadline="C3", version="C1")
 _OF_VALUE: Final = _asked(
     group_size="records",
-    purpose="records",
+    source="records",
+    task="records",
     dataset_digest="records",
     index="records",
     data_epoch="records",
@@ -238,7 +239,8 @@ class RecordCheck:
         spec, who = group.spec, logged.fact.trajectory
         wanted = (
             spec.size,
-            spec.purpose,
+            spec.source,
+            spec.task,
             spec.dataset_digest,
             spec.index,
             spec.data_epoch,
@@ -246,7 +248,8 @@ class RecordCheck:
         )
         found = (
             content.group_size,
-            content.purpose,
+            content.source,
+            content.task,
             content.dataset_digest,
             content.index,
             content.data_epoch,

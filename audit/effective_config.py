@@ -18,9 +18,10 @@ import msgspec
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.load import PATH_KEYS, changed_keys, leaves
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.config.objectives import refused_kind, settled
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control

@@ -28,7 +28,6 @@ from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import BusError, DoraError, SchemaError
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.fast_validate import FastValidator
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import matches, parse_headers
 from dora_pipe.schemas.wire import sha256_hex
@@ -42,7 +41,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     group_size: int
     sibling: int
-    purpose: Purpose
+    source: str
+    task: str
     dataset_digest: str
     index: int
     data_epoch: int
@@ -140,7 +140,8 @@ def _content(seen: Described) -> Content:
     return Content(
         group_size=meta.group_size,
         sibling=meta.sibling,
-        purpose=meta.purpose,
+        source=meta.source,
+        task=meta.task,
         dataset_digest=meta.dataset_digest,
         index=meta.index,
         data_epoch=meta.data_epoch,

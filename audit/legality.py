@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 from dora_pipe.audit.bound_ledger import BoundLedger, outlook_of
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry, Moment, StepEntry, WorkerEntry
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Task
 from dora_pipe.schemas import identity
 from dora_pipe.schemas.batch import deadline_of
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
+    DataSet,
     RoleStarted,
     RunStarted,
     StepCommitted,
     TakenGroup,
 )
-from dora_pipe.schemas.identity import Purpose, group_of
+from dora_pipe.schemas.identity import group_of
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
@@ -57,7 +58,8 @@ class Legality:
         """Of the next batch decision."""
         self.in_force: EffectiveConfig | None = None
         """The configuration as it stands after the last record; None before `run started`."""
-        self.ordinals: Counter[Purpose] = Counter()
+        self.ordinals: Counter[str] = Counter()
+        """Dispatches by purpose, and of tasks with a name by source."""
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
         """A round is written under the newest role epoch that an orchestrator announced.
@@ -181,8 +183,8 @@ class Legality:
         if in_force is None:
             self._wrong(spec.group, f"is dispatched in round {at.round}, before the run started")
             return
-        check_spec(spec, self.ordinals[spec.purpose], self._ledger, in_force.config)
-        self.ordinals[spec.purpose] += 1
+        check_spec(spec, self.ordinals, self._ledger, in_force.config)
+        self.ordinals.update({spec.purpose, spec.source})
         if spec.purpose == "eval":
             return
         if why := self.bound.why_not_admit(spec.deadline, in_force):
@@ -333,12 +335,13 @@ NO_DEADLINE = -1
 """Of evaluation groups."""
 
 
-def check_spec(spec: GroupSpec, ordinal: int, ledger: Ledger, config: Config) -> None:
-    """Everything a dispatch stamps must follow from the log before it, and from its ordinal."""
+def check_spec(spec: GroupSpec, before: Counter[str], ledger: Ledger, config: Config) -> None:
+    """Everything a dispatch stamps must follow from the log before it, and from how many were
+    dispatched `before`, by purpose and by source."""
     started = ledger.started
     assert started is not None
     findings, who = ledger.findings, spec.group
-    wanted = _expected(spec, started, config, ordinal)
+    wanted = _expected(spec, started, config, before)
     findings.looked["decisions"] += len(wanted)
     for name, expected in wanted.items():
         if (found := getattr(spec, name)) != expected:
@@ -356,27 +359,41 @@ def check_spec(spec: GroupSpec, ordinal: int, ledger: Ledger, config: Config) ->
 
 
 def _expected(
-    spec: GroupSpec, started: RunStarted, config: Config, ordinal: int
+    spec: GroupSpec, started: RunStarted, config: Config, before: Counter[str]
 ) -> dict[str, int | str]:
-    seed = started.seed
+    seed, ordinal = started.seed, before[spec.purpose]
+    evaluated = {one.name: one for one in config.evaluations}.get(spec.evaluation)
+    train = spec.purpose == "train"
+    task = _task(config, before) if train else config.task_of(evaluated or config.evaluation)
+    source = identity.source_of(spec.purpose, task.name if train else spec.evaluation)
+    data = started.data(source) or DataSet(digest=f"none is said of {source}", rows=1)
     common: dict[str, int | str] = {
         "ordinal": ordinal,
         "group": identity.group_id(spec.purpose, ordinal),
         "partition": identity.partition_of(ordinal, config.bus.partitions),
+        "dataset_digest": data.digest,
+        "task": task.name,
     }
-    if spec.purpose == "eval":
+    if not train:
         return common | {
             "deadline": NO_DEADLINE,
-            "dataset_digest": started.eval_digest,
+            "evaluation": spec.evaluation if evaluated else f"one of {len(config.evaluations)}",
             "seed": identity.group_seed(seed, "eval", spec.index),
-            "size": config.evaluation.siblings,
+            "size": (evaluated or config.evaluation).siblings,
         }
-    data_epoch, index = identity.prompt_index(seed, ordinal, started.dataset_rows)
+    data_epoch, index = identity.prompt_index(seed, before[source], data.rows)
     return common | {
         "deadline": deadline_of(spec.version, config.staleness.max_staleness),
-        "dataset_digest": started.dataset_digest,
         "data_epoch": data_epoch,
         "index": index,
+        "evaluation": "",
         "seed": identity.group_seed(seed, "train", ordinal),
         "size": config.groups.size,
     }
+
+
+def _task(config: Config, before: Counter[str]) -> Task:
+    """Whose turn it is, by the ratios."""
+    shares = identity.whole_shares(tuple(one.ratio for one in config.tasks))
+    given = [before[identity.source_of("train", one.name)] for one in config.tasks]
+    return config.tasks[identity.next_task(shares, given)]

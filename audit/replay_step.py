@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from dora_pipe.bus.port import Bus
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import LOGGED
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.settings import changed_settings

@@ -35,7 +35,6 @@ from dora_pipe.producers.engines.port import (
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
@@ -174,7 +173,7 @@ def regenerate(
     catalogue: Catalogue,
     engine: Engine,
     wanted: Sequence[str],
-    params: Mapping[Purpose, SamplingParams],
+    params: Mapping[str, SamplingParams],
     *,
     weights_of: Callable[[int], Path] | None = None,
 ) -> Iterator[Regenerated]:
@@ -192,7 +191,7 @@ def regenerate(
             engine.drop(0)
     recorded = [_read(bus, topics, catalogue, name) for name in sorted(wanted)]
     open_ = [
-        _Run(recorded=one, params=params[one.meta.purpose], left=deque(prefill_segments(one)))
+        _Run(recorded=one, params=params[one.meta.source], left=deque(prefill_segments(one)))
         for one in recorded
     ]
     for version in sorted({segment.version for run in open_ for segment in run.left}):

@@ -37,7 +37,7 @@ POLL_S: Final = 0.005
 
 
 class Tasks(Protocol):
-    """What asks the task: `producers.worker.ports.TaskPort`."""
+    """What asks the task: `producers.worker.ports.TaskPorts`."""
 
     def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
         """Begin a call."""
@@ -141,7 +141,9 @@ class _Again:
             )
             return
         self.asked[name] = _Asked(recorded=one, turns=turns_of(one.segments, one.token_ids))
-        self._tasks.start(PromptCall(request=name, split=meta.purpose, index=meta.index))
+        self._tasks.start(
+            PromptCall(request=name, split=meta.purpose, index=meta.index, source=meta.source)
+        )
 
     def handle(self, event: Any) -> None:
         """An answer of the task."""
@@ -178,7 +180,8 @@ class _Again:
         _, ids = asked.left.popleft()
         answered = asked.left or recorded.meta.finish == "environment" or self._stopped(ids)
         if answered:
-            self._tasks.start(EnvStep(request=recorded.trajectory, token_ids=ids))
+            source = recorded.meta.source
+            self._tasks.start(EnvStep(request=recorded.trajectory, token_ids=ids, source=source))
         else:
             self._score(asked)
 
@@ -201,6 +204,7 @@ class _Again:
                 index=meta.index,
                 answer=answers[-1] if answers else [],
                 turns=[ids for _, ids in asked.turns],
+                source=meta.source,
             )
         )
 
@@ -233,7 +237,8 @@ class _Again:
             self._end(asked, difference=f"it has no reward ({said})")
 
     def _differs(self, asked: _Asked, difference: str) -> None:
-        self._tasks.start(Forget(request=asked.recorded.trajectory))
+        recorded = asked.recorded
+        self._tasks.start(Forget(request=recorded.trajectory, source=recorded.meta.source))
         self._end(asked, difference=difference)
 
     def _end(

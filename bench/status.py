@@ -199,7 +199,7 @@ def _setup(running: int) -> WorkerSetup:
         prefetch=0,
         context_tokens=1_000_000,
         checkpoint_tokens=Workers().checkpoint_tokens,
-        turns_max=1,
+        turns_max={"train": 1, "eval": 1},
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(timing),
         stop_timeout_ns=0,

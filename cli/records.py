@@ -67,7 +67,7 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
         "run": run.config.run.name,
         "steps": steps,
         "of": run.config.run.steps,
-        "task": run.config.task.kind,
+        "task": ", ".join(one.name or one.kind for one in run.config.tasks),
         "log": run.directory.bus_url(run.config),
         "state": run_state(run.bus, run.topics),
     }

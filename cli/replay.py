@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +28,7 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_dama
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
+from dora_pipe.config.several import served
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -38,15 +39,11 @@ from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data
-from dora_pipe.producers.worker.ports import TaskPort
-from dora_pipe.producers.worker.role import worker_config
+from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
+from dora_pipe.producers.worker.role import task_ports, worker_config
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Trajectory
 
 DISTANCES_SHOWN_MAX = 20
@@ -138,16 +135,13 @@ def replay_trajectories(
 ) -> None:
     """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
     from dora_pipe.producers.chat.tokenizer import Tokenizer
-    from dora_pipe.producers.worker.role import sampling_params
+    from dora_pipe.producers.worker.role import params_by_source
 
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_modules(logged_config(started.config), run)
     assets = run.policies.assets(started.assets_digest)
     tokenizer = Tokenizer(assets)
-    params: dict[Purpose, SamplingParams] = {
-        "train": sampling_params(config.sampling, tokenizer.stop_ids),
-        "eval": sampling_params(config.evaluation.sampling, tokenizer.stop_ids),
-    }
+    params = params_by_source(config, tokenizer.stop_ids)
     found: list[Regenerated] = []
     with closing(run.tables()) as tables:
         names = chosen(tables, wanted, random, seed)
@@ -303,16 +297,16 @@ def replay_rewards(
         left = logged_records(tables, asked, [] if names is None else [names])
         digests = {one for (one,) in tables.query("select reward_digest from workers")}
     config = worker_config(started, run.config)
-    tokenizer = Tokenizer(
-        run.policies.assets(started.assets_digest), special_tokens=config.task.special_tokens
-    )
-    with TaskPool(config.task) as pool:
-        facts = pool.wait()
-        check_data(facts, started)
-        _say_other_code(digests, facts)
+    tokenizer = Tokenizer(run.policies.assets(started.assets_digest))
+    with ExitStack() as stack:
+        pools = [(one, stack.enter_context(TaskPool(one.task))) for one in served(config)]
+        facts = [pool.wait() for _, pool in pools]
+        for (one, _), its in zip(pools, facts, strict=True):
+            check_data(its, started, one.sources)
+        _say_other_code(digests, reward_digest_of(facts))
         damage = Damage()
         again = rescore(
-            TaskPort(pool, tokenizer),
+            task_ports(pools, tokenizer),
             _trajectories(run, left, damage),
             clock=SystemClock(),
             stopped=_stopped(config, tokenizer),
@@ -367,16 +361,17 @@ def _trajectories(
     damage.look_for_the_rest(left)
 
 
-def _say_other_code(digests: set[str], facts: TaskFacts) -> None:
+def _say_other_code(digests: set[str], here: str) -> None:
     """Another reward's code than workers had explains what differs; it is said first."""
-    for digest in sorted(digests - {facts.reward_digest}):
-        then, now = digest[:12] or "unknown", facts.reward_digest[:12] or "unknown"
+    for digest in sorted(digests - {here}):
+        then, now = digest[:12] or "unknown", here[:12] or "unknown"
         say(f"the reward's code is another one here ({now}) than workers of the run had ({then})")
 
 
 def _stopped(config: Config, tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
     """Whether a turn ended by a stop token or a stop string."""
-    texts = tuple(one for one in (*config.sampling.stop, *config.evaluation.sampling.stop) if one)
+    samplings = (config.sampling, *(one.sampling for one in config.evaluations))
+    texts = tuple(text for one in samplings for text in one.stop if text)
 
     def stopped(ids: Sequence[int]) -> bool:
         if not ids:

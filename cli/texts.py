@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.audit.export import Rows, TextColumns
+from dora_pipe.config.several import served
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import BusError, DoraError, PolicyError
 from dora_pipe.core.own_code import importable
@@ -69,17 +70,18 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
 
 def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
     """Rows by the digest that trajectories name; those that are others now are left out."""
-    task = run.config.task
     wanted = {started.dataset_digest, started.eval_digest} - {""}
+    wanted |= {one.digest for one in started.datasets.values()}
     found: dict[str, Rows] = {}
     try:
-        with importable(task.directory):
-            opened = open_task(task)
-            for split in ("train", "eval"):
-                rows = opened.rows(split)
-                digest, _ = rows_digest(rows, split)
-                if digest in wanted:
-                    found[digest] = rows
+        for task in (one.task for one in served(run.config)):
+            with importable(task.directory):
+                opened = open_task(task)
+                for split in ("train", "eval"):
+                    rows = opened.rows(split)
+                    digest, _ = rows_digest(rows, split)
+                    if digest in wanted:
+                        found[digest] = rows
     except Exception as error:  # A task is anybody's code.
         _without(f"{type(error).__name__}: {error}")
         return {}

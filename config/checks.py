@@ -24,6 +24,7 @@ from dora_pipe.config.model import (
 )
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
+from dora_pipe.schemas.topics import PATTERN, RULE
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
 
 ROUND_DECISIONS_MAX: Final = 1000
@@ -103,17 +104,29 @@ def round_bytes(config: Config) -> int:
     A round may take a batch, dispatch the groups of an evaluation, which are never cut, and admit
     as many as the budget leaves room for. A commit names the same groups as its batch.
     """
-    groups, evaluation = config.groups, config.evaluation
+    groups, named = config.groups, _names_bytes(config)
+    dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
     admitted = min(budget, ROUND_DECISIONS_MAX // (groups.size + 1) + 1)
-    placed = min(evaluation.prompts, ROUND_DECISIONS_MAX // (evaluation.siblings + 1) + 1)
+    evaluated = sum(
+        one.prompts * dispatched
+        + min(one.prompts, ROUND_DECISIONS_MAX // (one.siblings + 1) + 1)
+        * (to_place + one.siblings * _PLACED_BYTES)
+        for one in config.evaluations
+    )
     return (
         _ROUND_BYTES
         + groups.per_step * _taken_bytes(groups.size)
-        + admitted * (_DISPATCH_BYTES + _place_bytes(groups.size))
-        + evaluation.prompts * _DISPATCH_BYTES
-        + placed * _place_bytes(evaluation.siblings)
+        + admitted * (dispatched + to_place + groups.size * _PLACED_BYTES)
+        + evaluated
     )
+
+
+def _names_bytes(config: Config) -> int:
+    """What a spec has more where tasks and evaluations have names."""
+    both = config.tasks, config.evaluations
+    longest = sum(max(len(one.name) for one in all_of) for all_of in both)
+    return longest + len(b',"task":"","evaluation":""') if longest else 0
 
 
 def _taken_bytes(size: int) -> int:
@@ -121,18 +134,35 @@ def _taken_bytes(size: int) -> int:
     return _TAKEN_GROUP_BYTES + size * _TAKEN_BYTES
 
 
-def _place_bytes(size: int) -> int:
-    """Of a group's siblings, placed on one worker together."""
-    return _PLACE_BYTES + size * _PLACED_BYTES
+def _check_several(config: Config) -> Iterator[Problem]:
+    """Where there are several, names tell them apart."""
+    for section, all_of in (("task", config.tasks), ("evaluation", config.evaluations)):
+        names = [one.name for one in all_of]
+        if len(names) > 1 and "" in names:
+            yield Problem(
+                text=f"{section}.name: one of {len(names)} has none", hint="give every one a name"
+            )
+        for name in filter(None, names):
+            if not re.fullmatch(PATTERN, name):
+                yield Problem(text=f"{section}.name: {name!r} is not a name", hint=RULE)
+            elif names.count(name) > 1:
+                yield Problem(text=f"{section}.name: two are called {name}")
+    there = [one.name for one in config.tasks]
+    for one in config.evaluations:
+        if one.task and one.task not in there:
+            yield Problem(
+                text=f"evaluation.task: no task is called {one.task}",
+                hint=f"there are: {', '.join(filter(None, there)) or 'none with a name'}",
+            )
 
 
 def _check_records(config: Config) -> Iterator[Problem]:
     """Decisions and commits are never claimed: the largest must fit into a record."""
     need, limit = round_bytes(config), config.bus.record_bytes_max
-    groups = config.groups
+    groups, prompts = config.groups, sum(one.prompts for one in config.evaluations)
     what = (
         f"a round of {groups.per_step} groups of {groups.size} (groups.per_step, groups.size) and"
-        f" {config.evaluation.prompts} evaluation.prompts has up to {need} bytes"
+        f" {prompts} evaluation.prompts has up to {need} bytes"
     )
     if need > RECORD_BYTES_MAX:
         yield Problem(
@@ -229,14 +259,15 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
 
 
 def _check_rewards(config: Config) -> Iterator[str]:
-    task = config.task
-    if task.reward and task.rewards:
-        yield "task.rewards: stands in place of task.reward; one of them has to go"
-    for place, use in enumerate(task.rewards):
-        if use.called in [one.called for one in task.rewards[:place]]:
-            yield f"task.rewards[{place}]: two are called `{use.called}`; give one a `name`"
-        if not 0 < abs(use.weight) <= WEIGHT_MAX:
-            yield f"task.rewards[{place}]: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
+    for task in config.tasks:
+        if task.reward and task.rewards:
+            yield "task.rewards: stands in place of task.reward; one of them has to go"
+        for place, use in enumerate(task.rewards):
+            key = f"task.rewards[{place}]"
+            if use.called in [one.called for one in task.rewards[:place]]:
+                yield f"{key}: two are called `{use.called}`; give one a `name`"
+            if not 0 < abs(use.weight) <= WEIGHT_MAX:
+                yield f"{key}: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
 
 
 def _check_timing(config: Config) -> Iterator[str]:
@@ -333,7 +364,8 @@ def _check_telemetry(config: Config) -> Iterator[str]:
 
 
 def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
-    return ("sampling", config.sampling), ("evaluation.sampling", config.evaluation.sampling)
+    evaluations = [("evaluation.sampling", one.sampling) for one in config.evaluations]
+    return ("sampling", config.sampling), *evaluations
 
 
 _DEEPSPEED: Final = {
@@ -345,6 +377,7 @@ _DEEPSPEED: Final = {
 """Keys of [trainer] that another kind takes only as they are by default."""
 
 _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
+    _check_several,
     _check_staleness,
     _check_groups,
     _check_lengths,

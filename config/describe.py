@@ -20,8 +20,10 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config import model, objectives
-from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
+from dora_pipe.config.changes import kind_of
+from dora_pipe.config.model import Config, Section
 from dora_pipe.config.paradigms import paradigm_of
+from dora_pipe.config.several import sections_of
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -74,22 +76,13 @@ class Key:
     doc: str
 
 
-def kind_of(key: str) -> str:
-    """`frozen`, `logged` or `free`, of a dotted key."""
-    if key in LOGGED:
-        return "logged"
-    if key in FROZEN or key.split(".")[0] in FROZEN:
-        return "frozen"
-    return "free"
-
-
 def dump_toml(config: Config) -> str:
     """The configuration as TOML that `load_config` reads back, each key under what it means."""
     lines = ["# The resolved configuration of a run."]
     lines.append(f"# paradigm: {paradigm_of(config)} (docs/scheduling.md)")
     lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
-    for name, section, doc in _sections(config, ""):
-        lines += ["", f"# {doc}", f"[{name}]"]
+    for name, header, section, doc in _sections(config):
+        lines += ["", f"# {doc}", header]
         for key in keys_of(type(section), name):
             value = getattr(section, key.name)
             if not isinstance(value, dict):
@@ -184,14 +177,15 @@ def _section_doc(node: ast.ClassDef) -> _SectionDoc:
     return _SectionDoc(doc=doc, keys=keys, types=types)
 
 
-def _sections(section: Section, prefix: str) -> Iterator[tuple[str, Section, str]]:
-    """Name, section and meaning of every section inside."""
-    for name, kind, doc in _section_types(type(section), prefix):
-        inner = section
-        for part in name.removeprefix(prefix).split("."):
-            inner = getattr(inner, part)
-        assert isinstance(inner, kind)
-        yield name, inner, doc
+def _sections(config: Config) -> Iterator[tuple[str, str, Section, str]]:
+    """Name, header in the file, values and meaning of every section."""
+    several = {"task": len(config.tasks) > 1, "evaluation": len(config.evaluations) > 1}
+    docs = {name: doc for name, _, doc in _section_types(Config, "")}
+    for name, _, section in sections_of(config):
+        yield name, f"[[{name}]]" if several.get(name) else f"[{name}]", section, docs[name]
+        for inner, _, doc in _section_types(type(section), f"{name}."):
+            own = getattr(section, inner.removeprefix(f"{name}."))
+            yield inner, f"[{inner}]", own, doc
 
 
 def _section_types(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section], str]]:

@@ -19,10 +19,19 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import objectives, paradigms
+from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.logged import with_older
-from dora_pipe.config.model import FROZEN, LOGGED, Config, Section
+from dora_pipe.config.model import Config, Section
+from dora_pipe.config.several import (
+    SEVERAL,
+    addressed,
+    refuse_stored_form,
+    sections_of,
+    tables_of,
+    take_apart,
+)
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import PATTERN, RULE
 
@@ -33,6 +42,7 @@ PATH_KEYS: Final = (
     "task.data",
     "task.eval_data",
     "task.directory",
+    "evaluation.data",
     "store.path",
     "bus.password_file",
     "bus.ca_file",
@@ -50,6 +60,7 @@ INTEGER_MAX: Final = 2**63 - 1
 
 _SQLITE = "sqlite:"
 _HUB = "hf:"
+_MORE: Final = frozenset(more for more, _ in SEVERAL.values())
 _NOT_TOML: Final = (ValueError, RecursionError)
 """How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
 
@@ -102,14 +113,17 @@ def load_config(
     if paradigm:
         overrides = [*paradigms.paradigm(paradigm).overrides, *overrides]
     table = read_table(path)
+    take_apart(table)
     if stored:
         table = with_older(table)
     folder = path.resolve().parent
     _resolve_paths(table, folder)
     for text in overrides:
         override = _parse_override(text)
-        _resolve_paths(override, Path.cwd())
-        _merge(table, override, "")
+        refuse_stored_form(override)
+        for target, part in addressed(table, override):
+            _resolve_paths(part, Path.cwd())
+            _merge(target, part, "")
     _fill_in(table, folder)
     return from_plain(table)
 
@@ -149,19 +163,39 @@ def from_plain(table: Mapping[str, Any]) -> Config:
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Every key under its dotted name, in the order of the file; `task.options` is one key."""
-    return dict(_leaves(config, ""))
+    """Every key under its dotted name, in the order of the file; `task.options` is one key.
+
+    Where there are several tasks or evaluations, the names of theirs are `task.NAME.key`.
+    """
+    found: dict[str, Any] = {}
+    for _, prefix, section in sections_of(config):
+        found |= _leaves(section, prefix)
+    return found
 
 
 def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """The keys that differ: (frozen, logged, free). An objective of one's own is frozen."""
     before, after = leaves(old), leaves(new)
-    changed = {key for key in before if before[key] != after[key]}
-    frozen = frozenset(key for key in changed if key in FROZEN or key.split(".")[0] in FROZEN)
+    of_any = _keys_of_any(old) | _keys_of_any(new)
+    one_sided = before.keys() ^ after.keys()
+    both = before.keys() & after.keys()
+    changed = one_sided | {key for key in both if before[key] != after[key]}
+    frozen = frozenset(
+        key for key in changed if of_any[key] in FROZEN or key.split(".")[0] in FROZEN
+    )
     if objectives.refused_kind(old.objective.kind, new.objective.kind):
         frozen |= {"objective.kind"}
     logged = frozenset(changed & LOGGED) - frozen
     return frozen, logged, frozenset(changed - frozen - logged)
+
+
+def _keys_of_any(config: Config) -> dict[str, str]:
+    """The name of every leaf without that of the task or evaluation whose it is."""
+    return {
+        key: f"{name}.{key.removeprefix(prefix)}"
+        for name, prefix, section in sections_of(config)
+        for key, _ in _leaves(section, prefix)
+    }
 
 
 def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -206,12 +240,12 @@ def _merge(table: Table, override: Table, prefix: str) -> None:
 def _resolve_paths(table: Table, folder: Path) -> None:
     for dotted in PATH_KEYS:
         section, name = dotted.split(".")
-        values = table.get(section)
-        given = values.get(name) if isinstance(values, dict) else None
-        if isinstance(values, dict) and isinstance(given, list):
-            values[name] = [_resolved(one, folder) for one in given]
-        elif isinstance(values, dict) and given:
-            values[name] = _resolved(given, folder)
+        for values in tables_of(table, section):
+            given = values.get(name)
+            if isinstance(given, list):
+                values[name] = [_resolved(one, folder) for one in given]
+            elif given:
+                values[name] = _resolved(given, folder)
     bus = table.get("bus")
     url = bus.get("url") if isinstance(bus, dict) else None
     if isinstance(bus, dict) and isinstance(url, str) and url.startswith(_SQLITE):
@@ -231,14 +265,13 @@ def _resolved(path: Any, folder: Path) -> Any:
 
 def _fill_in(table: Table, folder: Path) -> None:
     """What is not given: the folder of users' modules, and how evaluation samples."""
-    task = table.get("task")
-    if isinstance(task, dict):
+    for task in tables_of(table, "task"):
         task["directory"] = task.get("directory") or str(folder)
     sampling = table.get("sampling", {})
-    evaluation = table.setdefault("evaluation", {})
-    if isinstance(sampling, dict) and isinstance(evaluation, dict):
+    table.setdefault("evaluation", {})
+    for evaluation in tables_of(table, "evaluation"):
         own = evaluation.get("sampling", {})
-        if isinstance(own, dict):
+        if isinstance(sampling, dict) and isinstance(own, dict):
             evaluation["sampling"] = {**sampling, **own}
 
 
@@ -250,11 +283,18 @@ def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -
     fields = _fields(section)
     for key, value in table.items():
         if key not in fields:
+            fields = {name: its for name, its in fields.items() if name not in _MORE}
             what = "section" if isinstance(value, dict) and not prefix else "key"
             raise ConfigError(f"unknown {what} `{prefix}{key}`", hint=_hint(key, prefix, fields))
         kind = fields[key]
         if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
             _check_keys(value, kind, f"{prefix}{key}.")
+    if section is Config:
+        for name, (more, several) in SEVERAL.items():
+            given = table.get(more)
+            for one in given if isinstance(given, list | tuple) else ():
+                if isinstance(one, Mapping):
+                    _check_keys(one, several, f"{name}.")
 
 
 @functools.cache
@@ -292,6 +332,8 @@ def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
 
 def _all_keys(section: type[Section], prefix: str) -> Iterator[str]:
     for field in msgspec.structs.fields(section):
+        if field.name in _MORE:
+            continue
         yield f"{prefix}{field.name}"
         if isinstance(field.type, type) and issubclass(field.type, Section):
             yield from _all_keys(field.type, f"{prefix}{field.name}.")
@@ -304,6 +346,9 @@ def _refusal(message: str) -> ConfigError:
     """msgspec's message with the key in front; what names may be in words, not as an expression."""
     found = _AT.match(message)
     what, path = (found["what"], found["path"]) if found else (message, "")
+    for section, (more, _) in SEVERAL.items():
+        if at := re.fullmatch(rf"{more}\[(\d+)\](.*)", path):
+            path = f"{section}[{int(at[1]) + 1}]{at[2]}"
     missing = _MISSING.match(what)
     if missing:
         return ConfigError(f"`{path}.{missing['key']}` is missing".replace("`.", "`"))

@@ -15,8 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import LOGGED, Config
+from dora_pipe.config.changes import LOGGED
+from dora_pipe.config.model import Config
 from dora_pipe.config.schedule import rate_of
+from dora_pipe.config.several import SEVERAL, tables_of
 
 OLDER: Final[Mapping[str, Mapping[str, Any]]] = {
     "groups": {"failed_share_max": None},
@@ -42,17 +44,24 @@ def with_older(plain: Mapping[str, Any]) -> dict[str, Any]:
     """These plain values with the older way for every key of `OLDER` that they lack."""
     found = dict(plain)
     for section, keys in OLDER.items():
-        own = found.get(section, {})
-        if isinstance(own, Mapping):
-            found[section] = {**keys, **own}
-    evaluation = found.get("evaluation", {})
+        _lay_under(found, section, keys)
     sampling = found["sampling"]
-    if isinstance(evaluation, Mapping) and isinstance(sampling, Mapping):
-        own = evaluation.get("sampling", {})
-        if isinstance(own, Mapping):
-            older = {key: sampling[key] for key in OLDER["sampling"]}
-            found["evaluation"] = {**evaluation, "sampling": {**older, **own}}
+    if isinstance(sampling, Mapping):
+        older = {key: sampling[key] for key in OLDER["sampling"]}
+        _lay_under(found, "evaluation", {"sampling": {}})
+        for one in tables_of(found, "evaluation"):
+            _lay_under(one, "sampling", older)
     return found
+
+
+def _lay_under(plain: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
+    """Give a section, and those after it where it is there several times, the keys they lack."""
+    own = plain.get(section, {})
+    if isinstance(own, Mapping):
+        plain[section] = {**keys, **own}
+    more = SEVERAL.get(section, (section,))[0]
+    if isinstance(others := plain.get(more), list | tuple):
+        plain[more] = [{**keys, **one} if isinstance(one, Mapping) else one for one in others]
 
 
 def is_older(plain: Mapping[str, Any]) -> bool:

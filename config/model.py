@@ -3,8 +3,8 @@
 Each class is a section; the docstrings are what `config show` and reference/configuration.md print,
 where `describe` names the values that keys take. Keys are `frozen` (a resumed run must have the
 same), `logged` (may change; in force from the next step, recorded in the log) or `free` (addresses,
-sizes, timing). `FROZEN` and `LOGGED` name the first two; everything else is free. `load` reads a
-file, `checks` says what one section asks of another.
+sizes, timing); `changes` names which. `load` reads a file, `checks` says what one section asks of
+another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.config import objectives
-from dora_pipe.config.objectives import FOR_GOOD
 from dora_pipe.config.schedule import Schedule
 from dora_pipe.schemas.topics import PATTERN
 
@@ -74,8 +73,15 @@ class RewardUse(Section, frozen=True, kw_only=True):
 
 
 class Task(Section, frozen=True, kw_only=True):
-    """What is learnt: data, environment and reward."""
+    """What is learnt: data, environment and reward. Several of them, `[[task]]`, each with a name,
+    are learnt in one run; `task.NAME.key` is a key of one."""
 
+    name: str = ""
+    """Letters, digits, `-` and `_`; needed where there are several tasks. Stands in dispatches,
+    records and figures."""
+    ratio: PositiveFloat = 1.0
+    """How many of the training groups are of this task, beside the ratios of the others. After any
+    number of groups each task has had its share of them, to within one group."""
     kind: str
     """`arithmetic`, `calculator`, `dataset` (once `jsonl`), or `module:attribute` of your own."""
     data: str | tuple[str, ...] = ""
@@ -206,8 +212,17 @@ class Planner(Section, frozen=True, kw_only=True):
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
-    """Evaluation on fixed prompts with fixed seeds."""
+    """Evaluation on fixed prompts with fixed seeds. Several of them, `[[evaluation]]`, each with a
+    name, may differ in everything; `evaluation.NAME.key` is a key of one."""
 
+    name: str = ""
+    """Letters, digits, `-` and `_`; needed where there are several evaluations."""
+    task: str = ""
+    """Name of the task whose prompts and rewards these are; empty: the first."""
+    data: str | tuple[str, ...] = ""
+    """In place of `task.eval_data`; empty: that of the task."""
+    split: str = ""
+    """In place of `task.eval_split`; empty: that of the task, or with `data` the only one."""
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates only the first and the last policy."""
     prompts: NonNegative = 64
@@ -524,45 +539,30 @@ class Config(Section, frozen=True, kw_only=True):
     store: Store = Store()
     transfers: Transfers = Transfers()
     telemetry: Telemetry = Telemetry()
+    more_tasks: tuple[Task, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The second and later `[[task]]`."""
+    more_evaluations: tuple[Evaluation, ...] | msgspec.UnsetType = msgspec.UNSET
+    """The second and later `[[evaluation]]`."""
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All of them, in the order of the file."""
+        return (self.task, *(self.more_tasks or ()))
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """All of them, in the order of the file."""
+        return (self.evaluation, *(self.more_evaluations or ()))
+
+    def task_of(self, evaluation: Evaluation) -> Task:
+        """Whose prompts and rewards an evaluation has; the first where it names none."""
+        return next((one for one in self.tasks if one.name == evaluation.task), self.task)
 
     def __post_init__(self) -> None:
         objective = self.objective
         if objective.loss == "constant" and objective.loss_tokens is None:
             filled = msgspec.structs.replace(objective, loss_tokens=self.sampling.max_tokens)
             msgspec.structs.force_setattr(self, "objective", filled)
-
-
-LOGGED = frozenset(
-    {
-        "run.steps",
-        "groups.failed_share_max",
-        "staleness.max_staleness",
-        "staleness.in_flight_batches",
-        "planner.moves",
-        "planner.moves_max",
-        "planner.pack",
-        "planner.kv_pressure",
-        "trainer.learning_rate",
-        "trainer.grad_norm_max",
-        "trainer.minibatches",
-        *(f"objective.{name}" for name in Objective.__struct_fields__ if name not in FOR_GOOD),
-    }
-)
-"""May change between steps; a change is a `set` command in the control topic."""
-
-_FROZEN = """
-run.name run.seed model.path model.dtype task.kind task.data task.eval_data task.reward task.rewards
-task.split task.eval_split task.eval_share task.filter task.columns task.prompt_column
-task.answer_column task.chat task.system_prompt task.tools
-task.options task.turns_max task.special_tokens sampling groups.size groups.per_step
-groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
-trainer.weight_decay trainer.weight_decay_exclude trainer.schedule trainer.warmup_steps
-trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens bus.partitions
-trainer.ranks trainer.zero_stage trainer.offload trainer.gradient_accumulation trainer.dtype
-"""
-FROZEN = frozenset(_FROZEN.split())
-"""A resumed run must have the same; a name stands for its whole section."""
 
 
 def in_flight_batches(staleness: Staleness) -> float:

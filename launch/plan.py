@@ -22,9 +22,11 @@ import msgspec
 from dora_pipe import __version__
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.load import changed_keys
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import LOGGED, Config
+from dora_pipe.config.model import Config
+from dora_pipe.config.several import served
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, LogTruncated, PolicyError, TopicMissing, UsageError
@@ -47,6 +49,7 @@ from dora_pipe.producers.engines.registry import check_model as check_engine_mod
 from dora_pipe.producers.tasks.pool import survey
 from dora_pipe.schemas.control import (
     Command,
+    DataSet,
     Lineage,
     RoleStarted,
     RunStarted,
@@ -54,6 +57,7 @@ from dora_pipe.schemas.control import (
     config_digest,
     decode_control,
 )
+from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode
@@ -294,9 +298,9 @@ def run_started(
     """
     store = as_store(store)
     manifest, assets = policy or import_model(store, Path(config.model.path))
-    facts = survey(config.task)
-    if facts.train_rows == 0:
-        raise ConfigError("the training data has no rows", hint="see task.data")
+    data = data_of(config)
+    first = data[source_of("train", config.task.name)]
+    evaluated = data[source_of("eval", config.evaluation.name)]
     plain: dict[str, Any] = msgspec.to_builtins(config)
     return RunStarted(
         at_ns=time.time_ns(),
@@ -304,17 +308,31 @@ def run_started(
         schema_version=SCHEMA_VERSION,
         config=plain,
         config_digest=config_digest(plain),
-        dataset_digest=facts.train_digest,
-        dataset_rows=facts.train_rows,
-        eval_digest=facts.eval_digest,
-        eval_rows=facts.eval_rows,
+        dataset_digest=first.digest,
+        dataset_rows=first.rows,
+        eval_digest=evaluated.digest,
+        eval_rows=evaluated.rows,
         seed=config.run.seed,
         policy=manifest,
         assets_digest=assets,
         planner=PLANNER,
         package=__version__,
         lineage=lineage,
+        datasets={name: one for name, one in data.items() if "/" in name},
     )
+
+
+def data_of(config: Config) -> dict[str, DataSet]:
+    """What every source (`GroupSpec.source`) is made of. Raises ConfigError, TaskError."""
+    found: dict[str, DataSet] = {}
+    for pool in served(config):
+        facts = survey(pool.task)
+        for source in pool.sources:
+            found[source] = facts.data(source)
+            if source.startswith("train") and not found[source].rows:
+                name = f" of {pool.task.name}" if pool.task.name else ""
+                raise ConfigError(f"the training data{name} has no rows", hint="see task.data")
+    return found
 
 
 def resume_commands(stored: Config, wanted: Config) -> list[bytes]:
@@ -373,17 +391,20 @@ def has_tokenizer(directory: Path) -> bool:
 
 def check_data(config: Config, first: RunStarted) -> None:
     """The data are those that the run began with. Raises ConfigError, TaskError."""
-    facts = survey(config.task)
-    for name, key, found, wanted in (
-        ("training", "task.data", facts.train_digest, first.dataset_digest),
-        ("evaluation", "task.eval_data", facts.eval_digest, first.eval_digest),
-    ):
-        if found != wanted:
+    for source, found in data_of(config).items():
+        purpose, _, own = source.partition("/")
+        kind, key = _DATA[purpose]
+        wanted = first.data(source)
+        if wanted is None or found.digest != wanted.digest:
+            digest = "none" if wanted is None else wanted.digest
             raise ConfigError(
-                f"the {name} data were changed: digest {found[:12]}, the run began with "
-                f"{wanted[:12]}",
+                f"the {kind} data{own and f' of {own}'} were changed: digest {found.digest[:12]},"
+                f" the run began with {digest[:12]}",
                 hint=f"bring the data back ({key}), or start a new run from this one with --from",
             )
+
+
+_DATA: Final = {"train": ("training", "task.data"), "eval": ("evaluation", "task.eval_data")}
 
 
 def is_over(bus: Bus, topics: Topics) -> bool:

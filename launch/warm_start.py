@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.core.own_code import importable
 from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.schemas.identity import next_task, whole_shares
 from dora_pipe.store.model_dir import read_config
 
 if TYPE_CHECKING:
@@ -107,16 +108,31 @@ def _end_id(model: Path, stop_ids: Sequence[int]) -> int:
 
 
 def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
-    """Those that the configuration's task makes. Raises TaskError if it makes none."""
+    """Those that the configuration's tasks make, in their ratios. Raises TaskError if one makes
+    none."""
+    shares = whole_shares(tuple(one.ratio for one in config.tasks))
+    order, wanted = [], [0] * len(shares)
+    for _ in range(count):
+        order.append(next_task(shares, wanted))
+        wanted[order[-1]] += 1
+    made = [
+        iter(_demonstrations(task, seed, number))
+        for task, number in zip(config.tasks, wanted, strict=True)
+    ]
+    rows = [next(made[place], None) for place in order]
+    return [row for row in rows if row is not None]
+
+
+def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
     try:
-        with importable(config.task.directory):
-            pairs = open_task(config.task).demonstrations(seed, count)
+        with importable(task.directory):
+            pairs = open_task(task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
-            f"task {config.task.kind} makes no demonstrations", hint="give them with --data"
+            f"task {task.kind} makes no demonstrations", hint="give them with --data"
         ) from None
     if any(isinstance(one, Mapping) for one in pairs):
-        raise TaskError(f"demonstrations of {config.task.kind} are conversations, not pairs")
+        raise TaskError(f"demonstrations of {task.kind} are conversations, not pairs")
     return [Row(prompt, answer) for prompt, answer in pairs]
 
 

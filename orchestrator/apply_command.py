@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import LOGGED, Config, in_flight_batches
+from dora_pipe.config.changes import LOGGED
+from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.config.objectives import refused_kind, settled
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import fail_batch, go_on_after_failures

@@ -18,6 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.logged import logged_config
+from dora_pipe.config.model import Config
+from dora_pipe.config.several import served
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
@@ -104,6 +106,8 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
         return f"its configuration cannot be read: {error}"
     if record.dataset_rows < 1:
         return "the data set has no rows"
+    if why := _data_error(record, config):
+        return why
     state.facts = Facts(
         run=record.run,
         seed=record.seed,
@@ -112,9 +116,20 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
         eval_digest=record.eval_digest,
         eval_rows=record.eval_rows,
         assets_digest=record.assets_digest,
+        datasets=record.datasets,
     )
     state.config, state.planner = config, record.planner
     state.policies[0] = record.policy.digest
+    return ""
+
+
+def _data_error(record: RunStarted, config: Config) -> str:
+    """Why tasks and evaluations with a name cannot be dispatched."""
+    for pool in served(config):
+        for source in pool.sources:
+            data = record.data(source)
+            if data is None or (source.startswith("train") and data.rows < 1):
+                return f"no rows of {source} are said"
     return ""
 
 

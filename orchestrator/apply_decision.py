@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.config.model import Evaluation
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator import hosting
 from dora_pipe.orchestrator.hosting import may_be_interrupted
@@ -35,9 +36,12 @@ from dora_pipe.schemas.batch import lines_digest
 from dora_pipe.schemas.identity import (
     group_id,
     group_seed,
+    next_task,
     partition_of,
     prompt_index,
+    source_of,
     trajectory_id,
+    whole_shares,
 )
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -81,13 +85,24 @@ def dispatch(state: State, spec: GroupSpec) -> None:
     if spec.purpose == "train":
         state.ordinal += 1
         state.counters.dispatched += 1
+        if spec.task:
+            state.drawn[spec.task] = state.drawn.get(spec.task, 0) + 1
     else:
-        state.eval_ordinal += 1
-        state.eval_row += 1
-        state.counters.evaluations += 1
-        if state.eval_row == evaluation_rows(state):
-            state.evaluated, state.eval_row = state.version, 0
+        _dispatch_row(state, spec)
     admit(state, spec)
+
+
+def _dispatch_row(state: State, spec: GroupSpec) -> None:
+    due = next_evaluation(state)
+    state.eval_ordinal += 1
+    state.eval_row += 1
+    state.counters.evaluations += 1
+    if due is None or state.eval_row == evaluation_rows(state, due):
+        state.eval_row = 0
+        if spec.evaluation:
+            state.evaluations[spec.evaluation] = state.version
+        else:
+            state.evaluated = state.version
 
 
 def _place(state: State, decision: Place) -> None:
@@ -312,10 +327,14 @@ def pinned(state: State) -> tuple[int, ...]:
 
 
 def train_spec(state: State) -> GroupSpec:
-    """The next training group: newest version, next prompt in the order of the run's seed."""
+    """The next training group: newest version, next prompt of its task in the order of the run's
+    seed."""
     assert state.facts is not None and state.config is not None
-    ordinal, facts = state.ordinal, state.facts
-    data_epoch, index = prompt_index(facts.seed, ordinal, facts.dataset_rows)
+    ordinal, facts, task = state.ordinal, state.facts, _next_task(state)
+    place = state.drawn.get(task, 0) if task else ordinal
+    data = facts.datasets.get(source_of("train", task))
+    digest, rows = (data.digest, data.rows) if data else (facts.dataset_digest, facts.dataset_rows)
+    data_epoch, index = prompt_index(facts.seed, place, rows)
     return GroupSpec(
         group=group_id("train", ordinal),
         ordinal=ordinal,
@@ -324,18 +343,31 @@ def train_spec(state: State) -> GroupSpec:
         digest=state.policies[state.version],
         deadline=state.standing().deadline,
         partition=partition_of(ordinal, state.config.bus.partitions),
-        dataset_digest=facts.dataset_digest,
+        dataset_digest=digest,
         index=index,
         data_epoch=data_epoch,
         seed=group_seed(facts.seed, "train", ordinal),
         size=state.config.groups.size,
+        task=task,
     )
 
 
+def _next_task(state: State) -> str:
+    """Name of the task that the next training group is of."""
+    assert state.config is not None
+    tasks = state.config.tasks
+    if len(tasks) == 1:
+        return tasks[0].name
+    shares = whole_shares(tuple([one.ratio for one in tasks]))
+    return tasks[next_task(shares, [state.drawn.get(one.name, 0) for one in tasks])].name
+
+
 def eval_spec(state: State) -> GroupSpec:
-    """The next row of the evaluation of the newest version; seeds depend on the row alone."""
+    """The next row of an evaluation of the newest version; seeds depend on the row alone."""
     assert state.facts is not None and state.config is not None
-    ordinal, row = state.eval_ordinal, state.eval_row
+    ordinal, row, due = state.eval_ordinal, state.eval_row, next_evaluation(state)
+    assert due is not None
+    data = state.facts.datasets.get(source_of("eval", due.name))
     return GroupSpec(
         group=group_id("eval", ordinal),
         ordinal=ordinal,
@@ -344,25 +376,37 @@ def eval_spec(state: State) -> GroupSpec:
         digest=state.policies[state.version],
         deadline=EVALUATION_DEADLINE,
         partition=partition_of(ordinal, state.config.bus.partitions),
-        dataset_digest=state.facts.eval_digest,
+        dataset_digest=data.digest if data else state.facts.eval_digest,
         index=row,
         data_epoch=0,
         seed=group_seed(state.facts.seed, "eval", row),
-        size=state.config.evaluation.siblings,
+        size=due.siblings,
+        task=state.config.task_of(due).name,
+        evaluation=due.name,
     )
 
 
-def evaluation_rows(state: State) -> int:
+def evaluation_rows(state: State, evaluation: Evaluation) -> int:
     """Groups of one evaluation."""
-    assert state.facts is not None and state.config is not None
-    return min(state.config.evaluation.prompts, state.facts.eval_rows)
+    assert state.facts is not None
+    data = state.facts.datasets.get(source_of("eval", evaluation.name))
+    return min(evaluation.prompts, data.rows if data else state.facts.eval_rows)
 
 
 def evaluation_due(state: State) -> bool:
     """Whether the newest version is to be evaluated and has not been dispatched for it in full."""
+    return next_evaluation(state) is not None
+
+
+def next_evaluation(state: State) -> Evaluation | None:
+    """The first that is due of the newest version and not dispatched in full."""
     assert state.config is not None
-    if state.version <= state.evaluated or state.stop_now or not evaluation_rows(state):
-        return False
-    every = state.config.evaluation.every
-    periodic = every > 0 and state.version % every == 0
-    return periodic or state.version in (0, state.steps)
+    if state.stop_now:
+        return None
+    ends = state.version in (0, state.steps)
+    for one in state.config.evaluations:
+        done = state.evaluations.get(one.name, -1) if one.name else state.evaluated
+        due = ends or (one.every > 0 and state.version % one.every == 0)
+        if due and state.version > done and evaluation_rows(state, one):
+            return one
+    return None

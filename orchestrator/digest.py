@@ -73,6 +73,9 @@ LEFT_OUT: Final = frozenset(
 )
 """The fields of State that are not in the rest."""
 
+YOUNGER: Final = ("drawn", "evaluations")
+"""Left out while they are empty: the digests of runs without them are what they were."""
+
 PAIRS: Final = ("policies", "pins", "deadlines")
 """Maps keyed by a number are written as sorted pairs: canonical JSON has no such maps."""
 
@@ -87,6 +90,9 @@ def rest_of(state: State) -> dict[str, Any]:
     names = (one for one in state.__dataclass_fields__ if one not in LEFT_OUT)
     rest: dict[str, Any] = {name: getattr(state, name) for name in names}
     rest["config"] = state.config and logged_keys(state.config)
+    for name in YOUNGER:
+        if not rest[name]:
+            del rest[name]
     for name in PAIRS:
         rest[name] = sorted(rest[name].items())
     counters = rest.pop("counters")

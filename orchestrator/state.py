@@ -29,7 +29,7 @@ from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.schemas.control import Resume, TakenGroup, TakenTrajectory
+from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
 
@@ -42,7 +42,7 @@ U is exactly the training groups that are generating or finished.
 Drain = Literal["no", "asked", "told"]
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What `run started` says once for the whole run, beside the configuration."""
 
     run: str
@@ -52,6 +52,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     eval_digest: str
     eval_rows: int
     assets_digest: str
+    datasets: dict[str, DataSet] = {}
+    """Of the sources with a name."""
 
 
 class Request(msgspec.Struct, kw_only=True, gc=False):
@@ -289,10 +291,15 @@ class State:
 
     ordinal: int = 0
     """Of the next training group: the prompt cursor."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    """Training groups per task, where tasks have names: the prompt cursor of each."""
     eval_ordinal: int = 0
     """Of the next evaluation group."""
     evaluated: int = -1
-    """The newest version whose evaluation is dispatched in full."""
+    """The newest version whose evaluation is dispatched in full; of an evaluation without a name.
+    """
+    evaluations: dict[str, int] = field(default_factory=dict)
+    """The same of those that have names."""
     eval_row: int = 0
     """Rows of the evaluation data dispatched for version t, while that is not finished."""
 

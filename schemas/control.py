@@ -49,6 +49,15 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+class DataSet(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows that groups are made of."""
+
+    digest: str
+    """sha256 over the rows as canonical JSON, a line each (hex)."""
+    rows: int
+    """How many."""
+
+
 class RunStarted(Control, frozen=True, kw_only=True):
     """The first record of a run: everything that stays the same while it lasts."""
 
@@ -69,6 +78,17 @@ class RunStarted(Control, frozen=True, kw_only=True):
     planner: str
     package: str
     lineage: Lineage | None = None
+    datasets: dict[str, DataSet] = {}
+    """Of every task and evaluation that has a name, as `GroupSpec.source` says it; then the four
+    fields above are those of the first task and of the first evaluation."""
+
+    def data(self, source: str) -> DataSet | None:
+        """The rows of a source; None where there is no such one."""
+        plain = {
+            "train": DataSet(digest=self.dataset_digest, rows=self.dataset_rows),
+            "eval": DataSet(digest=self.eval_digest, rows=self.eval_rows),
+        }
+        return self.datasets.get(source) or plain.get(source)
 
     def check_config(self) -> None:
         """What every role asks before it obeys it. Raises InvariantBroken."""

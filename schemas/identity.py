@@ -9,7 +9,10 @@ that is generated again is the same trajectory.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
@@ -83,6 +86,36 @@ def trajectory_seed(seed: int, sibling: int) -> int:
     """The seed of one sibling, from its group's seed."""
     text = f"trajectory\x1f{seed}\x1f{sibling}"  # `derive_seed`, for once per trajectory.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def source_of(purpose: Purpose, name: str) -> str:
+    """Where a group comes from: ``source_of("eval", "hard") == "eval/hard"``; the purpose alone
+    where tasks or evaluations have no names."""
+    return f"{purpose}/{name}" if name else purpose
+
+
+@lru_cache(maxsize=16)
+def whole_shares(ratios: tuple[float, ...]) -> tuple[int, ...]:
+    """The same ratios as whole numbers, exactly as they are written in decimals.
+
+    ``whole_shares((0.5, 1.25)) == (2, 5)``.
+    """
+    exact = [Fraction(repr(ratio)) for ratio in ratios]
+    scale = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * scale) for one in exact]
+    return tuple(one // math.gcd(*whole) for one in whole)
+
+
+def next_task(shares: Sequence[int], given: Sequence[int]) -> int:
+    """Which task the next group is of, `given` so many groups of each.
+
+    Of those that have had less than their share by then, the one whose next group is due first, as
+    in Balinski and Young's quota method: after any n groups each has more than n * share - 1 and
+    fewer than n * share + 1. ``next_task((3, 1), (1, 0)) == 0``.
+    """
+    total, number = sum(shares), sum(given) + 1
+    waiting = [one for one, share in enumerate(shares) if given[one] * total < number * share]
+    return min(waiting, key=lambda one: (Fraction(given[one] + 1, shares[one]), one))
 
 
 @lru_cache(maxsize=_PROMPTS_KEPT)

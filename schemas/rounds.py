@@ -13,7 +13,7 @@ import msgspec
 
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.schemas.control import Resume, TakenGroup
-from dora_pipe.schemas.identity import Purpose, trajectory_id
+from dora_pipe.schemas.identity import Purpose, source_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
 
@@ -60,7 +60,7 @@ class PlanPeriod(Observation, frozen=True, kw_only=True):
 AnyObservation = LeaseExpired | Progressed | KvPressure | PlanPeriod
 
 
-class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a dispatch stamps on a group; it never changes afterwards."""
 
     group: str
@@ -79,6 +79,16 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     size: int
     """Siblings."""
+    task: str = ""
+    """Name of the task, where it has one."""
+    evaluation: str = ""
+    """Name of the evaluation that this is a row of, where it has one."""
+
+    @property
+    def source(self) -> str:
+        """Which data, sampling and task processes it needs: `train`, `eval`, or with the name of
+        the task or evaluation, as `train/NAME`."""
+        return source_of(self.purpose, self.evaluation if self.purpose == "eval" else self.task)
 
 
 class Decision(

@@ -17,7 +17,7 @@ import numpy as np
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.control import FinishReason
-from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id
+from dora_pipe.schemas.identity import Purpose, group_of, parse_trajectory_id, source_of
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -96,7 +96,16 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weights: tuple[Sampler, ...] = ()
     """Every version beside the trajectory's own that sampled tokens of it, in order; only in runs
     that may mix versions."""
+    task: str = ""
+    """As its group's dispatch has it."""
+    evaluation: str = ""
+    """As its group's dispatch has it."""
     extra: dict[str, Any] = {}
+
+    @property
+    def source(self) -> str:
+        """As `GroupSpec.source`."""
+        return source_of(self.purpose, self.evaluation if self.purpose == "eval" else self.task)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,14 @@ from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.control import RoleStarted, RunStarted, WorkerJoined, config_digest
+from dora_pipe.producers.worker.role import params_by_source, turns_by_source
+from dora_pipe.schemas.control import (
+    DataSet,
+    RoleStarted,
+    RunStarted,
+    WorkerJoined,
+    config_digest,
+)
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
 from dora_pipe.sim.parts import Parts, Site, WorkerParts, WorkerPlan
@@ -102,12 +108,25 @@ def run_started(
         dataset_rows=ROWS,
         eval_digest=EVAL_DATASET,
         eval_rows=EVAL_ROWS,
+        datasets={name: one for name, one in data_of(config).items() if "/" in name},
         seed=config.run.seed,
         policy=policy,
         assets_digest=assets_digest,
         planner=PLANNER,
         package="0",
     )
+
+
+def data_of(config: Config) -> dict[str, DataSet]:
+    """The rows of every source; no two with a name have as many, or the same."""
+    found: dict[str, DataSet] = {}
+    for source in turns_by_source(config):
+        train = source.startswith("train")
+        digest, rows = (DATASET, ROWS) if train else (EVAL_DATASET, EVAL_ROWS)
+        if "/" in source:
+            digest, rows = sha256_hex(source.encode()), rows + len(found) + 1
+        found[source] = DataSet(digest=digest, rows=rows)
+    return found
 
 
 def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
@@ -218,18 +237,15 @@ def _worker_setup(
         prefetch=plan.prefetch,
         context_tokens=plan.context_tokens,
         checkpoint_tokens=config.workers.checkpoint_tokens,
-        turns_max=config.task.turns_max,
+        turns_max=turns_by_source(config),
         interruptible=config.staleness.interruptible,
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),
         limits=_limits(config),
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
-        digests={"train": DATASET, "eval": EVAL_DATASET},
-        params={
-            "train": sampling_params(config.sampling, made.stop_ids),
-            "eval": sampling_params(config.evaluation.sampling, made.stop_ids),
-        },
+        digests={source: one.digest for source, one in data_of(config).items()},
+        params=params_by_source(config, made.stop_ids),
         versions_resident=made.engine.versions_resident,
     )
 

@@ -89,6 +89,10 @@ KEEP_EVERY: Final = (0, 1, 2, 3)
 """Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""
 
 
+SEVERAL_SHARE: Final = 0.25
+"""Of seeds whose runs have several tasks and evaluations."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """What a seed means."""
@@ -127,7 +131,7 @@ def draw(seed: int, *, steps: int = 10, resident: bool = False) -> Scenario:
     config = _config(chance, seed, steps, crowded=slow > 1)
     keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
     store = msgspec.structs.replace(config.store, keep_every=keep_every)
-    config = msgspec.structs.replace(config, store=store)
+    config = _several(seed, msgspec.structs.replace(config, store=store))
     names = sorted(FAULTS)
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
@@ -197,6 +201,35 @@ def _config(chance: Random, seed: int, steps: int, *, crowded: bool) -> Config:
         },
     }
     return msgspec.convert(plain, Config)
+
+
+def _several(seed: int, config: Config) -> Config:
+    """The same with several tasks and evaluations, in one of four seeds; drawn apart."""
+    chance = Random(f"dora-pipe sim several {seed}")
+    if chance.random() >= SEVERAL_SHARE:
+        return config
+    ratios = [chance.choice((0.3, 1.0, 2.0, 5.0)) for _ in range(chance.randint(2, 4))]
+    tasks = [
+        msgspec.structs.replace(config.task, name=f"t{place}", ratio=ratio)
+        for place, ratio in enumerate(ratios)
+    ]
+    evaluations = [
+        msgspec.structs.replace(
+            config.evaluation,
+            name=f"e{place}",
+            task=chance.choice(tasks).name,
+            every=chance.choice((0, 2, 3)),
+            siblings=chance.randint(1, 3),
+        )
+        for place in range(chance.randint(2, 3))
+    ]
+    return msgspec.structs.replace(
+        config,
+        task=tasks[0],
+        more_tasks=tuple(tasks[1:]),
+        evaluation=evaluations[0],
+        more_evaluations=tuple(evaluations[1:]),
+    )
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:

@@ -91,9 +91,11 @@ def check_question(
 
     `before` is the run's configuration file, `now` what is asked about.
     """
+    if len(now.evaluations) > 1:
+        raise UsageError("the model knows runs with one evaluation; this one has several")
     old, new = leaves(before), leaves(now)
     known = KEYS if _is_pool(now, scheduler) else CLUSTER_KEYS
-    odd = sorted(key for key in old if old[key] != new[key] and key not in known)
+    odd = sorted(key for key in old if old[key] != new.get(key) and key not in known)
     if odd:
         raise UsageError(
             f"{odd[0]}: the model does not know it, so its answer would be as if it were unchanged",

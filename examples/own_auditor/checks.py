@@ -167,8 +167,8 @@ def _said_by(row: Json) -> Json:
 def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
     """The value in itself, and against the dispatch."""
     findings, meta, mask = ledger.findings, row["meta"], row["loss_mask"]
-    for what in ("purpose", "dataset_digest", "index", "data_epoch"):
-        findings.same("records", who, what, spec[what], meta[what])
+    for what in ("purpose", "dataset_digest", "index", "data_epoch", "task", "evaluation"):
+        findings.same("records", who, what, spec.get(what, ""), meta.get(what, ""))
     findings.same("records", who, "group_size", spec["size"], meta["group_size"])
     seed = derive("trajectory", spec["seed"], meta["sibling"])
     findings.same("records", who, "seed", seed, meta["seed"])

@@ -7,8 +7,10 @@ record that changes the ledger has a method of its name, `_worker_joined` for `w
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from bound import Bound
 from digests import chain_of, config_digest, derive, prompt_of
@@ -78,6 +80,7 @@ class Ledger:
         self.fenced: set[int] = set()
         self.groups: dict[str, Group] = {}
         self.ordinals = {"train": 0, "eval": 0}
+        self.of_task: Counter[str] = Counter()
         self.running: dict[str, Request] = {}  # open requests that have a placement
         self.logged: dict[Place, Logged] = {}
         self.bound = Bound()
@@ -210,7 +213,8 @@ class Ledger:
             self.findings.add("C2", name, "is dispatched a second time")
             return
         for what, wanted in self._stamp(spec).items():
-            self.findings.same("decisions", name, what, wanted, spec[what])
+            found = spec.get(what, "" if what == "task" else None)
+            self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
         ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"])]
         self.groups[name] = Group(spec, {one: Request() for one in ids})
@@ -230,18 +234,45 @@ class Ledger:
             "version": version,
             "digest": self.versions[version]["digest"],
         }
+        more = started.get("datasets", {})
         if not train:
-            seed = derive("group", started["seed"], "eval", spec["index"])
-            siblings, data = config["evaluation"]["siblings"], started["eval_digest"]
-            return wanted | {"deadline": -1, "seed": seed, "size": siblings, "dataset_digest": data}
-        data_epoch, index = prompt_of(started["seed"], ordinal, started["dataset_rows"])
+            several = [config["evaluation"], *config.get("more_evaluations", ())]
+            of_name = {one.get("name", ""): one for one in several}
+            name = spec.get("evaluation", "")
+            its = of_name.get(name, {})
+            data = more.get(f"eval/{name}", {"digest": started["eval_digest"]})
+            return wanted | {
+                "deadline": -1,
+                "seed": derive("group", started["seed"], "eval", spec["index"]),
+                "size": its.get("siblings"),
+                "dataset_digest": data["digest"],
+                "task": its.get("task") or config["task"].get("name", ""),
+            }
+        task = self._task()
+        own = {"digest": started["dataset_digest"], "rows": started["dataset_rows"]}
+        data = more.get(f"train/{task}", own)
+        data_epoch, index = prompt_of(started["seed"], self.of_task[task], data["rows"])
+        self.of_task[task] += 1
         return wanted | {
             "data_epoch": data_epoch,
             "index": index,
             "seed": derive("group", started["seed"], "train", ordinal),
             "size": config["groups"]["size"],
-            "dataset_digest": started["dataset_digest"],
+            "dataset_digest": data["digest"],
+            "task": task,
         }
+
+    def _task(self) -> str:
+        """Whose turn it is: of the tasks below their share, the one that is due first."""
+        config = self.started["config"]
+        tasks = [config["task"], *config.get("more_tasks", ())]
+        ratios = [Fraction(str(one.get("ratio", 1))) for one in tasks]
+        number, due = sum(self.of_task.values()) + 1, []
+        for place, (one, ratio) in enumerate(zip(tasks, ratios, strict=True)):
+            had = self.of_task[one.get("name", "")]
+            if had < number * ratio / sum(ratios):
+                due.append(((had + 1) / ratio, place))
+        return str(tasks[min(due)[1]].get("name", ""))
 
     def _end(self, decision: Json) -> None:
         name = decision["group"]

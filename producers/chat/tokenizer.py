@@ -22,6 +22,7 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -60,6 +61,13 @@ class Tokenizer:
         self._prefix = _prefix_of(self.backend)
         self.stop_ids = _stop_ids(assets, self.backend)
         """Token ids that end a turn, sorted."""
+
+    def reading(self, special_tokens: SpecialTokens) -> Tokenizer:
+        """The same one under another rule for control tokens in texts."""
+        other = copy.copy(self)
+        other._parses = special_tokens == "parse"
+        other.__dict__.pop("_encoder", None)
+        return other
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a prompt, a begin-of-sequence token included where the model has one."""

@@ -28,6 +28,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.producers.tasks.port import Split, Turn
+from dora_pipe.schemas.control import DataSet
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -51,6 +52,8 @@ class PromptCall(Message, frozen=True, kw_only=True):
 
     split: Split
     index: int
+    source: str = ""
+    """`GroupSpec.source`, for who has several pools."""
 
 
 class EnvStep(Message, frozen=True, kw_only=True):
@@ -72,6 +75,8 @@ class RewardCall(Message, frozen=True, kw_only=True):
 
 class Forget(Message, frozen=True, kw_only=True):
     """Drop the request's call and episode without an event; unknown requests are ignored."""
+
+    source: str = ""
 
 
 class PromptReady(Message, frozen=True, kw_only=True):
@@ -170,6 +175,12 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where the source cannot be known."""
     single_turn: bool = True
     """No prompt has an environment."""
+
+    def data(self, source: str) -> DataSet:
+        """The rows of a source (`GroupSpec.source`) that this task serves."""
+        if source.startswith("train"):
+            return DataSet(digest=self.train_digest, rows=self.train_rows)
+        return DataSet(digest=self.eval_digest, rows=self.eval_rows)
 
 
 class StillOpening(PipeFrame, frozen=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +22,7 @@ from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.wire import canonical
+from dora_pipe.schemas.wire import canonical, sha256_hex
 
 BUILT_IN: Mapping[str, type[Task]] = {
     "arithmetic": Arithmetic,
@@ -146,21 +146,32 @@ def reward_digest(task: Task) -> str:
     return digest.hexdigest()
 
 
-def check_data(facts: TaskFacts, run: RunStarted) -> None:
-    """Whether a task has the run's data here. Raises TaskError, InvariantBroken where `run started`
-    says another number of rows than the data with its digest has."""
-    for what, mine, wanted, rows, said in (
-        ("data set", facts.train_digest, run.dataset_digest, facts.train_rows, run.dataset_rows),
-        ("evaluation data", facts.eval_digest, run.eval_digest, facts.eval_rows, run.eval_rows),
-    ):
-        if mine != wanted:
+def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
+    """Of all tasks of a run; that of the task where there is one."""
+    digests = list(dict.fromkeys(one.reward_digest for one in facts))
+    if len(digests) == 1 or "" in digests:
+        return "" if "" in digests else digests[0]
+    return sha256_hex("\n".join(digests).encode())
+
+
+def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
+    """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
+    where `run started` says another number of rows than the data with its digest has."""
+    for source in sources:
+        what = "data set" if source.startswith("train") else "evaluation data"
+        if "/" in source:
+            what = f"{what} of {source.partition('/')[2]}"
+        mine, wanted = facts.data(source), run.data(source)
+        if wanted is None or mine.digest != wanted.digest:
+            digest = "none" if wanted is None else wanted.digest
             raise TaskError(
-                f"the {what} here is another one ({mine[:12]}) than the run's ({wanted[:12]})",
+                f"the {what} here is another one ({mine.digest[:12]}) than the run's"
+                f" ({digest[:12]})",
                 hint="give every worker the files that the run started with",
             )
-        if rows != said:
+        if mine.rows != wanted.rows:
             raise InvariantBroken(
-                f"`run started` of {run.run} was changed: the {what} with its digest has {rows} "
-                f"rows, logged are {said}",
+                f"`run started` of {run.run} was changed: the {what} with its digest has "
+                f"{mine.rows} rows, logged are {wanted.rows}",
                 hint="`dora-pipe audit` says what else does not hold",
             )

@@ -63,6 +63,7 @@ class EnvStep(OfRequest, frozen=True, kw_only=True):
     """Hand a model turn to the request's episode."""
 
     token_ids: Sequence[int]
+    source: str = ""
 
 
 class EnvObserved(OfRequest, frozen=True, kw_only=True):
@@ -83,6 +84,7 @@ class RewardCall(OfRequest, frozen=True, kw_only=True):
     """Token ids of the last model turn."""
     turns: Sequence[Sequence[int]]
     """Token ids of every turn but the prompt, in order."""
+    source: str = ""
 
 
 # The engine

@@ -287,9 +287,9 @@ class WorkerMachine:
         if place.epoch != setup.epoch:
             why = f"{where} under role epoch {place.epoch}, which ended: this is {setup.epoch}"
             return "EarlierEpoch", why, True
-        if spec.dataset_digest != setup.digests[spec.purpose]:
-            mine = setup.digests[spec.purpose][:12]
-            why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine}"
+        mine = setup.digests.get(spec.source, "none")
+        if spec.dataset_digest != mine:
+            why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine[:12]}"
             return "OtherDataset", why, False
         mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
         has = self.loaded.has(spec.version, spec.digest)

@@ -6,7 +6,7 @@ Weights and KV caches are moved in threads; the rest in the loop's own, in bound
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -356,6 +356,35 @@ class TaskPort:
             )
         else:
             yield event
+
+
+class TaskPorts:
+    """The task ports of a worker, one per pool of task processes; who asks says by `source` which
+    one is meant."""
+
+    effects: tuple[type, ...] = TaskPort.effects
+
+    def __init__(self, ports: Mapping[str, TaskPort]) -> None:
+        self._of = ports
+        self._ports = list({id(port): port for port in ports.values()}.values())
+
+    def start(self, effect: PromptCall | EnvStep | RewardCall | Forget) -> None:
+        """Hand a call to the pool that serves its source."""
+        self._of[effect.source].start(effect)
+
+    def poll(self) -> list[Any]:
+        """What all of them have to say."""
+        return [event for port in self._ports for event in port.poll()]
+
+    @property
+    def busy(self) -> bool:
+        """Whether one of them is."""
+        return any(port.busy for port in self._ports)
+
+    def close(self) -> None:
+        """Stop all pools."""
+        for port in self._ports:
+            port.close()
 
 
 class HandoverPort(EffectRunner):

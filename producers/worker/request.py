@@ -24,7 +24,7 @@ from dora_pipe.schemas.control import (
     RequestReleased,
     Resume,
 )
-from dora_pipe.schemas.identity import Purpose, trajectory_seed
+from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.topics import Topics
@@ -100,8 +100,9 @@ class WorkerSetup:
     """What a worker incarnation is told once.
 
     Example: ``WorkerSetup(topics=Topics("demo"), worker="w0", epoch=7, slots=64, prefetch=16,
-    context_tokens=1024, checkpoint_tokens=128, turns_max=8, heartbeat_ns=500_000_000,
-    stop_timeout_ns=30_000_000_000, decisions_from=12, digests={...}, params={...})``.
+    context_tokens=1024, checkpoint_tokens=128, turns_max={...}, heartbeat_ns=500_000_000,
+    stop_timeout_ns=30_000_000_000, decisions_from=12, digests={...}, params={...})``. What differs
+    between tasks and evaluations is keyed by `GroupSpec.source`.
     """
 
     topics: Topics
@@ -112,16 +113,16 @@ class WorkerSetup:
     prefetch: int
     context_tokens: int
     checkpoint_tokens: int
-    turns_max: int
+    turns_max: Mapping[str, int]
     heartbeat_ns: int
     stop_timeout_ns: int
     """How long finished requests may still wait for rewards after a stop was asked."""
     decisions_from: int
     """Position in the decisions topic, taken before joining."""
-    digests: Mapping[Purpose, str]
-    """Digest of the data set of each purpose."""
-    params: Mapping[Purpose, SamplingParams]
-    """Sampling settings of each purpose, stop token ids included."""
+    digests: Mapping[str, str]
+    """Of the data sets."""
+    params: Mapping[str, SamplingParams]
+    """Sampling settings, stop token ids included."""
     interruptible: bool = False
     """Training requests go on under every version that is loaded; see
     `Requests.weights_replaced`."""
@@ -358,6 +359,7 @@ class RequestState:
     key: str
     place: PlacedRequest
     params: SamplingParams
+    turns_max: int
     seed: int
     placed_ns: int
     phase: Phase = Phase.PROMPTING
@@ -421,6 +423,11 @@ class RequestState:
             return "length"
         return None
 
+    @property
+    def source(self) -> str:
+        """Which task processes serve it: `GroupSpec.source`."""
+        return self.place.spec.source
+
     def start_over(self) -> None:
         """Forget all that was sampled."""
         self.sequence = _NO_TOKENS
@@ -443,7 +450,8 @@ def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState
         pin=pin_of(place, setup),
         hosted=Hosted(spec.version, spec.digest),
         weights={spec.version: spec.digest},
-        params=setup.params[spec.purpose],
+        params=setup.params[spec.source],
+        turns_max=setup.turns_max[spec.source],
         seed=seed_of(place),
         placed_ns=now.wall_ns,
         since_ns=now.mono_ns,
@@ -506,6 +514,8 @@ def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
             index=spec.index,
             data_epoch=spec.data_epoch,
             seed=request.seed,
+            task=spec.task,
+            evaluation=spec.evaluation,
             prompt_tokens=sequence.prompt_tokens,
             worker=setup.worker,
             epoch=setup.epoch,

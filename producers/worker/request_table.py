@@ -175,7 +175,7 @@ class RequestTable:
         self.leave_engine(request)
         self.drop_kv(request)
         if request.episode or request.phase in (Phase.PROMPTING, Phase.REWARDING):
-            self.ask(Forget(request=request.key))
+            self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
 
     def leave_engine(self, request: RequestState) -> None:

@@ -158,8 +158,8 @@ class Requests(RequestTable):
         self._ask_prompt(request)
 
     def _ask_prompt(self, request: RequestState) -> None:
-        spec = request.place.spec
-        self.ask(PromptCall(request=request.key, split=spec.purpose, index=spec.index))
+        key, spec = request.key, request.place.spec
+        self.ask(PromptCall(request=key, split=spec.purpose, index=spec.index, source=spec.source))
 
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> None:
         tokens, context_tokens = len(event.token_ids), self.setup.context_tokens
@@ -285,7 +285,8 @@ class Requests(RequestTable):
         elif request.episode and event.reason == "stop":
             self.enter(request, Phase.ENVIRONMENT)
             request.asked_ns = now.wall_ns
-            self.ask(EnvStep(request=request.key, token_ids=request.sequence.answer()))
+            answer = request.sequence.answer()
+            self.ask(EnvStep(request=request.key, token_ids=answer, source=request.source))
         else:
             self._ended(request, event.reason, now)
 
@@ -307,7 +308,7 @@ class Requests(RequestTable):
         spent = sequence.sampled_tokens >= request.params.max_tokens
         if event.done:
             self._ended(request, "environment", now)
-        elif full or spent or sequence.turns_taken >= setup.turns_max:
+        elif full or spent or sequence.turns_taken >= request.turns_max:
             self._ended(request, "length", now)
         else:
             self._wait(request)
@@ -344,6 +345,7 @@ class Requests(RequestTable):
                 index=spec.index,
                 answer=sequence.answer(),
                 turns=sequence.turns(),
+                source=spec.source,
             )
         )
 
@@ -352,7 +354,7 @@ class Requests(RequestTable):
         request.finish, request.finished_ns, request.error = "error", now.wall_ns, error
         request.reward_error = f"not scored: {error}"
         if request.episode:
-            self.ask(Forget(request=request.key))
+            self.ask(Forget(request=request.key, source=request.source))
         self._encode(request)
 
     def _rewarded(self, request: RequestState, event: Rewarded, now: Now) -> None:
@@ -515,7 +517,7 @@ class Requests(RequestTable):
         self.counts["released"] += 1
         self.leave_engine(request)
         if request.phase is Phase.PROMPTING:
-            self.ask(Forget(request=request.key))
+            self.ask(Forget(request=request.key, source=request.source))
         self.gone(request)
 
     # Leaving with the worker

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
 from dora_pipe.config import model
 from dora_pipe.config.logged import logged_config
+from dora_pipe.config.several import Served, served, with_tasks_of
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import (
     ConfigError,
@@ -45,13 +46,20 @@ from dora_pipe.producers.engines.registry import capabilities, check_capabilitie
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.registry import check_data
+from dora_pipe.producers.tasks.registry import check_data, reward_digest_of
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
 from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
-from dora_pipe.producers.worker.ports import CodecPort, EnginePort, HandoverPort, TaskPort
+from dora_pipe.producers.worker.ports import (
+    CodecPort,
+    EnginePort,
+    HandoverPort,
+    TaskPort,
+    TaskPorts,
+)
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
+from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
@@ -60,6 +68,9 @@ from dora_pipe.store.store import PolicyStore, assets_digest
 LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
+
+Pools = Sequence[tuple[Served, TaskPool]]
+"""The task processes of a worker, and what they serve."""
 
 REJOINS_MAX: Final = 8
 """Fences that a process survives; a worker that is fenced more often than that is not well."""
@@ -161,22 +172,28 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
     )
 
 
+def params_by_source(config: model.Config, stop_ids: tuple[int, ...]) -> dict[str, SamplingParams]:
+    """How each source (`GroupSpec.source`) is sampled."""
+    train = sampling_params(config.sampling, stop_ids)
+    return {source_of("train", one.name): train for one in config.tasks} | {
+        source_of("eval", one.name): sampling_params(one.sampling, stop_ids)
+        for one in config.evaluations
+    }
+
+
+def turns_by_source(config: model.Config) -> dict[str, int]:
+    """Turns of the model in one trajectory of each source, at most."""
+    return {source: one.task.turns_max for one in served(config) for source in one.sources}
+
+
 def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
     """The run's configuration with this machine's free keys."""
     config = logged_config(run.config)
     if local is None:
         return config
-    task = msgspec.structs.replace(
-        config.task,
-        directory=local.task.directory,
-        processes=local.task.processes,
-        reward_timeout_s=local.task.reward_timeout_s,
-        environment_timeout_s=local.task.environment_timeout_s,
-        tool_timeout_s=local.task.tool_timeout_s,
-        retries_max=local.task.retries_max,
-    )
+    config = with_tasks_of(config, local)
     return msgspec.structs.replace(
-        config, task=task, workers=local.workers, timing=local.timing, bus=local.bus
+        config, workers=local.workers, timing=local.timing, bus=local.bus
     )
 
 
@@ -184,9 +201,12 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
     """One role epoch from joining to its end: (epoch, outcome); (-1, "left") if it never joined."""
     with ExitStack() as stack:
         # The order: task processes import and read their data while the engine is made.
-        pool = stack.enter_context(TaskPool(here.config.task, clock=here.clock))
+        pools = [
+            (one, stack.enter_context(TaskPool(one.task, clock=here.clock)))
+            for one in served(here.config)
+        ]
         assets = _checked_assets(here)
-        tokenizer = Tokenizer(assets, special_tokens=here.config.task.special_tokens)
+        tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
         check_capabilities(engine, here.config)
@@ -194,8 +214,8 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
             policy = here.run.policy
             engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
             engine.drop(0)
-        facts = _checked_facts(here, pool)
-        if facts is None:
+        facts = _checked_facts(here, pools)
+        if not facts:
             return -1, "left"
         writer = stack.enter_context(closing(here.bus.writer()))
         decisions_from = here.bus.end(TopicPartition(here.topics.decisions, 0))
@@ -207,11 +227,20 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         epoch = _join(here, writer, joined)
         LOG.info("worker %s joined, role epoch %d", here.name, epoch)
         setup = _setup(here, engine, tokenizer, facts, epoch, decisions_from)
-        return epoch, _serve(here, setup, writer, engine, TaskPort(pool, tokenizer))
+        return epoch, _serve(here, setup, writer, engine, task_ports(pools, tokenizer))
+
+
+def task_ports(pools: Pools, tokenizer: Tokenizer) -> TaskPorts:
+    """The ports of the tasks, each with its own rule for control tokens in texts."""
+    ports: dict[str, TaskPort] = {}
+    for one, pool in pools:
+        port = TaskPort(pool, tokenizer.reading(one.task.special_tokens))
+        ports |= dict.fromkeys(one.sources, port)
+    return TaskPorts(ports)
 
 
 def _serve(
-    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, tasks: TaskPort
+    here: _Worker, setup: WorkerSetup, writer: Writer, engine: Engine, tasks: TaskPorts
 ) -> Outcome:
     machine = WorkerMachine(setup, cost=here.meter.cost, kv_used=lambda: engine.kv_used_tokens)
     runtime = Runtime(
@@ -245,15 +274,13 @@ def _setup(
     here: _Worker,
     engine: Engine,
     tokenizer: Tokenizer,
-    facts: TaskFacts,
+    facts: Mapping[str, TaskFacts],
     epoch: int,
     decisions_from: int,
 ) -> WorkerSetup:
-    config, stop_ids = here.config, tokenizer.stop_ids
+    config = here.config
     # Task calls that are killed by their own time limit are no alarm.
-    task = config.task
-    turn_s = task.environment_timeout_s + (task.tool_timeout_s or task.environment_timeout_s)
-    calls_s = TASK_CALLS * max(task.reward_timeout_s, turn_s)
+    calls_s = TASK_CALLS * max(_longest_call_s(one) for one in config.tasks)
     return WorkerSetup(
         topics=here.topics,
         worker=here.name,
@@ -262,16 +289,13 @@ def _setup(
         prefetch=config.workers.prefetch,
         context_tokens=engine.context_tokens,
         checkpoint_tokens=config.workers.checkpoint_tokens,
-        turns_max=config.task.turns_max,
+        turns_max=turns_by_source(config),
         heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(config.timing),
         stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
-        digests={"train": facts.train_digest, "eval": facts.eval_digest},
-        params={
-            "train": sampling_params(config.sampling, stop_ids),
-            "eval": sampling_params(config.evaluation.sampling, stop_ids),
-        },
+        digests={source: one.data(source).digest for source, one in facts.items()},
+        params=params_by_source(config, tokenizer.stop_ids),
         interruptible=config.staleness.interruptible,
         limits=Limits(
             short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
@@ -279,6 +303,11 @@ def _setup(
         transfers=here.transfers,
         versions_resident=engine.versions_resident,
     )
+
+
+def _longest_call_s(task: model.Task) -> float:
+    turn_s = task.environment_timeout_s + (task.tool_timeout_s or task.environment_timeout_s)
+    return max(task.reward_timeout_s, turn_s)
 
 
 # Before joining
@@ -310,20 +339,25 @@ def _checked_assets(here: _Worker) -> Path:
     return path
 
 
-def _checked_facts(here: _Worker, pool: TaskPool) -> TaskFacts | None:
-    """What the task brings here; None when asked to stop. Raises TaskError for other data."""
-    while pool.facts is None:
-        if here.stop():
-            return None
-        pool.poll(POLL_S)
-    check_data(pool.facts, here.run)
-    return pool.facts
+def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
+    """What the task of each source brings here; nothing when asked to stop. Raises TaskError for
+    other data."""
+    found: dict[str, TaskFacts] = {}
+    for one, pool in pools:
+        while pool.facts is None:
+            if here.stop():
+                return {}
+            pool.poll(POLL_S)
+        check_data(pool.facts, here.run, one.sources)
+        found |= dict.fromkeys(one.sources, pool.facts)
+    return found
 
 
 # Joining
 
 
-def _joined(here: _Worker, engine: Engine, facts: TaskFacts) -> WorkerJoined:
+def _joined(here: _Worker, engine: Engine, facts: Mapping[str, TaskFacts]) -> WorkerJoined:
+    single_turn = all(one.single_turn for one in facts.values())
     return WorkerJoined(
         at_ns=here.clock.wall_ns(),
         worker=here.name,
@@ -337,9 +371,9 @@ def _joined(here: _Worker, engine: Engine, facts: TaskFacts) -> WorkerJoined:
         engine_version=engine.version,
         dtype=engine.dtype,
         device=engine.device,
-        declares=capabilities(engine, single_turn=facts.single_turn),
+        declares=capabilities(engine, single_turn=single_turn),
         assets_digest=here.run.assets_digest,
-        reward_digest=facts.reward_digest,
+        reward_digest=reward_digest_of(facts.values()),
         package=__version__,
         versions_resident=engine.versions_resident,
     )

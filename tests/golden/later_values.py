@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
 from dora_pipe.schemas import control, metrics, rounds
-from tests.golden.values import AT_NS, COST, DIGEST, GROUP, SHA256
+from tests.golden.arrow_values import PLAIN_TRAJECTORY
+from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA256
 
 ROUND_HALT = rounds.Round(
     ordinal=3,
@@ -58,3 +63,35 @@ STATUS_SINCE = metrics.WorkerStatus(
     ended=(f"{GROUP}-001",),
 )
 """A status that says of the progress what has changed."""
+
+STARTED_SEVERAL = msgspec.structs.replace(
+    next(one for one in CONTROL if isinstance(one, control.RunStarted)),
+    datasets={
+        "train/add": control.DataSet(digest=DIGEST, rows=1000),
+        "train/calc": control.DataSet(digest=SHA256, rows=7),
+        "eval/hard": control.DataSet(digest=SHA256, rows=64),
+    },
+)
+"""Two tasks and an evaluation with a name."""
+
+ROUND_NAMED = rounds.Round(
+    ordinal=4,
+    role_epoch=0,
+    now_ns=4,
+    control_next=2,
+    decisions=tuple(
+        msgspec.structs.replace(
+            one,
+            spec=msgspec.structs.replace(one.spec, purpose="eval", task="add", evaluation="hard"),
+        )
+        for one in ROUND.decisions
+        if isinstance(one, rounds.Dispatch | rounds.Place)
+    ),
+)
+"""A row of an evaluation with a name, of a task that has one too."""
+
+NAMED_TRAJECTORY = replace(
+    PLAIN_TRAJECTORY,
+    meta=msgspec.structs.replace(PLAIN_TRAJECTORY.meta, task="add", evaluation="hard"),
+)
+"""Of an evaluation with a name."""

@@ -18,7 +18,6 @@ from dora_pipe.audit.report import AuditReport
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.producers.engines.port import Engine, SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from tests.support.cluster import (
@@ -97,7 +96,7 @@ def bound(ledger: Ledger) -> list[str]:
 
 def again(cluster: Cluster, names: Sequence[str], engine: Engine) -> list[Regenerated]:
     config, stop_ids = cluster.config, cluster.parts.stop_ids(cluster.assets)
-    params: dict[Purpose, SamplingParams] = {
+    params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, stop_ids),
         "eval": sampling_params(config.evaluation.sampling, stop_ids),
     }

@@ -16,7 +16,6 @@ from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.rounds import Assign, Move
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.support.cluster import Cluster, TorchParts, make_config
@@ -106,7 +105,7 @@ def test_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
 
 def test_trajectories_come_out_bit_for_bit(cluster: Cluster) -> None:
     stop_ids = cluster.parts.stop_ids(cluster.assets)
-    params: dict[Purpose, SamplingParams] = {
+    params: dict[str, SamplingParams] = {
         "train": sampling_params(cluster.config.sampling, stop_ids),
         "eval": sampling_params(cluster.config.evaluation.sampling, stop_ids),
     }

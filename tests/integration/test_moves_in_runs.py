@@ -21,7 +21,6 @@ from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.control import Command, RequestReleased, decode_control
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import encode
@@ -148,7 +147,7 @@ def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
 def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> None:
     names = [one.trajectory for one in moved.trajectories() if one.meta.moves]
     cluster, config = moved.cluster, moved.cluster.config
-    params: dict[Purpose, SamplingParams] = {
+    params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, (END_TOKEN,)),
         "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),
     }

@@ -50,7 +50,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Calls the command line: exit code, stdout, stderr. Task and tokenizer are in process."""
     monkeypatch.setattr(replay_command, "TaskPool", _Pool)
     monkeypatch.setattr(replay_command, "Tokenizer", _Words)
-    monkeypatch.setattr(replay_command, "check_data", lambda facts, run: None)
+    monkeypatch.setattr(replay_command, "check_data", lambda facts, run, sources: None)
     return caller(monkeypatch, capsys)
 
 
@@ -76,9 +76,12 @@ class _Words(Numbers):
     stop_ids = (0,)
     made: ClassVar[list[str]] = []
 
-    def __init__(self, assets: Path, *, special_tokens: str) -> None:
+    def __init__(self, assets: Path) -> None:
         assert assets.is_dir()
+
+    def reading(self, special_tokens: str) -> _Words:
         self.made.append(special_tokens)
+        return self
 
 
 def _logged(log: Tamper) -> list[Trajectory]:
@@ -143,10 +146,10 @@ def test_data_say_how_many_rows_their_digest_has(recorded: RecordedRun, field: s
         eval_rows=started.eval_rows,
         reward_digest="",
     )
-    check_data(facts, started)
+    check_data(facts, started, ("train", "eval"))
     forged = msgspec.structs.replace(started, **{field: getattr(started, field) + 1})
     with pytest.raises(InvariantBroken, match="with its digest has") as caught:
-        check_data(facts, forged)
+        check_data(facts, forged, ("train", "eval"))
     assert f"logged are {getattr(forged, field)}" in caught.value.message
 
 

@@ -15,7 +15,6 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import ReplayDiverged
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.identity import Purpose
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_llama_gqa, make_qwen2
 from tests.support.recorded_run import progress_is_known
@@ -90,7 +89,7 @@ def test_twenty_random_trajectories_come_out_bit_for_bit(cluster: Cluster) -> No
     ledger = build_ledger(cluster.bus, cluster.topics)
     stop_ids = cluster.parts.stop_ids(cluster.assets)
     config = cluster.config
-    params: dict[Purpose, SamplingParams] = {
+    params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, stop_ids),
         "eval": sampling_params(config.evaluation.sampling, stop_ids),
     }

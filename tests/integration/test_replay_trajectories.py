@@ -28,7 +28,6 @@ from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import EnvStep, TaskEvent
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.identity import Purpose
 from tests.support import damage
 from tests.support.batches import make_trajectory
 from tests.support.cluster import Cluster, make_config
@@ -56,7 +55,7 @@ def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: Re
             engines_of(bus, recorded.topics, tables, [name])
 
 
-def _params(config: Config) -> dict[Purpose, SamplingParams]:
+def _params(config: Config) -> dict[str, SamplingParams]:
     return {
         "train": sampling_params(config.sampling, (END_TOKEN,)),
         "eval": sampling_params(config.evaluation.sampling, (END_TOKEN,)),

@@ -50,7 +50,9 @@ def test_reward_sees_every_turn_and_the_last_answer() -> None:
 
 def test_max_tokens_counts_over_allepisode_tasks() -> None:
     world = World(lengths=lambda seed, turn: 6)
-    worker = world.start(tasks=episode_tasks(last=9), max_tokens=15, turns_max=9)
+    worker = world.start(
+        tasks=episode_tasks(last=9), max_tokens=15, turns_max={"train": 9, "eval": 9}
+    )
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (logged,) = world.facts(TrajectoryLogged)
@@ -59,7 +61,7 @@ def test_max_tokens_counts_over_allepisode_tasks() -> None:
 
 def test_turns_max_ends_by_length() -> None:
     world = World(lengths=lambda seed, turn: 3)
-    worker = world.start(tasks=episode_tasks(last=99), turns_max=2)
+    worker = world.start(tasks=episode_tasks(last=99), turns_max={"train": 2, "eval": 2})
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (trajectory,) = world.trajectories().values()

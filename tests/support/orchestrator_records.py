@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dora_pipe.config.model import Config
+from dora_pipe.config.model import Config, Evaluation, Task
+from dora_pipe.config.several import served
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     BatchRefused,
     Command,
+    DataSet,
     ExclusiveRole,
     Offender,
     RequestFailed,
@@ -53,6 +56,21 @@ def make_config(**changes: Any) -> Config:
     return msgspec.convert(plain, Config)
 
 
+def with_several(
+    config: Config, tasks: dict[str, float], evaluations: Sequence[Evaluation] = ()
+) -> Config:
+    """The same with tasks of these names and ratios, and with these evaluations."""
+    of = [Task(kind="arithmetic", name=name, ratio=ratio) for name, ratio in tasks.items()]
+    first, *more = evaluations or (config.evaluation,)
+    return msgspec.structs.replace(
+        config,
+        task=of[0],
+        more_tasks=tuple(of[1:]),
+        evaluation=first,
+        more_evaluations=tuple(more) or msgspec.UNSET,
+    )
+
+
 def weights(version: int) -> str:
     """The weights digest of a version in every test."""
     return sha256_hex(f"weights {version}".encode())
@@ -81,7 +99,18 @@ def run_started(config: Config, *, rows: int = 10, eval_rows: int = 4) -> RunSta
         assets_digest=ASSETS,
         planner=PLANNER,
         package="0",
+        datasets={
+            source: DataSet(digest=data_of(source), rows=rows)
+            for one in served(config)
+            for source in one.sources
+            if "/" in source
+        },
     )
+
+
+def data_of(source: str) -> str:
+    """Digest of the rows of a task or evaluation with a name."""
+    return sha256_hex(source.encode())
 
 
 def role_started(role: ExclusiveRole, role_epoch: int) -> RoleStarted:

@@ -48,6 +48,7 @@ PARTS = (
     ("TakenTrajectory", "control"),
     ("Offender", "control"),
     ("Lineage", "control"),
+    ("DataSet", "control"),
     ("Manifest", "policy"),
     ("Tensor", "policy"),
     ("Blob", "policy"),

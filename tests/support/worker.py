@@ -109,7 +109,7 @@ def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup
         "prefetch": 2,
         "context_tokens": 512,
         "checkpoint_tokens": 16,
-        "turns_max": 4,
+        "turns_max": {"train": 4, "eval": 4},
         "heartbeat_ns": HEARTBEAT_NS,
         "stop_timeout_ns": 30_000_000_000,
         "decisions_from": decisions_from,

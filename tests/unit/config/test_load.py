@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.load import (
     PATH_KEYS,
     changed_keys,
@@ -16,7 +17,7 @@ from dora_pipe.config.load import (
     leaves,
     load_config,
 )
-from dora_pipe.config.model import FROZEN, LOGGED, Config, in_flight_batches
+from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import RULE
 

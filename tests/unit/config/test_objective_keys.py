@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_pipe.config.changes import FROZEN, LOGGED
 from dora_pipe.config.load import changed_keys, dump_toml, from_plain, leaves, load_config
 from dora_pipe.config.logged import settings_in_force
-from dora_pipe.config.model import FROZEN, LOGGED, Config, Objective
+from dora_pipe.config.model import Config, Objective
 from dora_pipe.config.objectives import BUILT_IN, CONDITIONAL, FOR_GOOD, settled, uses
 from dora_pipe.consumers.learners.settings import step_settings
 from dora_pipe.core.errors import ConfigError

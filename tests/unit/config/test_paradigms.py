@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.config.describe import dump_toml, kind_of
+from dora_pipe.config.changes import kind_of
+from dora_pipe.config.describe import dump_toml
 from dora_pipe.config.load import changed_keys, load_config
 from dora_pipe.config.model import Config, Staleness, in_flight_batches
 from dora_pipe.config.paradigms import PARADIGMS, paradigm, paradigm_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.logged import settings_in_force
-from dora_pipe.config.model import LOGGED
 from dora_pipe.config.objectives import BUILT_IN
 from dora_pipe.schemas.rounds import Dispatch, Drain, End, StopRun
 from tests.support import orchestrator_records as records

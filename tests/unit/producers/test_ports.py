@@ -35,7 +35,7 @@ from dora_pipe.producers.worker.effects import (
     PromptReady,
     RewardCall,
 )
-from dora_pipe.producers.worker.ports import STEP_NS, EnginePort, TaskPort
+from dora_pipe.producers.worker.ports import STEP_NS, EnginePort, TaskPort, TaskPorts
 from dora_pipe.sim.parts import Numbers
 from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import VirtualClock
@@ -239,3 +239,20 @@ def test_forgetting_reaches_the_pool_and_closing_closes_it() -> None:
     tasks.events.append(calls.EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
     assert port.busy
     port.close()
+
+
+def test_calls_go_to_the_pool_of_their_source_and_pools_may_serve_several() -> None:
+    first, second = InlineTasks(episodes=True), InlineTasks(held={PromptCall})
+    shared = TaskPort(second, Numbers())
+    ports = {"train/a": TaskPort(first, Numbers()), "train/b": shared, "eval/b": shared}
+    router = TaskPorts(ports)
+    router.start(PromptCall(request="a", split="train", index=3, source="train/a"))
+    router.start(PromptCall(request="b", split="train", index=3, source="train/b"))
+    router.start(PromptCall(request="c", split="eval", index=1, source="eval/b"))
+    assert [event.request for event in router.poll()] == ["a"]
+    router.start(EnvStep(request="a", token_ids=[8], source="train/a"))
+    router.start(Forget(request="c", source="eval/b"))
+    assert (len(first.seen), second.forgotten) == (2, ["c"])
+    second.events.append(calls.EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
+    assert (router.busy, [event.request for event in router.poll()]) == (True, ["a", "b"])
+    router.close()

@@ -191,7 +191,7 @@ def test_running_episode_to_environment_hands_it_the_turn() -> None:
     requests = running(episode=True)
     requests.out = Outputs()
     give(requests, "tokens", "stopped")
-    assert requests.out.effects == [EnvStep(request=KEY, token_ids=[7] * 20)]
+    assert requests.out.effects == [EnvStep(request=KEY, token_ids=[7] * 20, source="train")]
 
 
 def test_prompting_to_resuming_asks_for_the_chain() -> None:

@@ -36,6 +36,8 @@ JSON: list[tuple[str, Callable[[bytes], Any], Any]] = [
     ("decisions/round-drops", rounds.decode_round, values.ROUND_DROPS),
     ("decisions/round-halt", rounds.decode_round, later_values.ROUND_HALT),
     ("control/trajectories-logged-invalid", control.decode_control, later_values.LOGGED_INVALID),
+    ("control/run-started-several", control.decode_control, later_values.STARTED_SEVERAL),
+    ("decisions/round-named", rounds.decode_round, later_values.ROUND_NAMED),
 ]
 
 
@@ -54,6 +56,7 @@ def test_json_record_has_its_golden_value_and_bytes(
         ("several-turns", arrow_values.TRAJECTORY),
         ("plain", arrow_values.PLAIN_TRAJECTORY),
         ("mixed", arrow_values.MIXED_TRAJECTORY),
+        ("named", later_values.NAMED_TRAJECTORY),
     ],
 )
 def test_trajectory_has_its_golden_value(name: str, expected: Any) -> None:
@@ -113,6 +116,8 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         later_values.ROUND_HALT,
         later_values.LOGGED_INVALID,
         later_values.STATUS_SINCE,
+        later_values.STARTED_SEVERAL,
+        later_values.ROUND_NAMED,
     )
     for record in (*values.CONTROL, *values.METRICS, values.ROUND, *later):
         _note_fields(record, msgspec.json.decode(encode(record)), seen)
@@ -120,6 +125,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         arrow_values.TRAJECTORY,
         arrow_values.PLAIN_TRAJECTORY,
         arrow_values.MIXED_TRAJECTORY,
+        later_values.NAMED_TRAJECTORY,
     )
     for meta in (one.meta for one in trajectories):
         _note_fields(meta, msgspec.json.decode(encode(meta)), seen)

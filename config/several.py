@@ -1,0 +1,137 @@
+"""Sections that a file may have several times, `[[task]]` and `[[evaluation]]`: decides which of
+them a key, an override or a group means, and which processes of a worker serve it.
+
+In a `Config` and in what is stored of it the first is `task` and the others are `more_tasks`; so a
+run with one has the plain values it always had. In a file, and in an override, there is only
+`[[task]]`, and `task.NAME.key` is a key of the one with that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dora_pipe.config.changes import FROZEN
+from dora_pipe.config.model import Config, Evaluation, Section, Task
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.schemas.identity import source_of
+
+Table = dict[str, Any]
+
+SEVERAL: Final[Mapping[str, tuple[str, type[Section]]]] = {
+    "task": ("more_tasks", Task),
+    "evaluation": ("more_evaluations", Evaluation),
+}
+"""Where the second and later ones stand, and what they are."""
+
+
+def take_apart(table: Table) -> None:
+    """Lists of a file become the first and the others. Raises ConfigError."""
+    refuse_stored_form(table)
+    for section, (more, _) in SEVERAL.items():
+        found = table.get(section)
+        if isinstance(found, list):
+            if not found or not all(isinstance(one, dict) for one in found):
+                raise ConfigError(f"{section}: is a section, not a key")
+            table[section] = found[0]
+            if found[1:]:
+                table[more] = found[1:]
+
+
+def refuse_stored_form(table: Mapping[str, Any]) -> None:
+    """In files and overrides there is one way to write several. Raises ConfigError."""
+    for section, (more, _) in SEVERAL.items():
+        if more in table:
+            raise ConfigError(f"unknown key `{more}`", hint=f"write `[[{section}]]` several times")
+
+
+def tables_of(table: Mapping[str, Any], section: str) -> list[Table]:
+    """All of a section in plain values: one or none, unless it may be there several times."""
+    found = [table.get(section)]
+    if section in SEVERAL:
+        more = table.get(SEVERAL[section][0])
+        found += more if isinstance(more, list | tuple) else ()
+    return [one for one in found if isinstance(one, dict)]
+
+
+def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
+    """An override as what is laid over which table: `task.NAME.key` over the section of that name.
+
+    Where there are several, a name goes before a key. Raises ConfigError for a key of none of them.
+    """
+    rest = dict(override)
+    for section, (_, kind) in SEVERAL.items():
+        there, given = tables_of(table, section), override.get(section)
+        if not isinstance(given, dict):
+            continue
+        by_name = {one["name"]: one for one in there if isinstance(one.get("name"), str)}
+        if len(there) == 1:
+            by_name = {name: by_name[name] for name in by_name.keys() - kind.__struct_fields__}
+        for name in by_name.keys() & given.keys():
+            yield {section: by_name[name]}, {section: given[name]}
+        rest[section] = {key: value for key, value in given.items() if key not in by_name}
+        if rest[section] and len(there) > 1:
+            key = next(iter(rest[section]))
+            raise ConfigError(
+                f"{section}.{key}: which of {', '.join(by_name)}?", hint=f"{section}.NAME.{key}"
+            )
+        if not rest[section]:
+            del rest[section]
+    yield table, rest
+
+
+def sections_of(config: Config) -> Iterator[tuple[str, str, Section]]:
+    """Every section of the first level: its name in the file, the prefix of its keys, itself."""
+    for field in config.__struct_fields__:
+        if field in SEVERAL:
+            all_of = config.tasks if field == "task" else config.evaluations
+            for one in all_of:
+                yield field, f"{field}.{one.name}." if len(all_of) > 1 else f"{field}.", one
+        elif isinstance(value := getattr(config, field), Section):
+            yield field, f"{field}.", value
+
+
+LOCAL: Final = tuple(one for one in Task.__struct_fields__ if f"task.{one}" not in FROZEN)
+"""Keys of a task that are each machine's own."""
+
+
+def with_tasks_of(config: Config, local: Config) -> Config:
+    """The configuration, with those keys of its tasks as this machine's has them."""
+    here = {one.name: one for one in local.tasks}
+    tasks = [
+        msgspec.structs.replace(one, **{key: getattr(here[one.name], key) for key in LOCAL})
+        if one.name in here
+        else one
+        for one in config.tasks
+    ]
+    more = tuple(tasks[1:]) or msgspec.UNSET
+    return msgspec.structs.replace(config, task=tasks[0], more_tasks=more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What one pool of task processes serves: a task with its data."""
+
+    task: Task
+    sources: tuple[str, ...]
+    """As `GroupSpec.source` names them: what is sampled for training and evaluations of it."""
+
+
+def served(config: Config) -> list[Served]:
+    """The pools that a worker needs: one per task, and one per evaluation with data of its own."""
+    sources = {one.name: [source_of("train", one.name)] for one in config.tasks}
+    apart: list[Served] = []
+    for one in config.evaluations:
+        task, name = config.task_of(one), source_of("eval", one.name)
+        if one.data or one.split:
+            own = msgspec.structs.replace(
+                task, eval_data=one.data or task.eval_data, eval_split=one.split, eval_share=0.0
+            )
+            apart.append(Served(task=own, sources=(name,)))
+        else:
+            sources[task.name].append(name)
+    pools = [Served(task=one, sources=tuple(sources[one.name])) for one in config.tasks]
+    return pools + apart

@@ -1,0 +1,101 @@
+"""Runs of several tasks and evaluations for real: processes, kills, audit, replay, rewards."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.orchestrator.recovery import read_rounds
+from dora_pipe.schemas.rounds import Dispatch, GroupSpec
+from tests.support.user_run import CONFIG, WAIT_S, assert_clean, call, furnish, start, steps, until
+
+pytest.importorskip("torch")
+
+TASKS = """
+[[task]]
+name = "letters"
+ratio = 3
+kind = "jsonl"
+data = "rows.jsonl"
+eval_data = "rows.jsonl"
+reward = "judge:score"
+[[task]]
+name = "other"
+kind = "other:Other"
+[[evaluation]]
+name = "letters"
+prompts = 4
+[[evaluation]]
+name = "few"
+task = "letters"
+data = "few.jsonl"
+siblings = 2
+every = 2
+sampling = { temperature = 0.5 }
+[[evaluation]]
+name = "other"
+task = "other"
+prompts = 3
+"""
+OTHER = """
+from dora_pipe.producers.tasks.port import Task
+
+
+class Other(Task):
+    def rows(self, split):
+        return [{"n": n} for n in range(5 if split == "train" else 3)]
+
+    def prompt(self, row):
+        return f"say {row['n']}: "
+
+    def reward(self, row, text, turns):
+        return -float(len(text) > 3 + row["n"])
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A user's folder with two tasks and three evaluations."""
+    furnish(tmp_path)
+    head, _, rest = CONFIG.partition("[task]")
+    _, _, rest = rest.partition("[sampling]")
+    before, _, after = rest.partition("[evaluation]\nprompts = 4\n")
+    (tmp_path / "config.toml").write_text(f"{head}{TASKS}[sampling]{before}{after}")
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "few.jsonl").write_text('{"prompt": "say z: ", "answer": "z"}\n')
+    return tmp_path
+
+
+def specs(place: Path) -> list[GroupSpec]:
+    """Everything that was dispatched, in order."""
+    with opened(str(place / "runs" / "tiny")) as run:
+        rounds = [at.round for at in read_rounds(run.bus, run.topics)]
+    decisions = [one for round_ in rounds for one in round_.decisions]
+    return [one.spec for one in decisions if isinstance(one, Dispatch)]
+
+
+@pytest.mark.slow
+def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place: Path) -> None:
+    running = start(place, "run", "config.toml", "-o", "run.steps=30")
+    until(lambda: b"step    2 " in (place / "said").read_bytes())
+    running.send_signal(signal.SIGKILL)
+    running.wait(WAIT_S)
+    inside = "runs/tiny"
+    frozen = call(place, "run", inside, "--resume", "-o", "task.other.ratio=2")
+    assert frozen == 3, (place / "said").read_text()
+    done = len(steps(place, "tiny")) + 3
+    words = ("run", inside, "--resume", "-o", f"run.steps={done}")
+    assert call(place, *words) == 0, (place / "said").read_text()
+    assert_clean(place, "tiny")
+    train = Counter(one.task for one in specs(place) if one.purpose == "train")
+    assert abs(train["letters"] - 3 * train.total() / 4) < 1
+    evaluated = {(one.evaluation, one.size, one.version) for one in specs(place) if one.evaluation}
+    assert {("letters", 1, 0), ("few", 2, 2), ("other", 1, done)} <= evaluated
+    assert ("other", 1, 2) not in evaluated
+    assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
+    assert call(place, "replay", "tiny", "--random", "12") == 0, (place / "said").read_text()
+    assert call(place, "replay", "tiny", "--rewards") == 0, (place / "said").read_text()

@@ -72,11 +72,7 @@ class Background:
 
 def in_loop() -> bool:
     """Whether this code runs in a loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return asyncio._get_running_loop() is not None  # the one that raises nothing: it costs a tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +102,13 @@ async def here_or_there(function: Callable[..., Any], *arguments: Any) -> Any:
     In the main thread the function is called there, and an awaitable is awaited in the loop, behind
     a `Switch`. In the loop a function that may block is called in a thread.
     """
-    if in_loop() and not inspect.iscoroutinefunction(function):
+    inside = in_loop()
+    if inside and not inspect.iscoroutinefunction(function):
         found = await in_thread(function, *arguments)
     else:
         found = function(*arguments)
     if inspect.isawaitable(found):
-        if not in_loop():
+        if not inside:
             await Switch()
         found = await found
     return found

@@ -28,7 +28,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import msgspec
@@ -181,16 +181,15 @@ class TaskServer:
         self._background.close()
 
     def _begin(self, call: Call) -> None:
-        ended: Future[None] = Future()
-        work = self._answer(call, ended)
+        work = self._answer(call)
         switch = begin(work)
         if switch is not None:
             self._write(pack(Deferred(call.number, switch.pause_s)))
-            running = _Running(ended=ended, episode=call.episode)
+            running = _Running(episode=call.episode)
             self._running[call.number] = running  # its answer takes it out, maybe at once
             running.work = self._background.run(work)
 
-    async def _answer(self, call: Call, ended: Future[None]) -> None:
+    async def _answer(self, call: Call) -> None:
         """Answer a call, in the thread in which it ends."""
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
@@ -200,8 +199,9 @@ class TaskServer:
             message = one_line(str(error))
             failed = TaskFailed(request=call.call.request, error=name, message=message)
             answer = pack(CallAnswer(call.number, failed))
-        self._running.pop(call.number, None)
-        ended.set_result(None)
+        running = self._running.pop(call.number, None)
+        if running is not None:
+            running.ended.set_result(None)
         if isinstance(call.call, RewardCall) and call.episode is not None:
             self.end(call.episode)
         self._write(answer)
@@ -213,7 +213,6 @@ class TaskServer:
 
     async def _tried(self, call: Call) -> Answered:
         """The event of a call, made again as often as it raises `Retry`, if not for ever."""
-        chance = random.Random(derive_seed("retry", call.call.request, call.number))
         for tries in itertools.count():
             try:
                 return await self._event(call)
@@ -221,7 +220,9 @@ class TaskServer:
                 if tries >= self._config.retries_max:
                     raise
                 sys.stderr.write(f"task: tried again: {cut(str(error), MESSAGE_CHARACTERS_MAX)}\n")
-            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * chance.uniform(0.5, 1.0)
+            seed = derive_seed("retry", call.call.request, call.number, tries)
+            share = random.Random(seed).uniform(0.5, 1.0)
+            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2.0**tries) * share
             if in_loop():
                 self._write(pack(Deferred(call.number, pause_s)))
             else:
@@ -290,10 +291,10 @@ class TaskServer:
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A deferred call: what says that it has ended, its episode, and what cancels it."""
+    """A deferred call: its episode, what says that it has ended, and what cancels it."""
 
-    ended: Future[None]
     episode: int | None
+    ended: Future[None] = field(default_factory=Future)
     work: Future[None] | None = None
 
 

@@ -1,4 +1,4 @@
-"""What `sft` trains on, as token ids: demonstrations of a task, or rows of a file.
+"""What `sft` trains on, as token ids: demonstrations of a task, or rows of data.
 
 It decides which forms a row may have; `consumers.learners.sft` trains on what comes of them.
 """
@@ -15,29 +15,25 @@ from dora_pipe.config.model import Config, Task
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.core.own_code import importable
+from dora_pipe.producers.data.conversations import conversation_of, with_system
+from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.schemas.identity import next_task, whole_shares
 from dora_pipe.store.model_dir import read_config
 
 if TYPE_CHECKING:
     from dora_pipe.consumers.learners.sft import Example, SftOptions
+    from dora_pipe.producers.chat.chat import Chat
     from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 TALK_EVERY: Final = 40
 """Steps between two lines of talk."""
 
-ROWS_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
-"""A larger JSONL file is refused: its rows are held in memory."""
+FORMS: Final = (
+    "a row has `messages` (and `tools`), or `prompt` and `answer`; a prompt is text or messages"
+)
 
-
-class Row(msgspec.Struct, frozen=True):
-    """A prompt, and what the model shall say to it."""
-
-    prompt: str
-    answer: str
-
-
-_ROW: Final = msgspec.json.Decoder(Row)
+Row = Mapping[str, Any]
 
 
 def sft_options(config: Config, **given: Any) -> SftOptions:
@@ -58,15 +54,13 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
     Raises PolicyError, TaskError for rows that cannot be used, NonFinite.
     """
     from dora_pipe.consumers.learners.sft import train_sft
-    from dora_pipe.producers.chat.tokenizer import Tokenizer
 
     def progress(step: int, loss: float) -> None:
         if step % TALK_EVERY == 0 or step == options.steps:
             say(f"sft step {step:>4} of {options.steps}  loss {loss:.3f}")
 
     model = Path(config.model.path)
-    tokenizer = Tokenizer(model, special_tokens=config.task.special_tokens)
-    encode = RowEncoder(model, tokenizer)
+    encode = RowEncoder.open(config)
     done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
     if done.left_out:
         say(
@@ -78,23 +72,82 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
 class RowEncoder:
     """Rows as the rollout workers of a run would have them in tokens.
 
-    Example: ``RowEncoder(model, Tokenizer(model))(Row("1+1=", "2"))``.
+    Example: ``RowEncoder.open(config)({"prompt": "1+1=", "answer": "2"})``.
     """
 
-    def __init__(self, model: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Raises PolicyError for a tokenizer that has nothing to end a turn with."""
+        self._config = config
         self._tokenizer = tokenizer
-        self._end = _end_id(model, tokenizer.stop_ids)
+        self._end = _end_id(Path(config.model.path), tokenizer.stop_ids)
+        self._chat: Chat | None = None
+
+    @classmethod
+    def open(cls, config: Config) -> RowEncoder:
+        """With the tokenizer of the configuration's model. Raises PolicyError."""
+        from dora_pipe.producers.chat.tokenizer import Tokenizer
+
+        model, parses = Path(config.model.path), config.task.special_tokens
+        return cls(config, Tokenizer(model, special_tokens=parses))
 
     def __call__(self, row: Row) -> Example:
-        """Only the answer counts, and the end of the turn that is put behind it."""
+        """What the model says counts, and the end of each of its turns. Raises TaskError."""
         from dora_pipe.consumers.learners.sft import Example
 
-        before = self._tokenizer.prompt_ids(row.prompt)
+        messages = self._messages(row)
+        if messages is not None:
+            ids, mask = self._talk(messages, row.get("tools"))
+            return Example(token_ids=ids, mask=mask)
+        prompt, answer = row.get("prompt"), row.get("answer")
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            odd = "answer" if isinstance(prompt, str) else "prompt"
+            raise TaskError(f"no text in `{odd}`", hint=FORMS)
+        before = self._tokenizer.prompt_ids(prompt)
         if not before:
-            raise TaskError(f"prompt {row.prompt[:60]!r} has no tokens")
-        after = [*self._tokenizer.ids(row.answer), self._end]
+            raise TaskError(f"prompt {prompt[:60]!r} has no tokens")
+        after = [*self._tokenizer.ids(answer), self._end]
         return Example(token_ids=[*before, *after], mask=[0] * len(before) + [1] * len(after))
+
+    def _messages(self, row: Row) -> list[dict[str, Any]] | None:
+        """The whole conversation; None where prompt and answer are text for the tokenizer."""
+        task = self._config.task
+        found = conversation_of(row.get("messages"), in_text=True)
+        if found is None:
+            prompt, answer = row.get("prompt"), row.get("answer")
+            found = conversation_of(prompt)
+            if found is None:
+                if not (task.chat or task.system_prompt) or not isinstance(prompt, str):
+                    return None
+                found = [{"role": "user", "content": prompt}]
+            if not isinstance(answer, str):
+                raise TaskError("no text in `answer`", hint=FORMS)
+            found = [*found, {"role": "assistant", "content": answer}]
+        return with_system(found, task.system_prompt)
+
+    def _talk(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        from dora_pipe.producers.chat.chat import Chat, ChatOptions
+
+        if self._chat is None:
+            task = self._config.task
+            options = ChatOptions(parse=task.special_tokens == "parse", directory=task.directory)
+            self._chat = Chat.open(Path(self._config.model.path), self._tokenizer, options)
+        try:
+            return self._chat.training_ids(normal(messages), _schemas(tools))
+        except NoAnswer as error:
+            raise TaskError(str(error)) from None
+
+
+def _schemas(tools: Any) -> list[dict[str, Any]]:
+    """The column `tools`: functions, descriptions of them, or JSON of these in a text."""
+    if isinstance(tools, str):
+        try:
+            tools = msgspec.json.decode(tools or "[]")
+        except msgspec.DecodeError as error:
+            raise TaskError(f"tools: {error}") from None
+    found = [tool_schema(one) if callable(one) else one for one in tools or ()]
+    if not all(isinstance(one, Mapping) for one in found):
+        raise TaskError("tools is no list of functions or of their descriptions")
+    return [dict(one) for one in found]
 
 
 def _end_id(model: Path, stop_ids: Sequence[int]) -> int:
@@ -126,31 +179,20 @@ def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
 def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
     try:
         with importable(task.directory):
-            pairs = open_task(task).demonstrations(seed, count)
+            made = open_task(task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
             f"task {task.kind} makes no demonstrations", hint="give them with --data"
         ) from None
-    if any(isinstance(one, Mapping) for one in pairs):
-        raise TaskError(f"demonstrations of {task.kind} are conversations, not pairs")
-    return [Row(prompt, answer) for prompt, answer in pairs]
+    return [
+        one if isinstance(one, Mapping) else {"prompt": one[0], "answer": one[1]} for one in made
+    ]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Every line of a JSONL file. Raises TaskError naming the line."""
-    try:
-        if path.stat().st_size > ROWS_BYTES_MAX:
-            raise TaskError(f"{path} is larger than {ROWS_BYTES_MAX} bytes")
-        with path.open("rb") as file:
-            return [_row(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror}") from None
+def data_rows(source: str) -> Sequence[Row]:
+    """Rows of a file, a glob or `hf:NAME`, read when their turn comes. Raises TaskError."""
+    from dora_pipe.producers.data.prepare import open_rows, reporting
+    from dora_pipe.producers.data.spec import DataSpec
 
-
-def _row(path: Path, number: int, line: bytes) -> Row:
-    try:
-        return _ROW.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TaskError(
-            f"{path} line {number}: {error}", hint="every line needs the texts prompt and answer"
-        ) from None
+    with reporting(say):
+        return open_rows(DataSpec(sources=(source,)))

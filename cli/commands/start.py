@@ -106,9 +106,13 @@ def sft(
     config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
     out: Annotated[Path, typer.Argument(help="The folder of the warmed-up model.")],
     data: Annotated[
-        Path | None,
-        typer.Option(help="JSONL with columns prompt and answer; default: the task's own."),
-    ] = None,
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="Rows of messages, or of prompt and answer: a file, a glob,"
+            " hf:NAME; default: the task's own.",
+        ),
+    ] = "",
     steps: Annotated[int, typer.Option(min=1)] = SFT_STEPS,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
     learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
@@ -125,13 +129,13 @@ def sft(
     force: ForceOption = False,
     override: OverrideOption = None,
 ) -> None:
-    """Supervised warm start: train the model of a configuration on (prompt, answer) pairs.
+    """Supervised warm start: train the model of a configuration on what an assistant said.
 
     With `lora.rank` only an adapter is trained: the folder has merged weights, and the adapter.
     """
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.children import share_cores
-    from dora_pipe.launch.warm_start import demonstrations, read_rows, sft_options, warm_up
+    from dora_pipe.launch.warm_start import data_rows, demonstrations, sft_options, warm_up
 
     if schedule not in SCHEDULES:
         raise UsageError(f"no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}")
@@ -139,11 +143,8 @@ def sft(
     if not Path(resolved.model.path).is_dir():
         raise PolicyError(f"no model directory at {resolved.model.path}", hint="see model.path")
     may_write_folder(out, force=force)
-    rows = (
-        demonstrations(resolved, seed=seed, count=steps * batch)
-        if data is None
-        else read_rows(data)
-    )
+    made = steps * batch
+    rows = data_rows(data) if data else demonstrations(resolved, seed=seed, count=made)
     share_cores()
     options = sft_options(
         resolved,

@@ -194,7 +194,10 @@ class _Batches:
     def _encoded(self, rows: Sequence[R], encode: Callable[[R], Example]) -> Iterator[Example]:
         unused = 0
         for place in _order(len(rows), self._options.seed):
-            example = encode(rows[place])
+            try:
+                example = encode(rows[place])
+            except TaskError as error:
+                raise TaskError(f"row {place}: {error.message}", hint=error.hint) from None
             if len(example.token_ids) <= self._options.context_tokens:
                 unused = 0
                 yield example

@@ -1,26 +1,46 @@
 """A supervised warm start teaches what the rows say, the same way every time."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dora_pipe.config.load import from_plain
+from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners import sft
 from dora_pipe.consumers.learners.sft import Example, SftOptions, SftResult, rows_of, train_sft
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.core.errors import PolicyError, TaskError
-from dora_pipe.launch.warm_start import Row, RowEncoder, read_rows
+from dora_pipe.launch.warm_start import Row, RowEncoder, data_rows
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.store.safetensors_file import read_manifest
+from tests.support.chat_models import CHATML, write_chat_model
 from tests.support.models import make_llama_gqa, make_qwen2
 
-ROWS = [Row("2+2=", "4"), Row("3+4=", "7"), Row("9-1=", "8"), Row("5*1=", "5")]
+ROWS: list[Row] = [
+    {"prompt": "2+2=", "answer": "4"},
+    {"prompt": "3+4=", "answer": "7"},
+    {"prompt": "9-1=", "answer": "8"},
+    {"prompt": "5*1=", "answer": "5"},
+]
+
+
+def config_of(model_dir: Path, **task: Any) -> Config:
+    return from_plain(
+        {
+            "run": {"name": "r", "steps": 4},
+            "model": {"path": str(model_dir)},
+            "task": {"kind": "arithmetic", **task},
+        }
+    )
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama-gqa"])
@@ -33,7 +53,7 @@ def warm_up(model_dir: Path, out: Path, **options: Any) -> SftResult:
     settings = {"steps": 40, "batch": 4, "learning_rate": 3e-3} | options
     rows = settings.pop("rows", ROWS)
     told = {"progress": settings.pop("progress")} if "progress" in settings else {}
-    encode = settings.pop("encode", None) or RowEncoder(model_dir, Tokenizer(model_dir))
+    encode = settings.pop("encode", None) or RowEncoder.open(config_of(model_dir))
     return train_sft(model_dir, rows, out, encode=encode, options=SftOptions(**settings), **told)
 
 
@@ -77,7 +97,7 @@ def test_model_says_the_answers_and_ends_after_them(
     assert list(losses) == list(range(1, 41))
     assert losses[40] == last < 0.1 < losses[1]
     for row in ROWS:
-        assert answer(tmp_path / "out", row.prompt) == (row.answer, True)
+        assert answer(tmp_path / "out", row["prompt"]) == (row["answer"], True)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
     assert "adapter" not in names
@@ -167,7 +187,7 @@ def test_model_whose_examples_would_see_each_other_is_refused(
 def test_rows_longer_than_the_context_are_left_out_and_counted(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    long = Row("2+2=" * 8, "4")
+    long = {"prompt": "2+2=" * 8, "answer": "4"}
     done = warm_up(model_dir, tmp_path / "out", rows=[*ROWS, long], steps=5, context_tokens=16)
     assert done.left_out > 0
     with pytest.raises(TaskError, match="no row has at most 2 tokens"):
@@ -185,29 +205,35 @@ def test_batch_without_a_token_to_learn_is_refused(model_dir: Path, tmp_path: Pa
 # Rows.
 
 
-def test_rows_come_from_a_file_too(tmp_path: Path) -> None:
+def test_rows_come_from_a_file_too(model_dir: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        '{"prompt": "2+2=", "answer": "4", "more": 1}\n\n{"prompt": "3+4=", "answer": "7"}\n'
-    )
-    assert read_rows(rows) == ROWS[:2]
+    rows.write_text("".join(msgspec.json.encode(row).decode() + "\n\n" for row in ROWS))
+    encode = RowEncoder.open(config_of(model_dir))
+    assert [encode(row) for row in data_rows(str(rows))] == [encode(row) for row in ROWS]
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": "a"}', '{"prompt": 1, "answer": "b"}', "[]", "nonsense", "\xff"]
+    ("row", "why"),
+    [
+        ({"prompt": "a"}, "no text in `answer`"),
+        ({"prompt": 1, "answer": "b"}, "no text in `prompt`"),
+        ({"prompt": "a", "answer": None}, "no text in `answer`"),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "no text in `answer`"),
+        ({}, "no text in `prompt`"),
+    ],
 )
-def test_line_without_the_two_texts_is_named(tmp_path: Path, line: str) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(TaskError, match=r"rows\.jsonl line 2: "):
-        read_rows(rows)
+def test_row_of_no_known_form_is_named(model_dir: Path, tmp_path: Path, row: Row, why: str) -> None:
+    with pytest.raises(TaskError, match=f"row 0: {why}") as found:
+        warm_up(model_dir, tmp_path / "out", rows=[row])
+    assert "messages" in (found.value.hint or "")
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_rows_and_a_missing_file_are_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="nothing to train on"):
         warm_up(model_dir, tmp_path / "out", rows=[])
-    with pytest.raises(TaskError, match="cannot be read"):
-        read_rows(tmp_path / "nowhere.jsonl")
+    with pytest.raises(TaskError, match="No such file"):
+        data_rows(str(tmp_path / "nowhere.jsonl"))
 
 
 def test_tokenizer_without_an_end_is_refused(model_dir: Path) -> None:
@@ -217,4 +243,104 @@ def test_tokenizer_without_an_end_is_refused(model_dir: Path) -> None:
             self.stop_ids = ()
 
     with pytest.raises(PolicyError, match="no end-of-sequence token"):
-        RowEncoder(model_dir, Endless(model_dir))
+        RowEncoder(config_of(model_dir), Endless(model_dir))
+
+
+# Conversations.
+
+USER = {"role": "user", "content": "What is 2+2?"}
+SAID = {"role": "assistant", "content": "4"}
+
+
+@pytest.fixture(scope="module")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama whose vocabulary has room for a chat template's tokens."""
+    folder = tmp_path_factory.mktemp("chat")
+    torch.manual_seed(0)
+    build: Any = LlamaForCausalLM
+    build(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+        )
+    ).save_pretrained(folder)
+    return write_chat_model(folder, text=CHATML)
+
+
+def said_by(chat_dir: Path, example: Example) -> list[str]:
+    """The stretches that count, as text."""
+    tokenizer = Tokenizer(chat_dir)
+    return [
+        tokenizer.full_text([token for token, _ in pairs])
+        for counts, of in itertools.groupby(
+            zip(example.token_ids, example.mask, strict=True), key=lambda one: one[1]
+        )
+        if (pairs := list(of)) and counts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"messages": [USER, SAID]}, {}),
+        ({"messages": msgspec.json.encode([USER, SAID]).decode()}, {}),
+        ({"messages": [USER, SAID], "tools": "[]"}, {}),
+        ({"prompt": [USER], "answer": "4"}, {}),
+        ({"prompt": USER["content"], "answer": "4"}, {"chat": True}),
+    ],
+)
+def test_every_form_of_a_conversation_is_the_same_example(
+    chat_dir: Path, row: Row, task: dict[str, Any]
+) -> None:
+    example = RowEncoder.open(config_of(chat_dir, **task))(row)
+    whole = Tokenizer(chat_dir).full_text(example.token_ids)
+    assert whole.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
+    assert said_by(chat_dir, example) == ["4<|im_end|>"]
+
+
+def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> None:
+    talk = [USER, SAID, {"role": "user", "content": "And 4+4?"}, {**SAID, "content": "8"}]
+    encode = RowEncoder.open(config_of(chat_dir, system_prompt="Be brief."))
+    example = encode({"messages": talk})
+    whole = Tokenizer(chat_dir).full_text(example.token_ids)
+    assert whole.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert said_by(chat_dir, example) == ["4<|im_end|>", "8<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": [USER]}, "no turn of the assistant"),
+        ({"messages": [USER, SAID], "tools": "{"}, "tools: "),
+        ({"messages": [USER, SAID], "tools": [1]}, "tools is no list"),
+        ({"messages": [USER, {"role": "wizard", "content": "4"}]}, "wizard"),
+    ],
+)
+def test_conversation_that_cannot_be_trained_says_why(chat_dir: Path, row: Row, why: str) -> None:
+    with pytest.raises(TaskError, match=why):
+        RowEncoder.open(config_of(chat_dir))(row)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["apart", "packed"])
+def test_chat_model_learns_to_answer(chat_dir: Path, tmp_path: Path, packing: bool) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{a}+{b}?"}, {**SAID, "content": str(a + b)}]}
+        for a in range(3)
+        for b in range(3)
+    ]
+    done = warm_up(chat_dir, tmp_path / "out", rows=rows, batch=9, packing=packing, steps=60)
+    assert done.loss < 0.1, done.loss
+    prompt = RowEncoder.open(config_of(chat_dir))(rows[5])
+    ids = list(prompt.token_ids[: prompt.mask.index(1)])
+    load: Any = AutoModelForCausalLM.from_pretrained
+    network = load(tmp_path / "out")
+    while len(ids) < len(prompt.token_ids):
+        with torch.no_grad():
+            ids.append(int(network(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    count = prompt.mask.index(1) + sum(prompt.mask)
+    assert ids[:count] == list(prompt.token_ids[:count])

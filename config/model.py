@@ -113,7 +113,7 @@ class Task(Section, frozen=True, kw_only=True):
     """`module:function`, or `math`, `exact`; for `dataset`."""
     rewards: tuple[RewardUse, ...] = ()
     """In place of `reward`, several with weights: `{use = "math", weight = 1.0, name = "right",
-    options = {...}}`."""
+    options = {...}}`. See docs/rewards.md."""
     directory: str = ""
     """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -1,8 +1,10 @@
 """What a reward function is given: decides it by the names of its parameters; and what those that
 come with the package are made of.
 
-`row`, `text`, `turns`, `messages`, `completion` and `answer` are of the trajectory, other names are
-options. Two parameters with other names are called by place, with the row and the text.
+`row`, `text`, `turns`, `messages`, `completion` and `answer` are of the trajectory; a function that
+names `rows`, `texts`, `answers` or `completions` is asked of several at once (`batches`). What has
+another name is an option. Two parameters with other names are called by place, with the row and
+the text.
 """
 
 from __future__ import annotations
@@ -16,11 +18,20 @@ import msgspec
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.core.own_code import nearest
+from dora_pipe.producers.rewards.batches import Batches
 from dora_pipe.producers.tasks.port import Completion, Row
 
 KNOWN: Final = ("row", "text", "turns", "messages", "completion", "answer")
 """Of the trajectory: its row, the last turn's text, all segments' texts, the conversation, all of
 this at once, and the row's answer."""
+
+LISTS: Final = {
+    "rows": "row",
+    "texts": "text",
+    "answers": "answer",
+    "completions": "completion",
+}
+"""The same of several trajectories, as lists of one length."""
 
 Function = Callable[..., Any]
 
@@ -63,14 +74,20 @@ class Bound:
 
     function: Function
     takes: tuple[str, ...] | None
-    """Names of `KNOWN`; None: row and text, by place."""
+    """Names of `KNOWN` or of `LISTS`; None: row and text, by place."""
     options: Mapping[str, Any]
+    batches: Batches | None = None
 
     def __call__(self, row: Row, completion: Completion, answer_column: str) -> Any:
         """What the function gives. Raises what it raises, KeyError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completion.text)
-        given = {name: _given(name, row, completion, answer_column) for name in self.takes}
+        given = {
+            name: _given(LISTS.get(name, name), row, completion, answer_column)
+            for name in self.takes
+        }
+        if self.batches is not None:
+            return self.batches.ask(given)
         return self.function(**given, **self.options)
 
 
@@ -103,21 +120,24 @@ def bind(where: str, function: Function, options: Mapping[str, Any], *, older: b
         return Bound(function=function, takes=None, options={})
     named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    takes = tuple(name for name in KNOWN if name in named and name not in options)
+    lists = any(name in named for name in LISTS)
+    known = tuple(LISTS) if lists else KNOWN
+    takes = tuple(name for name in known if name in named and name not in options)
     for name in options:
         if name not in named and not anything:
             raise ConfigError(
                 f"{where} takes no option `{name}`",
-                hint=nearest(name, [one for one in named if one not in KNOWN]),
+                hint=nearest(name, [one for one in named if one not in known]),
             )
     for name, one in parameters.items():
         optional = one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         if name not in takes and name not in options and not optional:
             raise ConfigError(
                 f"{where} has a parameter `{name}`, which is neither of a trajectory nor an option",
-                hint=nearest(name, KNOWN) or f"of a trajectory are {', '.join(KNOWN)}",
+                hint=nearest(name, known) or f"of a trajectory are {', '.join(known)}",
             )
-    return Bound(function=function, takes=takes, options=dict(options))
+    batches = Batches(function, options) if lists else None
+    return Bound(function=function, takes=takes, options=dict(options), batches=batches)
 
 
 def _is_of_two(parameters: Mapping[str, inspect.Parameter], *, older: bool) -> bool:
@@ -130,4 +150,6 @@ def _is_of_two(parameters: Mapping[str, inspect.Parameter], *, older: bool) -> b
         return False
     if older and placed[0] == "row":
         return True
+    if placed[0] in LISTS or placed[1] in LISTS:
+        return False
     return placed[0] not in KNOWN or (placed[0] == "row" and placed[1] not in KNOWN)

@@ -27,6 +27,8 @@ from dora_pipe.producers.rewards.arguments import Surroundings
 from dora_pipe.producers.rewards.programs import Expected, read_tests
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.rewards.sandbox import Order
+from dora_pipe.producers.tasks.calls import RewardCall, Rewarded
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Completion, Retry, Reward
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -102,6 +104,11 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(0.3)
 print(3)
+"""
+
+LATE = f"""
+import os, sys
+os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{MARK}"])
 """
 
 
@@ -242,3 +249,28 @@ def _command_lines() -> list[bytes]:
         with contextlib.suppress(OSError):
             found.append(path.read_bytes())
     return found
+
+
+def test_programs_run_beside_each_other_in_a_task_process_and_end_with_it(tmp_path: Path) -> None:
+    rows = [{"prompt": "add", "tests": ASSERTS}, {"prompt": "sum", "tests": PAIRS}]
+    (tmp_path / "rows.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    config = model.Task(kind="jsonl", data=str(tmp_path / "rows.jsonl"), reward="code")
+    texts = [ADD, "no", ADD, "def add(a, b): return 3"]
+    with TaskPool(config) as pool:
+        pool.wait()
+        for place, text in enumerate(texts):
+            asked = RewardCall(request=f"r{place}", split="train", index=0, text=text, turns=())
+            pool.submit(asked)
+        found: dict[str, float] = {}
+        end = time.monotonic() + 60
+        while len(found) < len(texts) and time.monotonic() < end:
+            for event in pool.poll(wait_s=0.1):
+                assert isinstance(event, Rewarded), event
+                found[event.request] = event.reward
+        pool.submit(RewardCall(request="late", split="train", index=1, text=LATE, turns=()))
+        while MARK.encode() not in b"".join(_command_lines()) and time.monotonic() < end:
+            pool.poll(wait_s=0.1)
+    assert [found[f"r{place}"] for place in range(4)] == [1.0, 0.0, 1.0, 0.0]
+    while MARK.encode() in b"".join(_command_lines()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert MARK.encode() not in b"".join(_command_lines())

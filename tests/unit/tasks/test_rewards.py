@@ -69,6 +69,20 @@ async def hangs(text: str) -> float:
 STOPPED: list[str] = []
 
 
+BATCHES: list[int] = []
+
+
+def several(rows: Any, texts: list[str], add: float = 0.0) -> list[float]:
+    BATCHES.append(len(texts))
+    if "fail" in texts:
+        raise KeyError("mine")
+    return [len(text) + add for text in texts if text != "lost"]
+
+
+async def several_later(completions: Any, answers: list[str]) -> list[float]:
+    return [float(one.text == answer) for one, answer in zip(completions, answers, strict=True)]
+
+
 def raises(text: str) -> float:
     raise KeyError("mine")
 
@@ -171,6 +185,31 @@ def test_where_one_wants_to_be_asked_again_the_others_are_stopped() -> None:
 def test_a_coroutine_that_nobody_waits_for_is_closed() -> None:
     with pytest.raises(KeyError, match="mine"):
         Rewards([use("slow"), use("raises")]).score(ROW, SAID)
+
+
+def _several(rewards: Rewards, texts: list[str]) -> list[Any]:
+    async def ask() -> list[Any]:
+        asked = [rewards.score(ROW, Completion(text=text)) for text in texts]
+        return await asyncio.gather(*asked, return_exceptions=True)  # type: ignore[arg-type]
+
+    BATCHES.clear()
+    return asyncio.run(ask())
+
+
+def test_a_function_of_lists_is_asked_of_what_waits() -> None:
+    found = _several(Rewards([use("several", add=0.5)]), ["a" * n for n in range(150)])
+    assert [one.value for one in found] == [n + 0.5 for n in range(150)]
+    assert BATCHES == [64, 64, 22]
+    both = Rewards([use("several_later"), use("several", 0.5)])
+    assert [one.value for one in _several(both, ["42", "no"])] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(("text", "error"), [("fail", KeyError), ("lost", ValueError)])
+def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
+    text: str, error: type[Exception]
+) -> None:
+    found = _several(Rewards([use("several")]), ["a", text])
+    assert [type(one) for one in found] == [error, error]
 
 
 def test_what_is_no_number_is_named() -> None:

@@ -1,0 +1,69 @@
+"""Reward functions that take lists: decides which calls wait for each other.
+
+What comes within `WAIT_S` of the first is asked at once, `BATCH_MAX` at most. A function that is
+not `async` runs in a thread, so that calls of other rewards go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+BATCH_MAX: Final = 64
+WAIT_S: Final = 0.02
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """Calls that are answered together."""
+
+    given: list[Mapping[str, Any]] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Task[Sequence[Any]] | None = None
+
+
+class Batches:
+    """A function that is called with lists, as one that is called for each.
+
+    Example: ``await Batches(model.scores, {}).ask({"texts": "42"})``
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._open: Batch | None = None
+
+    async def ask(self, given: Mapping[str, Any]) -> Any:
+        """The function's answer for one item of its lists. Raises what the function raises, and
+        ValueError where it gave another number of answers than it was asked for."""
+        batch = self._open
+        if batch is None:
+            batch = self._open = Batch()
+            batch.answers = asyncio.create_task(self._answered(batch))
+        assert batch.answers is not None
+        place = len(batch.given)
+        batch.given.append(given)
+        if len(batch.given) == BATCH_MAX:
+            self._close(batch)
+        return (await asyncio.shield(batch.answers))[place]
+
+    def _close(self, batch: Batch) -> None:
+        batch.full.set()
+        if self._open is batch:
+            self._open = None
+
+    async def _answered(self, batch: Batch) -> Sequence[Any]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(batch.full.wait(), WAIT_S)
+        self._close(batch)
+        lists = {name: [one[name] for one in batch.given] for name in batch.given[0]}
+        found = await asyncio.to_thread(self._function, **lists, **self._options)
+        if inspect.isawaitable(found):
+            found = await found
+        answers = list(found)
+        if len(answers) != len(batch.given):
+            raise ValueError(f"{len(answers)} rewards for {len(batch.given)} texts")
+        return answers

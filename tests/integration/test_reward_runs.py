@@ -1,0 +1,54 @@
+"""A whole run whose rewards are a judge's and an exact one: examples/judge on a tiny model, with a
+stand-in for the endpoint; afterwards its rewards are asked again, when there is no endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.launch.run_dir import opened
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from tests.support.judge_endpoint import Answer, judge_endpoint, said
+from tests.support.tidy import ROOT
+from tests.support.user_run import assert_clean, call, furnish
+
+pytest.importorskip("torch")
+
+SMALL = (
+    *("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4"),
+    *("workers.count=1", "workers.slots=8", "workers.prefetch=8", "sampling.max_tokens=8"),
+    *("timing.heartbeat_s=0.2", "timing.lease_s=5.0", "trainer.minibatches=1"),
+)
+
+
+def test_a_run_with_a_judge_learns_from_it_and_its_rewards_are_asked_again_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opinion(number: int, prompt: str) -> Answer:
+        return (429, b"busy") if number == 0 else said(f"So.\nScore: {len(prompt) % 11}")
+
+    place = furnish(tmp_path)
+    monkeypatch.setenv("DORA_PIPE_CACHE", str(tmp_path / "cache"))
+    example = str(ROOT / "examples" / "judge" / "config.toml")
+    overrides = [word for one in (*SMALL, "model.path=model") for word in ("-o", one)]
+    with judge_endpoint(opinion) as endpoint:
+        monkeypatch.setenv("JUDGE_URL", endpoint.url)
+        assert call(place, "run", example, *overrides) == 0, (place / "said").read_text()
+    assert_clean(place, "judge")
+    asked = len(endpoint.asked)
+    assert asked > 8
+    assert "A student was asked: turn " in endpoint.asked[0]["messages"][0]["content"]
+    with opened(str(place / "runs" / "judge")) as run:
+        records = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
+        found = [decode_trajectory(record.value) for record in records]
+    scored = [one for one in found if one.reward is not None]
+    assert scored == found
+    for one in scored:
+        parts = one.meta.reward_parts
+        assert one.reward == parts["judge"] + 0.5 * parts["exact"]
+        assert one.meta.reward_raw == parts["judge"]
+    assert call(place, "replay", "judge", "--rewards") == 0, (place / "said").read_text()
+    assert f"{len(found)} of {len(found)} rewards as recorded" in (place / "said").read_text()
+    assert len(endpoint.asked) == asked

@@ -20,6 +20,7 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.observe.web.pages import Decode
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.registry import open_task, rows_digest
 from dora_pipe.schemas.control import RunStarted
 
@@ -75,7 +76,7 @@ def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     try:
         for task in (one.task for one in served(run.config)):
-            with importable(task.directory):
+            with importable(task.directory), reporting(say):
                 opened = open_task(task)
                 for split in ("train", "eval"):
                     rows = opened.rows(split)

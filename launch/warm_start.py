@@ -16,6 +16,8 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.core.own_code import importable
 from dora_pipe.producers.data.conversations import conversation_of, with_system
+from dora_pipe.producers.data.prepare import open_rows, reporting
+from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
 from dora_pipe.producers.tasks.registry import open_task
 from dora_pipe.schemas.identity import next_task, whole_shares
@@ -178,7 +180,7 @@ def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
 
 def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
     try:
-        with importable(task.directory):
+        with importable(task.directory), reporting(say):
             made = open_task(task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
@@ -191,8 +193,5 @@ def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
 
 def data_rows(source: str) -> Sequence[Row]:
     """Rows of a file, a glob or `hf:NAME`, read when their turn comes. Raises TaskError."""
-    from dora_pipe.producers.data.prepare import open_rows, reporting
-    from dora_pipe.producers.data.spec import DataSpec
-
     with reporting(say):
         return open_rows(DataSpec(sources=(source,)))

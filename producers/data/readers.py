@@ -255,7 +255,8 @@ def _converted(where: str, name: str, kind: Any) -> bool:
     import pyarrow as pa
 
     types = pa.types
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+    leaf = kind.value_type if types.is_dictionary(kind) else kind
+    if str(leaf).startswith(("binary", "large_binary", "fixed_size_binary")):
         top = name.partition(".")[0]
         raise TaskError(
             f"{where}: column `{name}` holds bytes, which are no text",

@@ -125,7 +125,7 @@ class TaskServer:
             "eval": task.rows("eval"),
         }
         if not len(self._rows["train"]):
-            raise TaskError("the training data has no rows")
+            raise TaskError("the training data has no rows", hint="see task.data and task.filter")
         self._episodes: dict[int, Environment] = {}
         self._background = Background()
         self._running: dict[int, _Running] = {}

@@ -104,6 +104,27 @@ def test_what_json_lacks_becomes_text_or_number(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary(2),
+        pa.binary_view(),
+        pa.list_(pa.binary()),
+        pa.dictionary(pa.int8(), pa.binary()),
+    ],
+    ids=str,
+)
+def test_bytes_of_any_type_are_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    value = [b"ab"] if pa.types.is_list(kind) else b"ab"
+    table = pa.table({"q": pa.array([value], kind)})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(TaskError, match="holds bytes"):
+        of(tmp_path / "a.arrow")
+
+
 def test_bytes_are_refused_by_their_column_and_can_be_left_out(tmp_path: Path) -> None:
     table = pa.table({"q": ["a"], "image": [{"bytes": b"\x89PNG", "path": "x.png"}]})
     pq.write_table(table, tmp_path / "a.parquet")

@@ -33,6 +33,12 @@ CPU_S: Final = 3.0
 MEMORY_BYTES: Final = 2 << 30
 """Of address space, libraries included."""
 
+BY_LIMITS: Final = (signal.SIGPROF, signal.SIGKILL, signal.SIGSEGV)
+"""What ends it: time, the machine's memory, the stack's."""
+
+END_S: Final = 1.0
+"""How long it may take to go by itself."""
+
 CHARACTERS_MAX: Final = 200_000
 """Of a text: what is before its last so many is not looked at."""
 
@@ -68,7 +74,8 @@ class Helper:
     def ask(self, what: str, **about: Any) -> Any:
         """The answer; None where it would take more than the limits.
 
-        Raises WrongQuestion for a schema that is none, an answer in the data that is no expression.
+        Raises WrongQuestion for a schema that is none, an answer in the data that is no expression;
+        ChildProcessError where the helper ends by no limit.
         """
         about = {key: _end_of(value) for key, value in about.items()}
         with self._lock:
@@ -79,9 +86,11 @@ class Helper:
                 process.stdin.write(msgspec.json.encode(Question(what, about)) + b"\n")
                 process.stdin.flush()
             line = process.stdout.readline()
-            if not line:  # It is gone: its time was over, or its memory.
-                self._end()
-                return None
+            if not line:
+                status = self._end()
+                if -status in BY_LIMITS:
+                    return None
+                raise ChildProcessError(f"the helper of rewards ended with status {status}")
         answer = msgspec.json.decode(line, type=Answer)
         if answer.error:
             raise WrongQuestion(answer.error)
@@ -102,16 +111,21 @@ class Helper:
             )
         return self._process
 
-    def _end(self) -> None:
+    def _end(self) -> int:
+        """Its status, of its exit or -signal."""
         atexit.unregister(self.close)
         process, self._process = self._process, None
-        if process is not None:
+        if process is None:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # Where it lives, it reads the end, and goes.
+        try:
+            return process.wait(END_S)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            return process.wait()
 
 
 HELPER: Final = Helper()
@@ -162,6 +176,7 @@ def conforms(schema: dict[str, Any], text: str) -> list[bool]:
     """Whether the text is JSON, and whether that is what the schema describes."""
     import jsonschema
     from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
@@ -172,8 +187,11 @@ def conforms(schema: dict[str, Any], text: str) -> list[bool]:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return [False, False]
-    # An empty registry: nothing is fetched from where a schema refers to.
-    return [True, kind(schema, registry=Registry()).is_valid(value)]
+    try:
+        # An empty registry: nothing is fetched from where a schema refers to.
+        return [True, kind(schema, registry=Registry()).is_valid(value)]
+    except Unresolvable as error:
+        raise WrongQuestion(f"the schema refers to what is not in it: {error}") from None
 
 
 def _no_constant(name: str) -> None:

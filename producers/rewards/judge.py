@@ -9,6 +9,7 @@ question, so that the same question has one answer for ever, and costs once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ from msgspec import Meta
 
 from dora_pipe.core.errors import ConfigError, TaskError, one_line
 from dora_pipe.producers.rewards.arguments import Function, Options, Surroundings
+from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
 from dora_pipe.schemas.wire import canonical
@@ -73,9 +75,10 @@ class Judge(Options, frozen=True, kw_only=True):
     """In place of a pattern: the field of a JSON object in the answer."""
     range: tuple[float, float] = (0.0, 1.0)
     """Of the judge's scores; they become 0 to 1. What lies outside is no score."""
-    max_tokens: Count = 512
+    max_tokens: Annotated[int, Meta(ge=0)] = 512
+    """Of the judge's answer; 0 says nothing of it."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What else stands in the request: `{reasoning_effort = "low"}`."""
+    """What else stands in the request, or in place of what is there: `{temperature = 1}`."""
     price: tuple[float, float] = (0.0, 0.0)
     """Of a million prompt tokens and of a million completion tokens."""
     at_once: Annotated[int, Meta(ge=1, le=256)] = 64
@@ -147,6 +150,7 @@ class JudgeClient:
         kept = Path(options.cache).expanduser() if options.cache else cache_folder()
         self._kept = Path(around.directory) / kept
         self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
+        self._asked: dict[str, asyncio.Future[Reward]] = {}
         self._session: requests.Session | None = None
         self._opening = threading.Lock()
 
@@ -157,8 +161,14 @@ class JudgeClient:
         endpoint refuses."""
         prompt = self._template.render(row=row, text=text, turns=turns, messages=messages)
         question = self._question(prompt)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._judged, question)
+        name = hashlib.sha256(canonical(question)).hexdigest()
+        asked = self._asked.get(name)  # Siblings often say the same, at the same time.
+        if asked is None:
+            loop = asyncio.get_running_loop()
+            asked = loop.run_in_executor(self._threads, self._judged, question, name)
+            self._asked[name] = asked
+            asked.add_done_callback(lambda _: self._asked.pop(name))
+        return await asyncio.shield(asked)
 
     def close(self) -> None:
         """Let go of connections and threads."""
@@ -173,20 +183,18 @@ class JudgeClient:
             "model": options.model,
             "messages": [*system, {"role": "user", "content": prompt}],
             "temperature": 0,
-            "max_tokens": options.max_tokens,
+            **({"max_tokens": options.max_tokens} if options.max_tokens else {}),
             **options.body,
         }
 
-    def _judged(self, question: Mapping[str, Any]) -> Reward:
-        name = hashlib.sha256(canonical(question)).hexdigest()
+    def _judged(self, question: Mapping[str, Any], name: str) -> Reward:
         path = self._kept / name[:2] / f"{name}.json"
         verdict = _kept(path)
         if verdict is None:
-            verdict = self._ask(question)
-            value = self._read(verdict.said)
-            _keep(path, verdict)
-        else:
-            value = self._read(verdict.said)
+            asked = self._ask(question)
+            self._read(asked.said)  # What has no score is not kept.
+            verdict = _keep(path, asked)
+        value = self._read(verdict.said)
         spent = (verdict.prompt_tokens, verdict.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
         if any(self._options.price):
@@ -197,10 +205,12 @@ class JudgeClient:
     def _read(self, said: str) -> float:
         """The score in an answer, from 0 to 1. Raises Retry where there is none."""
         said = said[-ANSWER_CHARACTERS_MAX:]
-        found = _field(said, self._options.field) if self._options.field else None
-        if not self._options.field:
-            for match in re.finditer(self._options.pattern, said):
-                found = _number(match[1])
+        if self._options.field:
+            found = _field(said, self._options.field)
+        else:
+            found = _number(
+                HELPER.ask("search", pattern=self._options.pattern, group="1", text=said)
+            )
         low, high = self._options.range
         if found is None or not low <= found <= high:
             raise Retry(f"the judge gave no score from {low:g} to {high:g}: {_quoted(said)}")
@@ -327,15 +337,19 @@ def _kept(path: Path) -> Verdict | None:
         return None
 
 
-def _keep(path: Path, verdict: Verdict) -> None:
-    """Where there is no room for it, the answer is used all the same."""
+def _keep(path: Path, verdict: Verdict) -> Verdict:
+    """Keep an answer, and give the one that counts: the first that came, should another process
+    have asked the same. Where there is no room to keep it, it is used all the same."""
     partial = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(msgspec.json.encode(verdict))
-        partial.replace(path)
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(partial)
+        partial.unlink()
     except OSError as error:
         sys.stderr.write(f"judge: an answer is not kept: {error}\n")
+    return _kept(path) or verdict
 
 
 def _field(said: str, field: str) -> float | None:

@@ -53,7 +53,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
     "exact": BuiltIn(options="texts:Exact"),
     "regex": BuiltIn(options="texts:Regex", sources=("bounded",)),
     "json-schema": BuiltIn(options="texts:JsonSchema", needs="jsonschema", sources=("bounded",)),
-    "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("texts",)),
+    "judge": BuiltIn(options="judge:Judge", needs="jinja2", sources=("bounded", "texts")),
     "code": BuiltIn(options="programs:Code", sources=("sandbox", "texts")),
 }
 

@@ -19,14 +19,20 @@ from dora_pipe.producers.tasks.port import Reward, Row
 
 _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
 
-_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)```", re.DOTALL)
-"""A fenced block of Markdown: its language, what is in it."""
-
 
 def last_block(text: str) -> str:
-    """What stands in the last fenced block of a text; without one, the text."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1][1]) if blocks else text
+    """What stands in the last fenced block of a text that is closed; without one, the text."""
+    found: str | None = None
+    inside: list[str] | None = None
+    for line in text.splitlines(keepends=True):
+        if line.lstrip().startswith("```"):
+            if inside is None:
+                inside = []
+            else:
+                found, inside = "".join(inside), None
+        elif inside is not None:
+            inside.append(line)
+    return text if found is None else found
 
 
 class Math(Options, frozen=True, kw_only=True):
@@ -40,7 +46,8 @@ class Math(Options, frozen=True, kw_only=True):
     """Only what stands in the text's last ``\\boxed{}`` counts."""
 
     def open(self, where: str, around: Surroundings) -> Function:
-        """See Options."""
+        """See Options. Asks once, so that the library is there when the first text comes."""
+        HELPER.ask("equal", gold="1", answer="1")
         return self.score
 
     def score(self, text: str, answer: Any) -> Reward:

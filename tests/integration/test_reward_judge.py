@@ -16,8 +16,9 @@ import pytest
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.producers.rewards import bounded, judge
 from dora_pipe.producers.rewards.arguments import Surroundings
-from dora_pipe.producers.rewards.judge import Judge, JudgeClient
+from dora_pipe.producers.rewards.judge import Judge, JudgeClient, Verdict
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -28,27 +29,42 @@ from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint, said
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
 ROW = {"question": "6 * 7", "prompt": "6 * 7"}
 
-Ask = Callable[..., Reward]
+Ask = Callable[[str], Reward]
+
+
+async def siblings(client: JudgeClient) -> list[Reward]:
+    return await asyncio.gather(*(client.score(ROW, "42", (), ()) for _ in range(8)))
 
 
 @pytest.fixture
-def ask(tmp_path: Path) -> Iterator[Callable[..., Ask]]:
-    """A judge of an endpoint, as a function of the text."""
+def client_of(tmp_path: Path) -> Iterator[Callable[..., JudgeClient]]:
+    """A judge of an endpoint."""
     opened: list[JudgeClient] = []
 
-    def judge(endpoint: Endpoint, **options: Any) -> Ask:
+    def made(endpoint: Endpoint, **options: Any) -> JudgeClient:
         given: dict[str, Any] = {
             **{"model": "m", "url": endpoint.url, "prompt": PROMPT, "cache": "kept"},
             **{"range": (0.0, 10.0)},
             **options,
         }
-        client = JudgeClient(Judge(**given), "here", Surroundings(directory=str(tmp_path)))
-        opened.append(client)
-        return lambda text: asyncio.run(client.score(ROW, text, (), ()))
+        opened.append(JudgeClient(Judge(**given), "here", Surroundings(directory=str(tmp_path))))
+        return opened[-1]
 
-    yield judge
+    yield made
     for client in opened:
         client.close()
+    bounded.HELPER.close()
+
+
+@pytest.fixture
+def ask(client_of: Callable[..., JudgeClient]) -> Callable[..., Ask]:
+    """The same as a function of the text."""
+
+    def judging(endpoint: Endpoint, **options: Any) -> Ask:
+        client = client_of(endpoint, **options)
+        return lambda text: asyncio.run(client.score(ROW, text, (), ()))
+
+    return judging
 
 
 def always(text: str) -> Callable[[int, str], Answer]:
@@ -88,7 +104,7 @@ def test_the_template_is_asked_at_temperature_0_and_the_score_is_from_0_to_1(
         ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
         ('Well: {"why": "so", "score": 5}.', {"field": "score"}, 0.5),
         ('```json\n{"score": "5", "more": {"a": 1}}\n```', {"field": "score"}, 0.5),
-        ("Score: -1", {"range": (-2.0, 0.0)}, 0.5),
+        ("Score: -1", {"range": (-2.0, 0.0), "max_tokens": 0, "body": {"temperature": 1}}, 0.5),
     ],
 )
 def test_a_score_is_found_in_the_answer(
@@ -139,6 +155,24 @@ def test_a_key_comes_from_the_environment_and_is_never_said(
         ask(endpoint, key_env="JUDGE_KEY")("42")
     assert "secret" not in str(caught.value)
     assert endpoint.keys == ["Bearer sk-secret"]
+
+
+def test_siblings_that_say_the_same_at_the_same_time_are_asked_about_once(
+    client_of: Callable[..., JudgeClient],
+) -> None:
+    numbered = judge_endpoint(lambda number, prompt: said(f"Score: {number}"), delay_s=0.2)
+    with numbered as endpoint:
+        found = asyncio.run(siblings(client_of(endpoint)))
+    assert [one.value for one in found] == [0.0] * 8
+    assert len(endpoint.asked) == 1
+
+
+def test_the_first_answer_counts_where_two_processes_asked_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    first, second = Verdict(said="Score: 1"), Verdict(said="Score: 2")
+    assert judge._keep(path, first) == first
+    assert judge._keep(path, second) == first
+    assert [one.name for one in path.parent.iterdir()] == ["b.json"]
 
 
 def test_the_same_question_has_one_answer_and_one_cost(ask: Callable[..., Ask]) -> None:

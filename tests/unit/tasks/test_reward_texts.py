@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.rewards import bounded
 from dora_pipe.producers.rewards.registry import Rewards
+from dora_pipe.producers.rewards.texts import last_block
 from dora_pipe.producers.tasks.port import Completion, Reward
 
 
@@ -80,6 +82,28 @@ def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(
     found = score("math", text, {"answer": "18"})
     assert (found.value, found.parts["math.stopped"]) == (0.0, 1.0)
     assert score("math", "18", {"answer": 18}).value == 1.0  # The next one finds a helper again.
+
+
+def test_a_helper_that_ends_by_no_limit_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded.HELPER.close()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ChildProcessError, match="ended with status 1"):
+        score("math", "18", {"answer": "18"})
+    bounded.HELPER.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("no block", "no block"),
+        ("```\na\n```\nb\n```python\nc\n```", "c\n"),
+        ("```\na\n```\n```\nnot closed", "a\n"),
+        ("``` not closed", "``` not closed"),
+        ("```" * 100_000, "```" * 100_000),
+    ],
+)
+def test_the_last_closed_block_counts(text: str, block: str) -> None:
+    assert last_block(text) == block
 
 
 def test_an_answer_of_the_data_that_says_nothing_is_named() -> None:
@@ -159,8 +183,9 @@ def test_json_that_a_schema_describes_is_right(text: str, value: float, is_json:
 
 
 def test_a_schema_fetches_nothing_from_elsewhere() -> None:
-    found = score("json-schema", "1", {}, schema={"$ref": "http://127.0.0.1:9/schema.json"})
-    assert found.parts["json-schema.stopped"] == 1.0
+    elsewhere = {"$ref": "http://127.0.0.1:9/schema.json"}
+    with pytest.raises(ValueError, match=r"the schema refers to what is not in it: .*:9/schema"):
+        score("json-schema", "1", {}, schema=elsewhere)
 
 
 @pytest.mark.parametrize(

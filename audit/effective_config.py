@@ -49,6 +49,10 @@ class EffectiveConfig:
         elif command.verb == "stop":
             self._stop(command.args, step, waiting)
 
+    def stop_soon(self, *, step: int, waiting: int) -> None:
+        """The orchestrator has decided to stop early: the groups in flight are trained."""
+        self._stop({}, step, waiting)
+
     def _stop(self, args: dict[str, Any], step: int, waiting: int) -> None:
         now, after = args.get("now", False), args.get("after")
         if not isinstance(now, bool):

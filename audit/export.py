@@ -23,6 +23,7 @@ from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.catalogue.database import COUNTS, Catalogue, arrow_schema, logged_records
 from dora_pipe.catalogue.tables import TrajectoryRow
+from dora_pipe.config.model import Config
 from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
@@ -278,6 +279,25 @@ def export_policy(
     digest: str = published[version]
     export_model(as_store(store), digest, run[0], directory)
     return digest
+
+
+def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | None:
+    """The version that the watched evaluation found the best, and its figure; of equal ones the
+    first. None where no evaluation is watched, or none of its figures is there.
+
+    A version counts when all its groups have ended, as in the fold (`orchestrator.watched`).
+    """
+    watched = next((one for one in config.evaluations if one.best or one.patience), None)
+    if watched is None:
+        return None
+    rows = [
+        row
+        for row in catalogue.records("select * from evaluations where reward is not null")
+        if row.get("evaluation", watched.name) == watched.name
+    ]
+    whole = max((row["groups"] for row in rows), default=0)
+    known = [(row["version"], row["reward"]) for row in rows if row["groups"] == whole]
+    return min(known, key=lambda one: (-one[1], one[0]), default=None)
 
 
 def _tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.Table]:

@@ -33,6 +33,7 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Dispatch,
     Drain,
+    EarlyStop,
     End,
     Fence,
     GroupSpec,
@@ -156,6 +157,8 @@ class Legality:
                 self._end(decision, where)
             case StopRun():
                 self._stop(where)
+            case EarlyStop() if self.in_force is not None:
+                self.in_force.stop_soon(step=self.bound.step, waiting=self.bound.size)
 
     def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
         """Check the requests of a placement; called before they are booked."""

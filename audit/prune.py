@@ -14,7 +14,7 @@ archive was read after the file was listed, and a file that was written again me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +81,10 @@ def plan_prune(
     keep_every: int,
     stopped: bool,
     clock: Clock,
+    keep: Collection[int] = (),
 ) -> PrunePlan:
     """Look; nothing is changed. `stopped`: the user says that no trainer of this run is running.
+    `keep` are versions that stay whatever their number is.
 
     The store is listed before the log is read: a commit that names a listed file is then seen.
     Raises UsageError for a run that may be living, ResourceError, BusError.
@@ -101,7 +103,7 @@ def plan_prune(
     versions: tuple[int, ...] = ()
     if finished:
         commits = [note.checkpoint for note in history.notes]
-        stays = retained(commits, (len(commits),), keep_every) | history.references
+        stays = retained(commits, (len(commits),), keep_every) | history.references | set(keep)
         versions = tuple(sorted(history.kept - stays))
     kept = history.kept.difference(versions)
     candidates = tuple(_candidates(bus, topics, history, clock, listed, kept, frozenset(versions)))

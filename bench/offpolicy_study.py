@@ -74,6 +74,8 @@ YOUNGER: Final[Mapping[str, Any]] = {
     "trainer.schedule_steps": 0,
     "trainer.weight_decay_exclude": "vectors",
     "objective.reference_every": None,
+    "evaluation.best": False,
+    "evaluation.patience": 0,
 }
 """Keys that are younger than the first cells, left out where they ask for what was done then (no
 cell has a weight decay)."""

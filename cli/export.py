@@ -10,7 +10,8 @@ from pathlib import Path
 from random import random
 from typing import Final
 
-from dora_pipe.audit.export import export_parquet, export_policy
+from dora_pipe.audit.export import best_version, export_parquet, export_policy
+from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.output import raise_if_damaged
 from dora_pipe.cli.replay import rebuilder
@@ -55,15 +56,30 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
     raise_if_damaged(done.damage, f", and not in {parquet}")
 
 
-def export_policy_dir(run: OpenRun, policy: int, directory: Path | None, *, force: bool) -> None:
-    """Write version `policy` as a model directory."""
+def export_policy_dir(run: OpenRun, policy: str, directory: Path | None, *, force: bool) -> None:
+    """Write a version, a number or `best`, as a model directory."""
     if directory is None:
         raise UsageError("--policy needs a directory: export RUN --policy N DIR")
     may_write_folder(directory, force=force)
-    rebuilder(run).weights(policy)
     with closing(run.tables()) as tables:
-        digest = export_policy(tables, run.policies, policy, directory)
-    say(f"{directory}: version {policy}, weights {digest}")
+        version = _version(run, tables, policy)
+        rebuilder(run).weights(version)
+        digest = export_policy(tables, run.policies, version, directory)
+    say(f"{directory}: version {version}, weights {digest}")
+
+
+def _version(run: OpenRun, tables: Catalogue, policy: str) -> int:
+    if policy.isdecimal():
+        return int(policy)
+    if policy != "best":
+        raise UsageError(f"--policy {policy}: a version's number, or best")
+    best = best_version(tables, run.config)
+    if best is None:
+        raise UsageError(
+            f"run {run.topics.run} has no best version",
+            hint="evaluation.best = true decides it, once an evaluation is complete",
+        )
+    return best[0]
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:

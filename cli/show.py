@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dora_pipe.audit.describe import DAMAGE, TRACE, Story, describe
+from dora_pipe.audit.export import best_version
 from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.output import (
     draws_blocks,
@@ -106,6 +107,8 @@ class Overview:
     waits: Summary
     log: str
     state: str
+    best: tuple[int, float] | None
+    """Version and figure, where an evaluation decides that."""
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -120,6 +123,9 @@ class Overview:
             "evaluation": None
             if stats.evaluation is None
             else dict(zip(("version", "reward"), stats.evaluation, strict=True)),
+            "best": None
+            if self.best is None
+            else dict(zip(("version", "reward"), self.best, strict=True)),
             "staleness": dict(staleness(stats)),
             "bound": stats.bound,
             "groups": dict(stats.fates),
@@ -136,9 +142,11 @@ def overview(run: OpenRun) -> Overview:
             pass
     with closing(run.tables()) as tables:
         waits = summarise(run.bus, run.topics, tables)
+        best = best_version(tables, run.config)
     return Overview(
         stats=stats,
         waits=waits,
+        best=best,
         log=run.directory.bus_url(run.config),
         state=frame(stats, time.time_ns()).head.partition(": ")[2],
     )
@@ -163,6 +171,9 @@ def print_overview(found: Overview) -> None:
     if stats.evaluation is not None:
         version, reward = stats.evaluation
         pairs["evaluation"] = f"{reward:.3f} of version {version}"
+    if found.best is not None:
+        version, reward = found.best
+        pairs["best"] = f"version {version}, {reward:.3f}"
     pairs["staleness"] = _staleness(stats)
     fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
     pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"

@@ -288,6 +288,24 @@ def _check_advantages(config: Config) -> Iterator[str]:
         )
 
 
+def _check_watched(config: Config) -> Iterator[Problem]:
+    watched = [one for one in config.evaluations if one.best or one.patience]
+    for one in watched[1:]:
+        key = "best" if one.best else "patience"
+        yield Problem(
+            text=f"evaluation.{one.name}.{key}: evaluation `{watched[0].name}` is watched already",
+            hint="best and patience belong to one evaluation of a run",
+        )
+    for one in watched[:1]:
+        key = "best" if one.best else "patience"
+        named = f"evaluation.{one.name}.{key}" if one.name else f"evaluation.{key}"
+        if not one.every or not one.prompts:
+            yield Problem(
+                text=f"{named}: without evaluation.every and prompts there is nothing to compare",
+                hint="evaluation.every = 10, say",
+            )
+
+
 def _check_reference(config: Config) -> Iterator[Problem]:
     objective = config.objective
     if objective.reference_every is not None and not objective.kl:
@@ -386,6 +404,7 @@ _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]
     _check_rewards,
     _check_timing,
     _check_advantages,
+    _check_watched,
     _check_reference,
     _check_trainer,
     _check_gpus,

@@ -229,6 +229,11 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """Rows of the evaluation data, from the first; 0 switches evaluation off."""
     siblings: Siblings = 1
     """Trajectories per row."""
+    best: bool = False
+    """The version with the best mean reward here stays in the store; `export --policy best`."""
+    patience: NonNegative = 0
+    """The run ends, as by a user's `stop`, after so many evaluations in a row without a better
+    one; 0: it does not."""
     sampling: Sampling = Sampling()
     """Keys that are not given are as in [sampling]."""
 

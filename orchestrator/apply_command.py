@@ -22,6 +22,7 @@ import msgspec
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.model import Config, in_flight_batches
 from dora_pipe.config.objectives import refused_kind, settled
+from dora_pipe.orchestrator.apply_decision import stop_soon
 from dora_pipe.orchestrator.state import State
 from dora_pipe.orchestrator.state_ops import fail_batch, go_on_after_failures
 from dora_pipe.schemas.control import Command
@@ -114,8 +115,10 @@ def _stop(state: State, args: dict[str, Any]) -> str:
         return "`now` is true or false"
     at = state.standing()
     if after is None:
-        batches = 0 if now else sum(state.deadlines.values()) // at.per_step
-        state.stop_at = min(at.steps, at.step + batches)
+        if now:
+            state.stop_at = min(at.steps, at.step)
+        else:
+            stop_soon(state)
         state.stop_now = state.stop_now or now
         return ""
     if now or isinstance(after, bool) or not isinstance(after, int):

@@ -15,7 +15,7 @@ import msgspec
 
 from dora_pipe.config.model import Evaluation
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator import hosting, watched
 from dora_pipe.orchestrator.hosting import may_be_interrupted
 from dora_pipe.orchestrator.staleness import may_admit, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
@@ -49,6 +49,7 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Dispatch,
     Drain,
+    EarlyStop,
     End,
     Fence,
     GroupSpec,
@@ -94,6 +95,8 @@ def dispatch(state: State, spec: GroupSpec) -> None:
 
 def _dispatch_row(state: State, spec: GroupSpec) -> None:
     due = next_evaluation(state)
+    if state.eval_row == 0 and _is_watched(state, spec):
+        state.watched = watched.begun(state.watched, spec.version)
     state.eval_ordinal += 1
     state.eval_row += 1
     state.counters.evaluations += 1
@@ -103,6 +106,12 @@ def _dispatch_row(state: State, spec: GroupSpec) -> None:
             state.evaluations[spec.evaluation] = state.version
         else:
             state.evaluated = state.version
+
+
+def _is_watched(state: State, spec: GroupSpec) -> bool:
+    assert state.config is not None
+    found = watched.watched_evaluation(state.config)
+    return spec.purpose == "eval" and found is not None and found.name == spec.evaluation
 
 
 def _place(state: State, decision: Place) -> None:
@@ -249,6 +258,17 @@ def _end(state: State, decision: End) -> None:
     state.counters.fates[decision.fate] = state.counters.fates.get(decision.fate, 0) + 1
     if decision.fate == "failed":
         note_failure(state, group)
+    elif decision.fate == "evaluated" and state.watched and _is_watched(state, group.spec):
+        _note_evaluated(state, state.watched, group)
+
+
+def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None:
+    assert state.config is not None
+    evaluation = watched.watched_evaluation(state.config)
+    assert evaluation is not None
+    rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
+    groups = evaluation_rows(state, evaluation)
+    state.watched = watched.ended(before, group.spec.version, rewards, groups=groups)
 
 
 def may_cancel(state: State, group: Group) -> bool:
@@ -264,6 +284,21 @@ def _stop_run(state: State, decision: StopRun) -> None:
     _require(not state.groups, f"{len(state.groups)} groups are open")
     _require(state.version >= state.steps, f"step {state.version} is left")
     state.done = True
+
+
+def _early_stop(state: State, decision: EarlyStop) -> None:
+    assert state.config is not None
+    due = watched.stop_due(state.watched, state.config)
+    _require(due == decision, "the evaluation has not waited so long, or was another one")
+    assert state.watched is not None
+    state.watched = msgspec.structs.replace(state.watched, stopped=True)
+    stop_soon(state)
+
+
+def stop_soon(state: State) -> None:
+    """The run ends when the groups in flight are trained."""
+    at = state.standing()
+    state.stop_at = min(at.steps, at.step + sum(state.deadlines.values()) // at.per_step)
 
 
 def _halt(state: State, decision: Halt) -> None:
@@ -311,6 +346,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     End: _end,
     StopRun: _stop_run,
     Halt: _halt,
+    EarlyStop: _early_stop,
 }
 
 
@@ -319,10 +355,13 @@ EVALUATION_DEADLINE = -1
 
 
 def pinned(state: State) -> tuple[int, ...]:
-    """Versions that must stay in the store: open groups carry them, or workers have them."""
+    """Versions that must stay in the store: open groups carry them, workers have
+    them, or one of them is the best."""
     workers = state.workers.values()
     held = {one.target for one in workers} | {one.hosted for one in workers}
     held.update(version for one in state.residents.values() for version in one.held)
+    if state.config is not None:
+        held |= watched.kept(state.watched, state.config)
     return tuple(sorted(version for version in held | state.pins.keys() if version >= 0))
 
 

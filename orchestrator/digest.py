@@ -73,7 +73,7 @@ LEFT_OUT: Final = frozenset(
 )
 """The fields of State that are not in the rest."""
 
-YOUNGER: Final = ("drawn", "evaluations")
+YOUNGER: Final = ("drawn", "evaluations", "watched")
 """Left out while they are empty: the digests of runs without them are what they were."""
 
 PAIRS: Final = ("policies", "pins", "deadlines")

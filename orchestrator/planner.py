@@ -1,10 +1,10 @@
 """Decides everything the orchestrator decides, as a function of its state alone.
 
-A plan is made in stages, each on what the ones before it left: fence, end, halt, take the batch,
-drain, dispatch a due evaluation, place what was released, assign, place, move, admit, stop. Every
-decision is applied to the state as it is made, by the functions that the fold of the log uses, so
-the planner has no idea of its own of what a decision does. `decide` changes the state it is given;
-`plan` leaves it alone.
+A plan is made in stages, each on what the ones before it left: fence, end, halt, stop early, take
+the batch, drain, dispatch a due evaluation, place what was released, assign, place, move, admit,
+stop. Every decision is applied to the state as it is made, by the functions that the fold of the
+log uses, so the planner has no idea of its own of what a decision does. `decide` changes the state
+it is given; `plan` leaves it alone.
 
 What a plan needs to know of time or metrics has entered the state as an observation, and the
 configuration in force is part of the state. So equal states give equal plans, and whoever has the
@@ -37,6 +37,7 @@ from dora_pipe.orchestrator.apply_decision import (
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.staleness import admissible, next_batch, surplus
 from dora_pipe.orchestrator.state import Group, State, Worker
+from dora_pipe.orchestrator.watched import stop_due
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
     AnyDecision,
@@ -199,6 +200,14 @@ def _halt(draft: Draft) -> None:
     """Nothing is trained, and nothing will be: say so instead of going on for ever."""
     if not draft.full and (halt := state_ops.halt_now(draft.state)) is not None:
         draft.add(halt)
+
+
+def _stop_early(draft: Draft) -> None:
+    """The evaluation that is watched has waited long enough for a better version."""
+    state = draft.state
+    assert state.config is not None
+    if not draft.full and (due := stop_due(state.watched, state.config)) is not None:
+        draft.add(due)
 
 
 def _end_surplus(draft: Draft) -> None:
@@ -403,6 +412,7 @@ _STAGES: Final = (
     _fence,
     _end_groups,
     _halt,
+    _stop_early,
     _end_surplus,
     _take_batch,
     _drain,

@@ -29,6 +29,7 @@ from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
 from dora_pipe.orchestrator.index import Index, QueueKey
 from dora_pipe.orchestrator.staleness import Finished, Standing
+from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Fate, GroupSpec
@@ -302,6 +303,9 @@ class State:
     """The same of those that have names."""
     eval_row: int = 0
     """Rows of the evaluation data dispatched for version t, while that is not finished."""
+
+    watched: Watched | None = None
+    """The evaluation that decides which version is the best, if one does and has begun."""
 
     paused: bool = False
     stop_at: int | None = None

@@ -245,8 +245,29 @@ class Halt(Decision, frozen=True, kw_only=True):
     """One that failed with it."""
 
 
+class EarlyStop(Decision, frozen=True, kw_only=True):
+    """The evaluation that is watched has got no better for long enough: the run ends when the
+    groups in flight are trained, as by a user's `stop`."""
+
+    evaluation: str
+    """Its name; empty for the only one."""
+    best: int
+    """The version that was best; -1 where none had a figure."""
+
+
 AnyDecision = (
-    Dispatch | Place | Move | Cancel | Assign | Drain | Fence | TakeBatch | End | StopRun | Halt
+    Dispatch
+    | Place
+    | Move
+    | Cancel
+    | Assign
+    | Drain
+    | Fence
+    | TakeBatch
+    | End
+    | StopRun
+    | Halt
+    | EarlyStop
 )
 
 

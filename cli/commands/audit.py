@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,7 +152,7 @@ def export(
         Path | None, typer.Option(metavar="FILE", help="Trajectories, one row each.")
     ] = None,
     policy: Annotated[
-        int | None, typer.Option(metavar="N", help="Version N as a model directory.")
+        str | None, typer.Option(metavar="N", help="Version N, or `best`, as a directory.")
     ] = None,
     traces: Annotated[
         str,
@@ -283,6 +283,7 @@ def prune(
     Nothing is deleted without --delete. A version that is needed again is made again by replay.
     """
     from dora_pipe.audit import prune as history
+    from dora_pipe.audit.export import best_version
     from dora_pipe.audit.prune import PrunePlan, plan_claims, prune_claims
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
@@ -290,6 +291,8 @@ def prune(
     clock = SystemClock()
     with opened(run, root, archive) as open_run:
         bus, names, store = open_run.bus, open_run.topics, open_run.policies
+        with closing(open_run.tables()) as tables:
+            best = best_version(tables, open_run.config)
         plan = history.plan_prune(
             bus,
             names,
@@ -297,6 +300,7 @@ def prune(
             keep_every=open_run.config.store.keep_every if keep_every is None else keep_every,
             stopped=stopped,
             clock=clock,
+            keep=() if best is None else best[:1],
         )
         claims = PrunePlan()
         if not open_run.directory.is_archive:  # An archive's own are never touched.

@@ -25,6 +25,22 @@ ROUND_HALT = rounds.Round(
 )
 """Too many groups fail."""
 
+ROUND_EARLY_STOP = rounds.Round(
+    ordinal=3,
+    role_epoch=0,
+    now_ns=3,
+    control_next=2,
+    decisions=(
+        rounds.EarlyStop(
+            reason="evaluation hard of the last 3 versions was not better than that of version 4,"
+            " 0.5",
+            evaluation="hard",
+            best=4,
+        ),
+    ),
+)
+"""The evaluation that is watched gets no better."""
+
 LOGGED_INVALID = control.TrajectoriesLogged(
     at_ns=AT_NS,
     worker="w0",

@@ -87,6 +87,7 @@ def files() -> dict[str, bytes]:
         "decisions/round-drops.json": encode(values.ROUND_DROPS),
         "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
         "decisions/round-halt.json": encode(later_values.ROUND_HALT),
+        "decisions/round-early-stop.json": encode(later_values.ROUND_EARLY_STOP),
         "control/run-started-several.json": encode(later_values.STARTED_SEVERAL),
         "decisions/round-named.json": encode(later_values.ROUND_NAMED),
         "trajectories/named.arrow.zst": encode_trajectory(later_values.NAMED_TRAJECTORY)[0],

@@ -98,9 +98,10 @@ def test_every_topic_has_golden_bytes() -> None:
 
 
 def test_golden_round_has_every_observation_and_decision() -> None:
+    later = (*later_values.ROUND_HALT.decisions, *later_values.ROUND_EARLY_STOP.decisions)
     for union, found in (
         (rounds.AnyObservation, values.ROUND.observations),
-        (rounds.AnyDecision, (*values.ROUND.decisions, *later_values.ROUND_HALT.decisions)),
+        (rounds.AnyDecision, (*values.ROUND.decisions, *later)),
     ):
         assert {type(one) for one in found} == set(typing.get_args(union))
 
@@ -114,6 +115,7 @@ def test_every_field_is_somewhere_in_the_golden_bytes() -> None:
         values.ROUND_PINS,
         values.ROUND_DROPS,
         later_values.ROUND_HALT,
+        later_values.ROUND_EARLY_STOP,
         later_values.LOGGED_INVALID,
         later_values.STATUS_SINCE,
         later_values.STARTED_SEVERAL,

@@ -1,0 +1,224 @@
+"""The evaluation that is watched: which version is the best, and when a run has seen enough."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_pipe.audit.auditor import audit
+from dora_pipe.audit.export import best_version
+from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.cli import main
+from dora_pipe.config.load import dump_toml, from_plain
+from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.errors import ConfigError, InvariantBroken
+from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
+from dora_pipe.orchestrator.watched import Watched, begun, ended, kept, stop_due
+from dora_pipe.schemas.rounds import EarlyStop, TakeBatch
+from tests.support.cluster import ORCHESTRATOR, Cluster
+from tests.support.cluster import make_config as cluster_config
+from tests.support.orchestrator_records import make_config
+from tests.support.orchestrator_stage import Stage, unchanged
+
+GROUPS = 2
+REWARDS = st.lists(
+    st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=2), min_size=GROUPS, max_size=GROUPS
+)
+
+
+def told(order: Sequence[tuple[int, Sequence[float]]], versions: int) -> Watched:
+    """What is known after these ends of groups, all versions begun in their order before."""
+    watched = Watched()
+    for version in range(versions):
+        watched = begun(watched, version)
+    for version, rewards in order:
+        watched = ended(watched, version, rewards, groups=GROUPS)
+    return watched
+
+
+@given(st.lists(REWARDS, min_size=1, max_size=6), st.integers(0, 2**32))
+def test_best_is_the_first_of_the_highest_whatever_order_groups_end_in(
+    versions: list[list[list[float]]], seed: int
+) -> None:
+    means = [
+        sum(map(sum, groups)) / count if (count := sum(map(len, groups))) else None
+        for groups in versions
+    ]
+    ends = [(place, one) for place, groups in enumerate(versions) for one in groups]
+    Random(seed).shuffle(ends)
+    found = told(ends, len(versions))
+    known = [mean for mean in means if mean is not None]
+    best = means.index(max(known)) if known else -1
+    assert (found.open, found.best) == ((), best)
+    assert found.waited == len(versions) - 1 - best
+    if known:
+        assert found.reward == max(known)
+
+
+def test_version_is_judged_only_when_those_before_it_are() -> None:
+    late = told([(1, [1.0]), (1, [1.0])], versions=2)
+    assert late.best == -1 and [one.version for one in late.open] == [0, 1]
+    best = make_config(evaluation__best=True)
+    assert kept(late, best) == {0, 1}, "either may be the best yet"
+    assert kept(late, make_config(evaluation__patience=1)) == set()
+    for _ in range(GROUPS):
+        late = ended(late, 0, [0.5], groups=GROUPS)
+    assert (late.best, late.waited, late.open, kept(late, best)) == (1, 0, (), {1})
+
+
+@pytest.mark.parametrize(("waited", "due"), [(1, False), (2, True)])
+def test_stop_is_due_after_patience_and_once(waited: int, due: bool) -> None:
+    config = make_config(evaluation__patience=2)
+    found = stop_due(Watched(best=3, reward=0.5, waited=waited), config)
+    assert (found is not None) == due
+    assert stop_due(Watched(waited=9, stopped=True), config) is None
+    assert stop_due(Watched(waited=9), make_config(evaluation__best=True)) is None
+
+
+# In the fold.
+
+FALLING: Mapping[int, float] = {0: 0.2, 1: 0.6, 2: 0.6, 3: 0.4}
+
+
+def watching(**changes: Any) -> Stage:
+    settings = {
+        "run__steps": 20,
+        "evaluation__prompts": GROUPS,
+        "evaluation__every": 1,
+        "evaluation__best": True,
+        **changes,
+    }
+    stage = Stage(**settings).begin()
+    stage.worker("w0", slots=6)
+    return stage
+
+
+def step(stage: Stage) -> None:
+    """What runs ends: evaluations as their version does, training groups with 1."""
+    while names := stage.running():
+        for name in names:
+            spec = stage.state.groups[name.rpartition("-")[0]].spec
+            reward = FALLING.get(spec.version, 0.1) if spec.purpose == "eval" else 1.0
+            stage.finish(name, reward=reward)
+        stage.settle()
+    if stage.state.training is not None:
+        stage.commit()
+    stage.settle()
+
+
+def test_run_ends_early_by_a_decision_with_its_reason_and_keeps_the_best() -> None:
+    stage = watching(evaluation__patience=3)
+    while not stage.state.done:
+        step(stage)
+    stops = [one for one in stage.decided if isinstance(one, EarlyStop)]
+    assert len(stops) == 1 and stops[0].best == 1
+    assert "not better than that of version 1, 0.6" in stops[0].reason
+    assert 4 <= stage.state.version < 10
+    assert stage.state.watched is not None and stage.state.watched.best == 1
+    assert 1 in pinned(stage.state)
+
+
+def test_batches_pin_the_best_version_only_where_it_is_asked_for() -> None:
+    for best, expected in ((True, {1}), (False, set())):
+        stage = watching(evaluation__best=best, evaluation__patience=10)
+        for _ in range(8):
+            step(stage)
+        batch = [one for one in stage.decided if isinstance(one, TakeBatch)][-1]
+        assert {1} & set(batch.pins) == expected
+
+
+def test_stop_that_is_not_due_is_refused_and_changes_nothing() -> None:
+    stage = watching(evaluation__patience=3)
+    step(stage)
+    before = stage.copy()
+    with pytest.raises(InvariantBroken, match="not waited so long"):
+        apply_decision(stage.state, EarlyStop(evaluation="", best=0, reason="enough"))
+    assert unchanged(before, stage.state)
+
+
+def test_run_that_watches_nothing_has_the_digest_it_had() -> None:
+    plain = watching(evaluation__best=False)
+    step(plain)
+    assert plain.state.watched is None
+
+
+def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = cluster_config(
+        run__steps=40,
+        evaluation__prompts=2,
+        evaluation__every=1,
+        evaluation__best=True,
+        evaluation__patience=2,
+        store__keep_every=2,
+    )
+    with Cluster(tmp_path, config) as cluster:
+        found: list[Watched] = []
+
+        def watch() -> bool:
+            watched = cluster.roles[ORCHESTRATOR].machine.state.watched
+            found.append(watched or Watched())
+            return found[-1].stopped
+
+        cluster.until(watch)
+        cluster.run()
+        report = audit(cluster.bus, cluster.topics, cluster.store)
+        assert report.holds, [violation.line for violation in report.violations]
+        assert 4 <= report.steps < 40
+        with closing(read_catalogue(cluster.bus, cluster.topics)) as tables:
+            best = best_version(tables, cluster.config)
+        assert best is not None and best[1] >= found[-1].reward
+        history = read_history(cluster.bus, cluster.topics, cluster.clock)
+        assert cluster.store.has_weights(history.digest_of(found[-1].best))
+        (cluster.path.parent / "config.toml").write_text(dump_toml(cluster.config))
+
+    def call(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["dora-pipe", *args])
+        with pytest.raises(SystemExit, match="0"):
+            main.main()
+        return capsys.readouterr().out
+
+    shown = json.loads(call("show", str(cluster.path.parent), "--json"))
+    assert shown["best"]["version"] == best[0]
+
+
+# The keys.
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "key"),
+    [
+        ([{"best": True}], "evaluation.best"),
+        ([{"patience": 2, "every": 4, "prompts": 0}], "evaluation.patience"),
+        (
+            [
+                {"name": "one", "every": 1, "best": True},
+                {"name": "two", "every": 1, "patience": 3},
+            ],
+            "evaluation.two.patience",
+        ),
+    ],
+)
+def test_keys_that_watch_nothing_or_two_evaluations_are_refused(
+    evaluations: list[dict[str, Any]], key: str
+) -> None:
+    plain = {
+        "run": {"name": "r", "steps": 4},
+        "model": {"path": "m"},
+        "task": {"kind": "arithmetic"},
+        "evaluation": evaluations[0],
+        "more_evaluations": evaluations[1:],
+    }
+    with pytest.raises(ConfigError, match=f"^{key}: ") as found:
+        from_plain(plain)
+    assert found.value.hint
